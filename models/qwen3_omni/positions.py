@@ -1,0 +1,115 @@
+"""Time-aligned three-axis positions of Qwen3-Omni, one sample at a time.
+
+The rule is that of `get_rope_index` in transformers' Qwen3-Omni: text advances all axes together; an image
+or a video holds its grid (time, height, width) behind the position reached so far, time in units of
+1 / position_id_per_seconds; audio advances one position a token (13 a second); what follows a medium goes on behind
+its largest position. Audio of a video runs beside the frames on the same clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Special tokens and scales of the thinker."""
+
+    image: int
+    video: int
+    audio: int
+    vision_start: int
+    audio_start: int
+    merge: int  # spatial_merge_size
+    per_second: float  # position_id_per_seconds
+
+
+@dataclass
+class MediaCursor:
+    """Media of a packed row in order of appearance; positions of each sample take what is theirs."""
+
+    images: Iterator[tuple[int, int, int]]  # grids (t, h, w) in patches
+    videos: Iterator[tuple[tuple[int, int, int], float]]  # grid and seconds per temporal patch
+    audios: Iterator[int]  # tokens of each clip
+
+
+def grid_positions(grid: tuple[int, int, int], merge: int, step: float) -> Tensor:
+    """(3, t*h*w/merge^2) float32 positions of a visual medium from 0; `step` is the time between frames."""
+    t, h, w = grid[0], grid[1] // merge, grid[2] // merge
+    time = (torch.arange(t).float() * step).view(t, 1, 1).expand(t, h, w)
+    height = torch.arange(h).float().view(1, h, 1).expand(t, h, w)
+    width = torch.arange(w).float().view(1, 1, w).expand(t, h, w)
+    return torch.stack([axis.flatten() for axis in (time, height, width)])
+
+
+def sample_positions(ids: Tensor, tokens: Tokens, media: MediaCursor) -> Tensor:
+    """(3, L) float32 positions of one sample, `ids` (L,) int64 with placeholders expanded.
+
+    Raises ValueError where a start token isn't followed by its medium.
+    """
+    starts = ((ids == tokens.vision_start) | (ids == tokens.audio_start)).nonzero().flatten().tolist()
+    pieces: list[Tensor] = []
+    done, reached = 0, 0.0  # tokens placed, next position
+    for start in starts:
+        if start < done:  # the audio_start inside a video
+            continue
+        kind = int(ids[start + 1]) if start + 1 < len(ids) else -1
+        both = kind == tokens.audio_start  # vision_start, audio_start: a video with its sound
+        lead = start - done + (2 if both else 1)
+        pieces.append(_run(lead, reached))
+        reached += lead
+        done += lead
+        placed, behind = _medium(ids, start, done, kind, both, tokens, media)
+        pieces.append(placed + reached)
+        done += placed.shape[1]
+        reached += behind
+        tail = 2 if both else 1
+        pieces.append(_run(tail, reached))
+        reached += tail
+        done += tail
+    pieces.append(_run(len(ids) - done, reached))
+    return torch.cat(pieces, dim=1)
+
+
+def _medium(
+    ids: Tensor, start: int, done: int, kind: int, both: bool, tokens: Tokens, media: MediaCursor
+) -> tuple[Tensor, float]:
+    """((3, n) positions from 0 of the medium at `done`, how far what follows is from its first position)."""
+    if both:
+        grid, seconds = next(media.videos)
+        seen = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
+        heard = _run(next(media.audios), 0.0)
+        return _beside(ids[done : done + seen.shape[1] + heard.shape[1]], seen, heard, tokens)
+    if int(ids[start]) == tokens.audio_start:
+        placed = _run(next(media.audios), 0.0)
+    elif kind == tokens.image:
+        placed = grid_positions(next(media.images), tokens.merge, tokens.per_second)
+    elif kind == tokens.video:
+        grid, seconds = next(media.videos)
+        placed = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
+    else:
+        raise ValueError(f"token {start} starts a visual medium, but token {kind} follows it")
+    return placed, float(placed.max()) + 1
+
+
+def _beside(ids: Tensor, seen: Tensor, heard: Tensor, tokens: Tokens) -> tuple[Tensor, float]:
+    """Video and audio tokens as the processor interleaved them, each on its own clock from 0.
+
+    What follows goes on behind the last run of one kind, as transformers has it.
+    """
+    is_video = ids == tokens.video
+    placed = torch.empty(3, len(ids))
+    placed[:, is_video] = seen
+    placed[:, ~is_video] = heard
+    other = (is_video != is_video[-1]).nonzero().flatten()
+    last_run = int(other[-1]) + 1 if len(other) else 0
+    return placed, float(placed[:, last_run:].max()) + 1
+
+
+def _run(count: int, start: float) -> Tensor:
+    """(3, count) positions that advance together from `start`."""
+    return (torch.arange(count).float() + start).expand(3, count)

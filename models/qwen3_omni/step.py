@@ -1,0 +1,62 @@
+"""Qwen3-Omni's step: where its towers' embeddings go, and time-aligned positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zoo.models.qwen3_omni.audio import audio_tokens
+from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
+from zoo.packing import PackedLayout
+from zoo.steps import PackedStep
+
+
+class Qwen3OmniStep(PackedStep):
+    """Overrides positions and placeholders; `config` is a Qwen3OmniConfig."""
+
+    def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        """The vision tower takes images, then videos; the audio tower clips and soundtracks."""
+        thinker = self.config.thinker
+        return {
+            "vision": (thinker.image_token_id, thinker.video_token_id),
+            "audio": (thinker.audio_token_id,),
+        }
+
+    def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
+        """(3, 1, T) float32, each segment from 0; alignment padding counts on as text."""
+        cursor = self._cursor(media)
+        tokens = self._tokens()
+        pieces = []
+        for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
+            placed = sample_positions(segment[:length], tokens, cursor)
+            rest = len(segment) - length
+            tail = torch.arange(rest).float() + placed.max() + 1
+            pieces.append(torch.cat((placed, tail.expand(3, rest)), dim=1))
+        return torch.cat(pieces, dim=1).unsqueeze(1)
+
+    def _tokens(self) -> Tokens:
+        thinker = self.config.thinker
+        return Tokens(
+            image=thinker.image_token_id,
+            video=thinker.video_token_id,
+            audio=thinker.audio_token_id,
+            vision_start=thinker.vision_start_token_id,
+            audio_start=thinker.audio_start_token_id,
+            merge=thinker.vision_config.spatial_merge_size,
+            per_second=thinker.position_id_per_seconds,
+        )
+
+    def _cursor(self, media: Mapping[str, Tensor]) -> MediaCursor:
+        def grids(name: str) -> list[tuple[int, int, int]]:
+            return [tuple(grid) for grid in media[name].tolist()] if name in media else []
+
+        seconds = media["video_second_per_grid"].tolist() if "video_second_per_grid" in media else []
+        frames = media["feature_lens"].tolist() if "feature_lens" in media else []
+        n_window = self.config.thinker.audio_config.n_window
+        return MediaCursor(
+            images=iter(grids("image_grid_thw")),
+            videos=iter(list(zip(grids("video_grid_thw"), seconds, strict=True))),
+            audios=iter([audio_tokens(n, n_window) for n in frames]),
+        )

@@ -1,0 +1,1 @@
+"""Modules that families share and both backends use."""

@@ -1,0 +1,141 @@
+"""The two backends as mcore `BackendSpecProvider`s, and the decoder layer made from one.
+
+Both keep norms apart from the linears that follow, and both use zoo's experts, so parameters have the same
+names and shapes under either and checkpoints are interchangeable.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from zoo.nn.attention import SelfAttention, VarlenCoreAttention
+from zoo.nn.experts import GroupedExperts
+from zoo.nn.norm import RMSNorm
+
+
+class TorchBackend(BackendSpecProvider):
+    """Plain PyTorch: nothing to compile at install."""
+
+    def column_parallel_linear(self) -> type:
+        """mcore's column-parallel linear."""
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """mcore's row-parallel linear."""
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """Never: see the module's docstring."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> type | None:
+        """None: norms are modules of their own."""
+        return None
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """RMSNorm that knows sequence parallelism."""
+        if not rms_norm:
+            raise ValueError("the decoders of zoo use RMSNorm")
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        """Varlen attention of PyTorch."""
+        return VarlenCoreAttention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """Stacked experts on grouped_mm."""
+        return GroupedExperts
+
+    def activation_func(self) -> Any:
+        """None: the config's activation function."""
+        return None
+
+
+class TEBackend(TorchBackend):
+    """Transformer Engine's linears, norms and attention (FP8, context-parallel ring)."""
+
+    def column_parallel_linear(self) -> type:
+        """TE's column-parallel linear."""
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+        return TEColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """TE's row-parallel linear."""
+        from megatron.core.extensions.transformer_engine import TERowParallelLinear
+
+        return TERowParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        """TE's RMSNorm."""
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+
+    def core_attention(self) -> type:
+        """TE's fused or flash attention with real and padded offsets."""
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return TEDotProductAttention
+
+
+def get_backend(name: str) -> BackendSpecProvider:
+    """`auto` (te where Transformer Engine and a GPU are there, else torch), `te` or `torch`."""
+    if name == "auto":
+        found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
+        name = "te" if found else "torch"
+    if name == "te":
+        return TEBackend()
+    if name == "torch":
+        return TorchBackend()
+    raise ValueError(f"engine.backend={name!r}: wanted auto, te or torch")
+
+
+def decoder_layer(config: TransformerConfig, backend: BackendSpecProvider, experts: bool) -> ModuleSpec:
+    """One pre-norm decoder layer: attention, then an MLP or (with `experts`) an MoE layer."""
+    norm = backend.layer_norm(rms_norm=True)
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None,
+            k_layernorm=backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None,
+        ),
+    )
+    dense = MLPSubmodules(
+        linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
+    )
+    mlp: Any = partial(MLP.as_mlp_submodule, submodules=dense)
+    if experts:
+        shared = partial(SharedExpertMLP, submodules=dense)
+        parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared)
+        mlp = partial(MoELayer, submodules=parts)
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

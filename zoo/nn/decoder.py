@@ -1,0 +1,79 @@
+"""mcore's transformer block with a forward that carries deepstack features and nothing of inference.
+
+Deepstack (Qwen3-VL): features taken from several depths of the vision tower are added to the hidden states
+of the first decoder layers, at the rows of the visual tokens. They travel as an argument, never on a module,
+so recompute and the pipeline see them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core import tensor_parallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Deepstack:
+    """Features for decoder layers `first`, `first + 1`, ... (0-based, counted over the whole model).
+
+    rows: (N,) int64 rows of the flattened (T * B, hidden) states of this rank; features: one (N, hidden)
+    tensor a layer.
+    """
+
+    rows: Tensor
+    features: tuple[Tensor, ...]
+    first: int = 0
+
+    def for_layer(self, layer: int) -> Tensor | None:
+        """The (N, hidden) features to add after `layer`, or None."""
+        at = layer - self.first
+        return self.features[at] if 0 <= at < len(self.features) else None
+
+    def after(self, layer: int) -> Deepstack:
+        """What is left for the layers from `layer` on."""
+        return Deepstack(self.rows, self.features[max(0, layer - self.first) :], max(layer, self.first))
+
+
+def add_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """hidden (T, B, C) with values (N, C) added at flattened rows (N,)."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat.index_add(0, rows, values.to(flat.dtype)).view(hidden.shape)
+
+
+class Decoder(TransformerBlock):
+    """The decoder layers of this pipeline stage, and the final norm on the last."""
+
+    @property
+    def last_layer(self) -> int:
+        """One past the 0-based number, over the whole model, of this stage's last layer."""
+        return self.layers[-1].layer_number
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        seq_params: PackedSeqParams | None,
+        padding_mask: Tensor | None,
+        deepstack: Deepstack | None,
+    ) -> Tensor:
+        """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding."""
+        recompute = self.config.recompute_granularity == "full" and self.training
+        for layer in self.layers:
+
+            def run(states: Tensor, layer=layer) -> Tensor:  # noqa: ANN001 - bound early, one closure a layer
+                return layer(
+                    hidden_states=states,
+                    attention_mask=None,
+                    rotary_pos_emb=rotary,
+                    packed_seq_params=seq_params,
+                    padding_mask=padding_mask,
+                )[0]
+
+            hidden = tensor_parallel.checkpoint(run, False, hidden) if recompute else run(hidden)
+            features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
+            if deepstack and features is not None:
+                hidden = add_rows(hidden, deepstack.rows, features)
+        return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden

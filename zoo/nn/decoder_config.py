@@ -1,0 +1,87 @@
+"""mcore's TransformerConfig from a Hugging Face text config and a recipe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from zoo.config.schema import Recipe
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> TransformerConfig:
+    """The decoder of a Hugging Face text config (`hidden_size`, `num_hidden_layers`, ...) under a recipe.
+
+    Sizes come from `text`, everything about execution from `recipe`, which has been validated. `qk_norm`:
+    RMSNorm of queries and keys per head, which Qwen3's configs don't say.
+    """
+    parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
+    dtype = DTYPES[precision]
+    return TransformerConfig(
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        num_attention_heads=text.num_attention_heads,
+        num_query_groups=text.num_key_value_heads,
+        kv_channels=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        ffn_hidden_size=text.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=text.rms_norm_eps,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=bool(getattr(text, "attention_bias", False)),
+        qk_layernorm=qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        init_method_std=text.initializer_range,
+        recompute_granularity="full" if recipe.engine.recompute == "full" else None,
+        recompute_method="uniform" if recipe.engine.recompute == "full" else None,
+        recompute_num_layers=1 if recipe.engine.recompute == "full" else None,
+        **_expert_settings(text, recipe),
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        sequence_parallel=bool(parallel.sp),
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=precision == "bf16",
+        variable_seq_lengths=True,  # packed rows differ in length
+        deallocate_pipeline_outputs=True,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
+    """Settings of the MoE layers; empty for a dense decoder."""
+    experts = getattr(text, "num_experts", None)
+    if not experts:
+        return {}
+    shared = getattr(text, "shared_expert_intermediate_size", 0) or None
+    dense_layers = set(getattr(text, "mlp_only_layers", None) or [])
+    every = getattr(text, "decoder_sparse_step", 1)
+    is_moe = [int(i not in dense_layers and (i + 1) % every == 0) for i in range(text.num_hidden_layers)]
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": text.num_experts_per_tok,
+        "moe_ffn_hidden_size": text.moe_intermediate_size,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": shared is not None,
+        "moe_layer_freq": is_moe,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": recipe.train.aux_loss,
+        "moe_z_loss_coeff": recipe.train.z_loss or None,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+    }

@@ -1,0 +1,99 @@
+"""Experts of an MoE layer as two stacked weights and grouped matrix products.
+
+One `torch.nn.functional.grouped_mm` a projection on a GPU in half precision; a loop over the local experts
+elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its
+grouped one needs Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class GroupedExperts(MegatronModule):
+    """SwiGLU experts: `weight1` (E, 2I, hidden), gate half first, and `weight2` (E, hidden, I).
+
+    E is this rank's share of the experts, I its share of an expert's width under expert tensor parallelism.
+    """
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, name: str | None = None
+    ) -> None:
+        super().__init__(config=config)
+        assert config.moe_ffn_hidden_size is not None
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        width = config.moe_ffn_hidden_size // self.tp_group.size()
+        factory: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight1 = torch.nn.Parameter(
+            torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory)
+        )
+        self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **factory))
+        same_groups = config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
+        for weight, axis, init in (
+            (self.weight1, 1, config.init_method),
+            (self.weight2, 2, config.output_layer_init_method),
+        ):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=axis, stride=1)
+            weight.allreduce = same_groups  # type: ignore[attr-defined]  # False: the expert data-parallel group
+            if config.perform_initialization and init is not None:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    init(weight)
+
+    def forward(
+        self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden (N, hidden) sorted by expert, tokens_per_expert (E,) int, probs (N,) -> (N, hidden), None."""
+        grouped = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
+        if grouped:
+            ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).to(torch.int32)
+            inner = F.grouped_mm(hidden, self.weight1.transpose(1, 2), offs=ends)
+        else:
+            counts = tokens_per_expert.tolist()
+            inner = _per_expert(hidden, self.weight1, counts)
+        gate, up = inner.chunk(2, dim=-1)
+        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
+        if grouped:
+            return F.grouped_mm(inner, self.weight2.transpose(1, 2), offs=ends), None
+        return _per_expert(inner, self.weight2, counts), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """The two weights with the expert axis cut over EP and the width cut over expert TP.
+
+        `weight1` is saved as its two halves, so that it can be read under another expert TP size.
+        """
+        gate, up = self.weight1.chunk(2, dim=1)
+        lead = len(sharded_offsets)
+        expert_cut = (lead, self.ep_group.rank(), self.ep_group.size())
+        state = {}
+        for key, tensor, axis in (("gate", gate, 1), ("up", up, 1), ("weight2", self.weight2, 2)):
+            state[f"{prefix}{key}"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}{key}",
+                tensor,
+                *sharded_offsets,
+                expert_cut,
+                (lead + axis, self.tp_group.rank(), self.tp_group.size()),
+                replica_id=(0, 0, self.dp_group.rank()),
+                prepend_axis_num=lead,
+            )
+        return state
+
+
+def _per_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """x (N, in) sorted by expert, weight (E, out, in) -> (N, out)."""
+    rows = x.split(counts)
+    return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(rows)])

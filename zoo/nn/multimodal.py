@@ -1,0 +1,311 @@
+"""A multimodal language model on mcore parts: embedding, towers, decoder, head.
+
+A family subclasses `MultimodalModel`, gives it towers and says in `encode` what they make of a batch's media.
+Which row each media embedding goes to is worked out on the host by the step and arrives in `ModelInputs`.
+
+Data layout: hidden states are (T, B, hidden) as in mcore; B is 1 for packed rows. "Rows" are indices into
+the flattened (T * B, hidden) states of this context-parallel rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import ModelType
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from zoo.nn.backend import decoder_layer, get_backend
+from zoo.nn.decoder import Decoder, Deepstack
+from zoo.nn.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a model chunk stands in the pipeline."""
+
+    first: bool = True  # holds embedding and towers
+    last: bool = True  # holds final norm, head and loss
+    vp_stage: int | None = None  # index of the chunk on its rank, with an interleaved schedule
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where embeddings of one tower go: embedding `source[i]` to row `rows[i]`, both (N,) int64 on the host."""
+
+    rows: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a tower made: (N, hidden) embeddings, and (N, hidden) deepstack features a decoder layer."""
+
+    embeddings: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One call's tensors on this rank, after packing and the context-parallel split."""
+
+    input_ids: Tensor  # (B, T) int64, on the device
+    positions: Tensor  # (A, B, T) positions, A axes
+    padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
+    seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of the media, on the device
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
+    label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
+    targets: Tensor | None = None  # (N,) int64 the token each such row should predict
+    count_correct: bool = False  # also say whether each target was the most likely token
+
+
+@dataclass(frozen=True)
+class RotaryShape:
+    """Rotary embedding of the decoder: base theta, sections per position axis (None: plain), interleaved."""
+
+    base: float
+    sections: list[int] | None = None
+    interleaved: bool = False
+    fraction: float = 1.0  # share of a head's width that is rotated
+
+
+class MultimodalModel(LanguageModule):
+    """Embedding, towers, decoder and head of one pipeline stage. Subclass it and give `encode`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        vocab_size: int,
+        rotary: RotaryShape,
+        backend: str,
+        stage: Stage,
+        towers: Mapping[str, torch.nn.Module],
+        tied: bool = False,
+        deepstack_layers: int = 0,
+    ) -> None:
+        """`towers` are kept as attributes under their names, on the first stage only."""
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        super().__init__(config=config, pg_collection=groups)
+        self.model_type = ModelType.encoder_or_decoder
+        self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
+        self.share_embeddings_and_output_weights = tied
+        self.deepstack_layers = deepstack_layers
+        self.vocab_size = vocab_size
+        self.input_tensor: Tensor | None = None
+        assert config.kv_channels is not None
+        width = int(config.kv_channels * rotary.fraction)
+        self.rotary = Rotary(width, rotary.base, rotary.sections, rotary.interleaved)
+        if stage.first:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=vocab_size,
+                max_sequence_length=0,
+                position_embedding_type="none",
+                scatter_to_sequence_parallel=False,  # media are placed first
+                tp_group=groups.tp,
+            )
+            for name, tower in towers.items():
+                self.add_module(name, tower)
+        self.decoder = self._make_decoder(config, backend, stage, groups)
+        if stage.last:
+            head_config = copy.copy(config)
+            head_config.sequence_parallel = False  # rows are gathered, then only labelled ones kept
+            self.output_layer = tensor_parallel.ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=head_config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=stage.first and tied,
+                tp_group=groups.tp,
+            )
+        if stage.first or stage.last:
+            self.setup_embeddings_and_output_layer()
+
+    @staticmethod
+    def _make_decoder(config: TransformerConfig, backend: str, stage: Stage, groups: Any) -> Decoder:
+        provider = get_backend(backend)
+        sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+        assert isinstance(sparse, list)
+        first = get_transformer_layer_offset(config, stage.vp_stage)
+        count = get_num_layers_to_build(config, stage.vp_stage)
+        specs = [decoder_layer(config, provider, bool(sparse[i])) for i in range(first, first + count)]
+        parts = TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))
+        return Decoder(
+            config,
+            parts,
+            pre_process=stage.first,
+            post_process=stage.last,
+            pg_collection=groups,
+            vp_stage=stage.vp_stage,
+        )
+
+    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
+        """Tower outputs by tower name; towers without media in this batch are left out."""
+        raise NotImplementedError
+
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """mcore's schedules hand over what the previous stage sent."""
+        self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, inputs: ModelInputs) -> Tensor:
+        """One pipeline stage.
+
+        Last stage: negative log likelihood (N,) fp32 of the targets; with `count_correct` (2, N), the second
+        row 1.0 where the target was the most likely token; without `label_rows` all logits (B, T, vocab).
+        Other stages: what the next one needs, (T', B, hidden).
+        """
+        if self.pre_process:
+            hidden, deepstack = self._embed(inputs)
+        else:
+            hidden, deepstack = self._receive(inputs)
+        mask = inputs.padding_mask
+        if mask is not None and self.config.sequence_parallel:
+            mask = mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+        hidden = self.decoder(hidden, self.rotary(inputs.positions), inputs.seq_params, mask, deepstack)
+        if not self.post_process:
+            return _join(hidden, deepstack.after(self.decoder.last_layer) if deepstack else None)
+        return self._head(hidden, inputs)
+
+    def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None]:
+        hidden = self.embedding(input_ids=inputs.input_ids, position_ids=None)
+        encoded = self.encode(inputs.media) if inputs.media else {}
+        deepstack: Deepstack | None = None
+        for name, placement in inputs.placements.items():
+            rows = _to(placement.rows, hidden)
+            source = _to(placement.source, hidden)
+            hidden = _put_rows(hidden, rows, encoded[name].embeddings.index_select(0, source))
+            if encoded[name].deepstack:
+                deepstack = self._local_deepstack(placement, encoded[name], hidden)
+        hidden = self._anchor_idle_towers(hidden, encoded)
+        if self.config.sequence_parallel:
+            hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
+        return hidden, deepstack
+
+    def _local_deepstack(self, placement: Placement, encoded: Encoded, hidden: Tensor) -> Deepstack:
+        """Features of the rows that this rank holds, as its share of the sequence counts them."""
+        rows, keep = self._local_rows(placement, hidden.shape[0], hidden.shape[1])
+        source = _to(placement.source[keep], hidden)
+        features = [feature.index_select(0, source) for feature in encoded.deepstack]
+        if self.config.sequence_parallel:
+            # Each rank adds its own rows only, so the towers' gradient is summed here over the ranks: what
+            # the scatter of the embeddings does for them.
+            features = [copy_to_tensor_model_parallel_region(f, group=self.tp_group) for f in features]
+        return Deepstack(_to(rows, hidden), tuple(features))
+
+    def _local_rows(self, placement: Placement, tokens: int, batch: int) -> tuple[Tensor, Tensor]:
+        """(rows within this rank's share of `tokens`, mask of which placements those are), on the host."""
+        if not self.config.sequence_parallel:
+            return placement.rows, torch.ones_like(placement.rows, dtype=torch.bool)
+        share = tokens // self.tp_group.size() * batch
+        start = share * self.tp_group.rank()
+        keep = (placement.rows >= start) & (placement.rows < start + share)
+        return placement.rows[keep] - start, keep
+
+    def _anchor_idle_towers(self, hidden: Tensor, encoded: Mapping[str, Encoded]) -> Tensor:
+        """Give towers without media in this batch a zero gradient, so that no rank waits for theirs."""
+        if not (self.training and torch.is_grad_enabled()):
+            return hidden
+        for name in self.tower_names():
+            if name not in encoded:
+                parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
+                if parameters:
+                    hidden = hidden + sum(p.flatten()[:1].sum() * 0.0 for p in parameters)
+        return hidden
+
+    def tower_names(self) -> tuple[str, ...]:
+        """Names of the towers that `encode` may return; a family says which."""
+        return ()
+
+    def _receive(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None]:
+        """Take apart what the previous stage sent: hidden states, then what is left of deepstack."""
+        assert self.input_tensor is not None
+        batch, tokens = inputs.input_ids.shape
+        local = tokens // self.tp_group.size() if self.config.sequence_parallel else tokens
+        hidden, rest = self.input_tensor[:local], self.input_tensor[local:]
+        placement = next((p for n, p in inputs.placements.items() if n == "vision"), None)
+        first = get_transformer_layer_offset(self.config, self.vp_stage)
+        count = max(0, self.deepstack_layers - first)
+        if placement is None or count == 0:
+            return hidden, None
+        rows, _ = self._local_rows(placement, tokens, batch)
+        features = rest.reshape(-1, hidden.shape[-1])[: count * len(rows)].chunk(count)
+        return hidden, Deepstack(_to(rows, hidden), tuple(features), first)
+
+    def _head(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.tp_group
+            )
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        if inputs.label_rows is None:
+            logits, _ = self.output_layer(hidden, weight=weight)
+            logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
+            return logits.transpose(0, 1)
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.label_rows)
+        if rows.shape[0] == 0:
+            return rows.float().sum(-1) + hidden.sum() * 0.0 if not inputs.count_correct else rows.new_zeros(2, 0)
+        logits, _ = self.output_layer(rows, weight=weight)
+        targets = inputs.targets
+        assert targets is not None
+        correct = most_likely(logits, self.tp_group) == targets if inputs.count_correct else None
+        loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=self.tp_group)
+        return loss if correct is None else torch.stack((loss, correct.to(loss.dtype)))
+
+
+def most_likely(logits: Tensor, group: Any) -> Tensor:
+    """(N,) int64 most likely token of logits (N, vocab/tp), each rank holding a slice of the vocabulary."""
+    best, token = logits.detach().max(dim=-1)
+    if group.size() == 1:
+        return token
+    token = token + group.rank() * logits.shape[-1]
+    scores = [torch.empty_like(best) for _ in range(group.size())]
+    tokens = [torch.empty_like(token) for _ in range(group.size())]
+    torch.distributed.all_gather(scores, best.contiguous(), group=group)
+    torch.distributed.all_gather(tokens, token.contiguous(), group=group)
+    winner = torch.stack(scores).argmax(dim=0, keepdim=True)
+    return torch.stack(tokens).gather(0, winner)[0]
+
+
+def _to(index: Tensor, like: Tensor) -> Tensor:
+    return index.to(like.device, non_blocking=True)
+
+
+def _put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat.index_copy(0, rows, values.to(flat.dtype)).view(hidden.shape)
+
+
+def _join(hidden: Tensor, deepstack: Deepstack | None) -> Tensor:
+    """Hidden states and the features that later stages need, in one tensor for the pipeline."""
+    if deepstack is None or not deepstack.features:
+        return hidden
+    batch, width = hidden.shape[1:]
+    features = torch.cat(deepstack.features)
+    short = -len(features) % batch
+    if short:
+        features = torch.cat((features, features.new_zeros(short, width)))
+    return torch.cat((hidden, features.view(-1, batch, width).to(hidden.dtype)))
