@@ -37,12 +37,19 @@ class Qwen3OmniConfig:
         """From a Hugging Face checkpoint folder."""
         return cls.from_arch(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
 
-    def with_tokens(self, ids: dict[str, int]) -> Qwen3OmniConfig:
-        """The same with token ids (`image_token_id`, ...) and `vocab_size` of another tokenizer."""
+    def for_processor(self, processor: Any) -> Qwen3OmniConfig:
+        """The same architecture with the special tokens of the processor's tokenizer.
+
+        Raises UserError where the vocabulary is too small for that tokenizer.
+        """
+        from zoo.models.qwen3_omni.processor import token_ids
+
+        ids = token_ids(processor.tokenizer)
+        needed, there = ids.pop("vocab_size"), self.text.vocab_size
+        if needed > there:
+            raise UserError(f"text_config.vocab_size is {there}, the tokenizer has {needed} tokens; raise it")
         arch = self.hf.to_dict()
-        thinker = arch["thinker_config"]
-        for key, value in ids.items():
-            (thinker["text_config"] if key == "vocab_size" else thinker)[key] = value
+        arch["thinker_config"].update(ids)
         return Qwen3OmniConfig.from_arch(arch)
 
     @property
@@ -54,6 +61,11 @@ class Qwen3OmniConfig:
     def text(self) -> Any:
         """The decoder's config."""
         return self.thinker.text_config
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head share their weight."""
+        return bool(self.thinker.tie_word_embeddings)
 
     @property
     def rotary(self) -> RotaryShape:

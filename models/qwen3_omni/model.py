@@ -24,7 +24,7 @@ class Qwen3OmniModel(MultimodalModel):
             backend=recipe.engine.backend,
             stage=stage,
             towers=build_towers(config) if stage.first else {},
-            tied=bool(config.thinker.tie_word_embeddings),
+            tied=config.tied,
             deepstack_layers=len(config.thinker.vision_config.deepstack_visual_indexes),
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
@@ -76,21 +76,32 @@ class GroupedExperts(MegatronModule):
 
         `weight1` is saved as its two halves, so that it can be read under another expert TP size.
         """
-        gate, up = self.weight1.chunk(2, dim=1)
         lead = len(sharded_offsets)
-        expert_cut = (lead, self.ep_group.rank(), self.ep_group.size())
-        state = {}
-        for key, tensor, axis in (("gate", gate, 1), ("up", up, 1), ("weight2", self.weight2, 2)):
-            state[f"{prefix}{key}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}{key}",
+
+        def shard(key: str, tensor: Tensor, axis: int, replica: Any) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                key,
                 tensor,
                 *sharded_offsets,
-                expert_cut,
+                (lead, self.ep_group.rank(), self.ep_group.size()),
                 (lead + axis, self.tp_group.rank(), self.tp_group.size()),
-                replica_id=(0, 0, self.dp_group.rank()),
+                replica_id=replica,
                 prepend_axis_num=lead,
             )
-        return state
+
+        def halves(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, dim=1)
+            return [shard(f"{key}_gate", gate, 1, replica), shard(f"{key}_up", up, 1, replica)]
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts, dim=1)
+
+        replica = (0, 0, self.dp_group.rank())
+        first, second = f"{prefix}weight1", f"{prefix}weight2"
+        return {
+            first: ShardedTensorFactory(first, self.weight1, halves, whole, replica),
+            second: shard(second, self.weight2, 2, replica),
+        }
 
 
 def _per_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:

@@ -1,0 +1,34 @@
+# make help lists the targets. Everything runs in .venv, which is made at first need and then reused.
+VENV ?= .venv
+EXTRAS ?= dev
+DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 run.dir=runs/demo
+PYTEST_ARGS ?=
+PYTHON := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
+
+env: ## make or renew the environment in .venv (EXTRAS=dev,media,wandb adds more; ZOO_PYTHON=/path picks the Python)
+	@sh scripts/setup_env.sh $(VENV) $(EXTRAS)
+
+demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
+	@$(VENV)/bin/zoo train $(DEMO_ARGS)
+
+test: env ## run the tests (PYTEST_ARGS="-m slow" runs the slow ones)
+	@$(PYTHON) -m pytest $(PYTEST_ARGS)
+
+lint: env ## ruff, ruff format --check and mypy
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+	@sh scripts/typecheck.sh $(PYTHON)
+
+format: env ## let ruff mend and format the code
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+clean: ## remove the environment and caches (runs/ stays)
+	rm -rf $(VENV) .typecheck .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

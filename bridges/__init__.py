@@ -1,0 +1,1 @@
+"""Mapping tables between zoo's parameters and published checkpoints, one module per family."""

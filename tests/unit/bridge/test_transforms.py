@@ -1,0 +1,70 @@
+"""Each transform against index arithmetic, and back to the bit."""
+
+import pytest
+import torch
+
+from zoo.bridge import QKV, Copy, Dims, GateUp
+
+DIMS = Dims(heads=6, kv_heads=2, head_dim=5, experts=3)  # GQA ratio 3
+
+
+def test_qkv_groups_hold_their_queries_then_key_then_value() -> None:
+    q, k, v = torch.randn(30, 7), torch.randn(10, 7), torch.randn(10, 7)
+    packed = QKV().to_zoo([q, k, v], DIMS)
+    wanted = [q[:15], k[:5], v[:5], q[15:], k[5:], v[5:]]
+    assert torch.equal(packed, torch.cat(wanted))
+    assert all(map(torch.equal, QKV().to_hf(packed, DIMS), (q, k, v)))
+
+
+def test_qkv_takes_biases() -> None:
+    parts = [torch.randn(30), torch.randn(10), torch.randn(10)]
+    back = QKV().to_hf(QKV().to_zoo(parts, DIMS), DIMS)
+    assert all(map(torch.equal, back, parts))
+
+
+@pytest.mark.parametrize(
+    "dims", [Dims(heads=4, kv_heads=4, head_dim=3), Dims(heads=7, kv_heads=1, head_dim=2)]
+)
+def test_qkv_round_trip_for_mha_and_mqa(dims: Dims) -> None:
+    width = dims.head_dim
+    parts = [torch.randn(n * width, 11).bfloat16() for n in (dims.heads, dims.kv_heads, dims.kv_heads)]
+    assert all(map(torch.equal, QKV().to_hf(QKV().to_zoo(parts, dims), dims), parts))
+
+
+def test_gate_comes_first() -> None:
+    gate, up = torch.randn(9, 7), torch.randn(9, 7)
+    joined = GateUp().to_zoo([gate, up], DIMS)
+    assert torch.equal(joined[:9], gate) and torch.equal(joined[9:], up)
+    assert all(map(torch.equal, GateUp().to_hf(joined, DIMS), (gate, up)))
+
+
+@pytest.mark.parametrize("shapes", [[(9, 7), (8, 7)]])
+def test_gate_and_up_must_be_equal(shapes: list[tuple[int, int]]) -> None:
+    with pytest.raises(ValueError, match="differ"):
+        GateUp().to_zoo([torch.empty(s) for s in shapes], DIMS)
+    with pytest.raises(ValueError, match="halve"):
+        GateUp().to_hf(torch.empty(17, 7), DIMS)
+
+
+def test_copy_is_the_tensor() -> None:
+    tensor = torch.randn(3, 4)
+    assert Copy().to_zoo([tensor], DIMS) is tensor and Copy().to_hf(tensor, DIMS)[0] is tensor
+
+
+def test_dims_are_read_off_dicts_and_objects() -> None:
+    from types import SimpleNamespace
+
+    full = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 5,
+        "hidden_size": 40,
+    }
+    assert (
+        Dims.from_hf(full)
+        == Dims.from_hf(SimpleNamespace(**full))
+        == Dims(heads=8, kv_heads=2, head_dim=16, experts=5)
+    )
+    bare = Dims.from_hf({"num_attention_heads": 8, "hidden_size": 40}, tied=True)
+    assert bare == Dims(heads=8, kv_heads=8, head_dim=5, tied=True)

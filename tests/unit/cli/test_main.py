@@ -1,0 +1,185 @@
+"""The command line: what it prints, and that a user's mistake is one line on stderr and exit code 2."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import zoo
+from zoo.cli.main import VERBS, main
+from zoo.config import compose, validate
+from zoo.config.schema import Recipe
+from zoo.engine import launch
+from zoo.engine.result import TrainResult
+
+NAME = "qwen3_omni_sft"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compose, validate, launch):
+        monkeypatch.setattr(module, "gpu_count", lambda: 0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("zoo: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err.removeprefix("zoo: error: ").strip()
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = "import sys; from zoo.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules or 'omegaconf' in sys.modules)"
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stdout.startswith("usage: zoo VERB")
+    assert time.monotonic() - start < 2  # half a second, and room for a busy machine
+
+
+def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zoo {zoo.__version__}\n"
+    for verb in VERBS:
+        assert main([verb, "--help"]) == 0
+        assert capsys.readouterr().out.startswith(f"usage: zoo {verb}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "trian: no such verb; nearest: zoo train"),
+        (["--verison"], "--verison: no such option; nearest: zoo --version"),
+        (["show", "--shema"], "--shema: no such option; nearest: --schema"),
+        (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
+        (["list", "all"], "all: zoo list takes --json and nothing else"),
+        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {NAME}"),
+        (["train", NAME], f"{NAME}: the recipe is given as recipe={NAME}"),
+        (
+            ["train", f"recipe={NAME}", "--train.steps", "4"],
+            "--train.steps: the value is missing; write train.steps=VALUE",
+        ),
+        (["train", f"recipe={NAME}", "--stepz"], "--stepz: no such option; nearest: train.steps=VALUE"),
+        (["train", f"recipe={NAME}", "train.stepz=4"], "train.stepz: no such key; nearest: train.steps"),
+        (
+            ["train", f"recipe={NAME}", "parallel.tp=3"],
+            "parallel.tp=3 * pp=1 * cp=1 = 3 does not divide the 1 rank of the run; 1 would, or nproc=3",
+        ),
+        (["show", "recipe=nope"], f"recipe=nope: no such recipe; nearest: {NAME}"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    assert refused(capsys, *arguments) == message
+
+
+def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert refused(capsys, "train", f"recipe={NAME}", "model.family=x").startswith(
+        "model.family: no family 'x'"
+    )
+
+    def missing(_: Recipe) -> TrainResult:
+        raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
+
+    monkeypatch.setattr(launch, "launch", missing)
+    assert main(["train", f"recipe={NAME}"]) == 2
+    assert capsys.readouterr().err == "zoo: error: rows.jsonl: no such file or folder\n"
+
+
+@pytest.mark.parametrize("recipe", [[f"recipe={NAME}"], [f"--recipe={NAME}"], ["--recipe", NAME]])
+def test_train_says_what_it_will_do_and_hands_on_the_recipe(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Recipe] = []
+
+    def fake(recipe: Recipe) -> TrainResult:
+        seen.append(recipe)
+        return TrainResult(steps=1, losses=[1.0], checkpoint=None, run_dir="x")
+
+    monkeypatch.setattr(launch, "launch", fake)
+    assert main(["train", *recipe, "nproc=2", "--parallel.ep=2", "train.steps=3"]) == 0
+    assert capsys.readouterr().out == (
+        "zoo: recipe qwen3_omni_sft | size tiny (no GPU is here; published: size=30b-a3b) | family qwen3_omni | "
+        "weights random | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny\n"
+    )
+    assert seen[0].train.steps == 3
+
+
+def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: Recipe) -> TrainResult:
+        return TrainResult(steps=1, losses=[], checkpoint="c", run_dir="x", interrupted=True)
+
+    def failed(_: Recipe) -> TrainResult:
+        raise launch.WorkerError(7)
+
+    def stopped(_: Recipe) -> TrainResult:
+        raise KeyboardInterrupt
+
+    def mistaken(_: Recipe) -> TrainResult:
+        raise launch.WorkerError(2)
+
+    told = "zoo: a rank of the run failed with exit code 7\n"
+    for fake, code, err in ((interrupted, 130, ""), (failed, 7, told), (stopped, 130, ""), (mistaken, 2, "")):
+        monkeypatch.setattr(launch, "launch", fake)
+        assert main(["train", f"recipe={NAME}"]) == code
+        assert capsys.readouterr().err == err
+
+
+def test_other_ranks_print_no_headline_and_say_who_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        launch, "launch", lambda _: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
+    )
+    assert main(["train", f"recipe={NAME}"]) == 0
+    assert capsys.readouterr().out == ""
+    assert main(["train", f"recipe={NAME}", "lr=1"]) == 2
+    assert capsys.readouterr().err.startswith("zoo: error (rank 1): lr: ")
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert "qwen3_omni " in printed and NAME in printed and "30b-a3b | tiny" in printed
+    assert main(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["families"]["qwen3_omni"]["sizes"] == ["30b-a3b", "tiny"]
+    assert found["recipes"][NAME]["description"]
+    assert "cpu" in found["hardware"]
+
+
+def test_show_prints_yaml_that_resolves_to_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["show", f"recipe={NAME}", "train.steps=7", "data.train=[a.jsonl, b.jsonl]"]) == 0
+    printed = capsys.readouterr().out
+    assert "#   train.steps: 7 (default null)\n" in printed
+    assert "#   data.train: [a.jsonl, b.jsonl] (default [digits:train])\n" in printed
+    (tmp_path / "shown.yaml").write_text("resolved: true\n" + printed, encoding="utf-8")
+    shown = compose.load_recipe(tmp_path / "shown.yaml")
+    assert shown == compose.load_recipe(NAME, ["train.steps=7", "data.train=[a.jsonl, b.jsonl]"])
+
+
+def test_show_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--schema"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:5] == ["train.steps", "int", "or", "null", "null"] for line in lines)
+
+
+def test_names_of_the_package() -> None:
+    assert zoo.load_recipe is compose.load_recipe
+    assert zoo.Recipe is Recipe
+    assert zoo.train is launch.launch
+    assert zoo.TrainResult is TrainResult
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        zoo.nothing  # noqa: B018

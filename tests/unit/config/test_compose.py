@@ -1,0 +1,267 @@
+"""A recipe from its files and overrides: what wins, what round-trips, and what each mistake is told."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zoo.config import compose
+from zoo.config.compose import load_recipe, replace_in, resolve, save_recipe
+from zoo.config.schema import Recipe, TrainConfig
+from zoo.errors import ConfigError, UserError
+
+NAME = "qwen3_omni_sft"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "gpu_count", lambda: 0)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def error_of(*overrides: str, name: str = NAME) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(name, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# --- what wins
+
+
+def test_the_size_is_tiny_without_a_gpu_and_the_published_one_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = resolve(NAME)
+    assert resolved.recipe.size == "tiny"
+    assert resolved.size_why == "no GPU is here; published: size=30b-a3b"
+    assert resolve(NAME, ["size=30b-a3b"]).size_why == "given"
+    monkeypatch.setattr(compose, "gpu_count", lambda: 8)
+    resolved = resolve(NAME)
+    assert resolved.recipe.size == "30b-a3b"
+    assert "a GPU is here" in resolved.size_why
+
+
+def test_overlays_stand_over_the_recipe_and_overrides_over_all() -> None:
+    recipe = load_recipe(NAME, ["hardware=cpu", "--train.lr=3e-4", "parallel.tp=2", "export=false"])
+    assert recipe.recipe == NAME
+    assert recipe.hardware == "cpu"
+    assert recipe.engine.precision == "fp32"
+    assert recipe.train.lr == 3e-4
+    assert recipe.parallel.tp == 2
+    assert recipe.export is False
+    assert recipe.model.arch["model_type"] == "qwen3_omni_moe"
+
+
+def test_an_architecture_takes_overrides_at_any_depth_unchecked() -> None:
+    recipe = load_recipe(
+        NAME, ["model.arch.thinker_config.text_config.num_hidden_layers=2", "model.arch.new.key=1"]
+    )
+    assert recipe.model.arch["thinker_config"]["text_config"]["num_hidden_layers"] == 2
+    assert recipe.model.arch["thinker_config"]["text_config"]["hidden_size"] == 128
+    assert recipe.model.arch["new"] == {"key": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.train=[a.jsonl,b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("data.train=a.jsonl", ["a.jsonl"]),
+        ("data.train=digits:train", ["digits:train"]),
+    ],
+)
+def test_a_list_is_given_as_a_list_or_as_one_text(override: str, expected: list[str]) -> None:
+    assert load_recipe(NAME, [override]).data.train == expected
+
+
+def test_null_and_a_whole_section_can_be_given() -> None:
+    recipe = load_recipe(NAME, ["packing.pad_to=null", "train={steps: 3, lr: 1}", "run.dir=a=b"])
+    assert recipe.packing.pad_to is None
+    assert (recipe.train.steps, recipe.train.lr) == (3, 1.0)
+    assert recipe.run.dir == "a=b"
+
+
+def test_steps_and_epochs_replace_each_other_in_a_later_layer() -> None:
+    recipe = load_recipe(NAME, ["train.epochs=2"])
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
+    recipe = load_recipe(NAME, ["train.epochs=2", "train.steps=5"])
+    assert (recipe.train.steps, recipe.train.epochs) == (
+        5,
+        2.0,
+    )  # a contradiction is left for validate to refuse
+
+
+def test_the_users_file_stands_over_the_size_of_its_base(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.yaml", f"base: {NAME}\nsize: tiny\ntrain: {{lr: 7.0e-4}}\n")
+    recipe = load_recipe(mine)
+    assert recipe.recipe == mine
+    assert recipe.size == "tiny"
+    assert recipe.train.lr == 7e-4
+    assert recipe.model.arch
+    assert load_recipe(mine, ["train.lr=1"]).train.lr == 1.0
+
+
+def test_a_base_may_be_a_file_beside_the_users(tmp_path: Path) -> None:
+    write(tmp_path / "first.yaml", f"base: {NAME}\ntrain: {{lr: 1, min_lr: 0.5}}\n")
+    second = write(tmp_path / "second.yaml", "base: first.yaml\ntrain: {lr: 2}\n")
+    recipe = load_recipe(second)
+    assert (recipe.train.lr, recipe.train.min_lr) == (2.0, 0.5)
+
+
+def test_a_file_with_its_own_architecture_needs_no_size(tmp_path: Path) -> None:
+    resolved = resolve(
+        write(tmp_path / "r.yaml", "model: {arch: {num_hidden_layers: 2}}\ntrain: {steps: 1}\n")
+    )
+    assert resolved.recipe.size is None
+    assert resolved.size_why == "architecture given in model.arch"
+
+
+def test_the_architecture_is_that_of_the_weights_folder(tmp_path: Path) -> None:
+    write(tmp_path / "config.json", json.dumps({"model_type": "x", "num_hidden_layers": 7}))
+    resolved = resolve(NAME, [f"model.init={tmp_path}"])
+    assert resolved.recipe.model.arch == {"model_type": "x", "num_hidden_layers": 7}
+    assert resolved.recipe.size is None
+    assert resolved.size_why == "architecture of model.init"
+    recipe = load_recipe(NAME, [f"model.init={tmp_path}", "size=tiny", "model.arch.num_hidden_layers=3"])
+    assert recipe.size == "tiny"
+    assert recipe.model.arch == {"model_type": "x", "num_hidden_layers": 3}
+
+
+# --- saved and loaded again
+
+
+def test_a_saved_recipe_resolves_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = load_recipe(
+        NAME, ["hardware=cpu", "train.lr=1.2345678901234e-5", "run.dir='1e3'", "data.train=['no', 'a:b']"]
+    )
+    save_recipe(recipe, tmp_path / "config.yaml")
+    monkeypatch.setattr(compose, "gpu_count", lambda: 8)  # another machine would choose another size
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    assert load_recipe(tmp_path / "config.yaml", ["train.lr=1"]) == replace_in(recipe, {"train.lr": 1})
+
+
+def test_a_recipe_built_by_hand_round_trips(tmp_path: Path) -> None:
+    recipe = Recipe(train=TrainConfig(steps=3))
+    save_recipe(recipe, tmp_path / "config.yaml")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+
+
+def test_replace_in_checks_like_an_override() -> None:
+    recipe = replace_in(Recipe(), {"parallel.tp": 2, "model.arch": {"a": 1}})
+    assert recipe.parallel.tp == 2
+    assert replace_in(recipe, {}) == recipe
+    with pytest.raises(ConfigError, match=r"^parallel\.tp=x: wanted a whole number$"):
+        replace_in(recipe, {"parallel.tp": "x"})
+
+
+# --- what mistakes are told
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=abc", "train.steps=abc: wanted a whole number or null"),
+        ("train.steps=1.5", "train.steps=1.5: wanted a whole number or null"),
+        ("train.lr=fast", "train.lr=fast: wanted a number"),
+        ("train.lr=null", "train.lr=null: wanted a number"),
+        ("export=maybe", "export=maybe: wanted true or false"),
+        ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
+        ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
+        ("model.arch=big", "model.arch=big: wanted a mapping"),
+        ("data.train=[a,null]", "data.train=[a, null]: wanted a text or a list of texts"),
+        ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
+        ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
+        ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
+        ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text"),
+        ("engine.backend=jax", "engine.backend=jax: wanted one of auto, te, torch"),
+        ("engine.precision=fp8", "engine.precision=fp8: wanted one of fp32, bf16 or null"),
+        ("engine.recompute=all", "engine.recompute=all: wanted one of none, full"),
+        ("train.stepz=3", "train.stepz: no such key; nearest: train.steps"),
+        ("lr=3", "lr: no such key; nearest: train.lr"),
+        ("trian.lr=3", "trian.lr: no such key; nearest: train.lr"),
+        ("train.steps.x=3", "train.steps.x: no such key; nearest: train.steps"),
+        ("zzz.zzz=3", "zzz.zzz: no such key; `zoo show --schema` lists the keys"),
+        ("train.steps", "train.steps: an override is written key=value, such as train.steps=100"),
+        ("=3", "=3: an override is written key=value, such as train.steps=100"),
+        ("recipe=x", "recipe=x: the recipe is named once, before its overrides"),
+        ("size=tini", "size=tini: no such size; nearest: tiny"),
+        ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
+        ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: 30b-a3b, tiny"),
+    ],
+)
+def test_a_mistake_in_an_override(override: str, message: str) -> None:
+    assert error_of(override) == message
+
+
+def test_values_that_cannot_be_read() -> None:
+    assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
+    assert "quote it" in error_of("run.dir=${x")
+    assert error_of("run.dir=${nowhere}") == "run.dir: Interpolation key 'nowhere' not found"
+
+
+def test_an_unknown_family_is_named_before_its_sizes() -> None:
+    with pytest.raises(UserError, match=r"^model.family: no family 'qwen3_omi'; nearest: "):
+        load_recipe(NAME, ["model.family=qwen3_omi"])
+
+
+def test_a_file_without_a_family(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", "train: {steps: 1}\n")
+    assert error_of(name=file) == "size=tiny: model.family is not set; `zoo list` shows the families"
+
+
+def test_an_unknown_recipe() -> None:
+    assert error_of(name="qwen3_omni_stf") == "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft"
+    assert error_of(name="./q.yaml").startswith("recipe=./q.yaml: no such file; recipes by name: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  lr: [1\n", ":4: no valid YAML: "),
+        ("train:\n  lr: 1\n  lr: 2\n", ":4: no valid YAML: found duplicate key lr"),
+        ("train:\n  step: 1\n", ": train.step: no such key; nearest: train.steps"),
+        ("train:\n  lr: fast\n", ": train.lr=fast: wanted a number"),
+        (f"recipe: {NAME}\n", ": recipe: a file names the recipe it stands on as base: NAME"),
+        ("base: nothing\n", "recipe=nothing: no such recipe"),
+        ("run:\n  dir: ${\n", ": "),
+    ],
+)
+def test_a_mistake_in_a_file(text: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", "model: {family: qwen3_omni}\n" + text)
+    found = error_of("size=tiny", name=file)
+    assert message in found
+    if not message.startswith("recipe"):
+        assert found.startswith(file)
+
+
+def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.yaml", "- a\n")
+    assert error_of(name=file) == f"{file}: wanted keys and values (`train:` and so on), found a list"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "no text in UTF-8" in error_of(name=str(tmp_path / "x.yaml"))
+
+
+def test_a_base_that_leads_back(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "leads back to itself" in error_of(name=str(tmp_path / "a.yaml"))
+
+
+def test_a_resolved_recipe_takes_no_overlay(tmp_path: Path) -> None:
+    save_recipe(load_recipe(NAME), tmp_path / "config.yaml")
+    message = error_of("size=tiny", name=str(tmp_path / "config.yaml"))
+    assert message.startswith("size=tiny: ")
+    assert "is a resolved recipe" in message
+
+
+def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
+    write(tmp_path / "config.json", "{")
+    assert "is no valid JSON" in error_of(f"model.init={tmp_path}")
+    write(tmp_path / "config.json", "[]")
+    assert "holds no JSON object" in error_of(f"model.init={tmp_path}")

@@ -1,0 +1,27 @@
+"""The schema is the documentation: every key has a sentence, and the choices it names are keys."""
+
+import subprocess
+import sys
+
+from zoo.config.reference import keys, schema_help
+from zoo.config.schema import CHOICES
+
+
+def test_every_key_has_its_comment() -> None:
+    assert [entry.key for entry in schema_help() if not entry.doc] == []
+
+
+def test_a_key_as_the_schema_has_it() -> None:
+    entry = keys()["train.steps"]
+    assert entry == ("train.steps", "int | None", None, "optimizer steps; default: from epochs")
+    assert keys()["data.train"].default == ["digits:train"]
+
+
+def test_choices_are_keys_and_hold_the_default() -> None:
+    for key, choices in CHOICES.items():
+        assert keys()[key].default in (*choices, None)
+
+
+def test_composing_a_recipe_imports_no_torch() -> None:
+    code = "import sys, zoo; zoo.load_recipe('qwen3_omni_sft'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,258 @@
+"""Every refusal of a recipe that cannot run, and the defaults that follow from other keys."""
+
+from typing import Any
+
+import pytest
+
+from zoo.config import validate as module
+from zoo.config.compose import replace_in
+from zoo.config.schema import ModelConfig, ParallelConfig, Recipe, TrainConfig
+from zoo.config.validate import num_experts, run_folder, text_config, validate
+from zoo.errors import ConfigError, UserError
+
+TEXT = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "num_experts": 6,
+    "moe_intermediate_size": 96,
+}
+MOE = Recipe(
+    recipe="r",
+    size="tiny",
+    model=ModelConfig(family="qwen3_omni", arch={"thinker_config": {"text_config": TEXT}}),
+    train=TrainConfig(steps=1),
+)
+DENSE = replace_in(MOE, {"model.arch.thinker_config.text_config.num_experts": 0})
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_count", lambda: 0)
+
+
+def error_of(recipe: Recipe, changes: dict[str, Any], ranks: int = 1) -> str:
+    with pytest.raises(UserError) as caught:
+        validate(replace_in(recipe, changes), ranks)
+    return str(caught.value)
+
+
+# --- derived defaults
+
+
+def test_defaults_on_one_rank() -> None:
+    recipe = validate(MOE, 1)
+    assert recipe.parallel.sp is False
+    assert recipe.packing.align == 1
+    assert recipe.engine.precision == "fp32"
+    assert recipe.run.dir == "runs/r-tiny"
+    assert recipe.train.epochs is None
+    assert validate(recipe, 1) == recipe
+
+
+def test_precision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    assert validate(MOE, 1).engine.precision == "bf16"
+    assert validate(replace_in(MOE, {"engine.precision": "fp32"}), 1).engine.precision == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "sp", "align"),
+    [(1, 1, False, 1), (2, 1, True, 2), (1, 2, False, 4), (2, 2, True, 4), (8, 2, True, 8), (2, 3, True, 6)],
+)
+def test_sequence_parallel_and_alignment(tp: int, cp: int, sp: bool, align: int) -> None:
+    recipe = validate(replace_in(MOE, {"parallel.tp": tp, "parallel.cp": cp}), tp * cp)
+    assert (recipe.parallel.sp, recipe.packing.align) == (sp, align)
+
+
+def test_a_dense_model_leaves_sequence_parallel_off() -> None:
+    recipe = validate(replace_in(DENSE, {"parallel.tp": 2}), 2)
+    assert (recipe.parallel.sp, recipe.packing.align) == (False, 1)
+
+
+def test_steps_stay_open_when_epochs_are_given() -> None:
+    assert validate(replace_in(MOE, {"train.steps": None, "train.epochs": 0.5}), 1).train.steps is None
+
+
+def test_run_folder() -> None:
+    assert run_folder(replace_in(MOE, {"run.dir": "x/y"})) == "x/y"
+    assert run_folder(replace_in(MOE, {"recipe": "my/own.yaml", "size": None})) == "runs/own"
+
+
+@pytest.mark.parametrize("arch", [TEXT, {"text_config": TEXT}, {"thinker_config": {"text_config": TEXT}}])
+def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None:
+    assert text_config(arch) == TEXT
+    assert num_experts(arch) == 6
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (
+            6,
+            {"parallel.tp": 2, "parallel.pp": 2},
+            "parallel.tp=2 * pp=2 * cp=1 = 4 does not divide the 6 ranks of the run; 1, 2, 3 or 6 would, or nproc=8",
+        ),
+        (
+            1,
+            {"parallel.tp": 2},
+            "parallel.tp=2 * pp=1 * cp=1 = 2 does not divide the 1 rank of the run; 1 would, or nproc=2",
+        ),
+        (
+            4,
+            {"parallel.ep": 3},
+            "parallel.etp=1 * ep=3 * pp=1 = 3 does not divide the 4 ranks of the run; 1, 2 or 4 would, or nproc=6",
+        ),
+        (
+            4,
+            {"parallel.ep": 4, "train.global_batch": 4},
+            "parallel.ep=4 does not divide the 6 experts of the model; 1, 2, 3 or 6 would",
+        ),
+        (
+            5,
+            {"parallel.etp": 5, "train.global_batch": 5},
+            "parallel.etp=5 does not divide the experts' width 96; 1, 2, 3, 4, 6, 8, ..., 48 or 96 would",
+        ),
+        (
+            16,
+            {"parallel.tp": 16},
+            "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would",
+        ),
+        (
+            4,
+            {"parallel.pp": 4},
+            "parallel.pp=4 * vpp=1 does not divide the 6 layers of the model; a product of 1, 2, 3 or 6 would",
+        ),
+        (
+            2,
+            {"parallel.pp": 2, "parallel.vpp": 2},
+            "parallel.pp=2 * vpp=2 does not divide the 6 layers of the model; a product of 1, 2, 3 or 6 would",
+        ),
+        (
+            1,
+            {"parallel.vpp": 2},
+            "parallel.vpp=2 needs pipeline stages: give parallel.pp=2 or more, or vpp=1",
+        ),
+        (
+            2,
+            {"parallel.pp": 2, "parallel.vpp": 3, "train.global_batch": 3},
+            "train.global_batch=3 makes 3 micro-batches, no multiple of parallel.pp=2, which parallel.vpp=3 needs; "
+            "2 or 4 would work",
+        ),
+        (
+            2,
+            {"train.global_batch": 7},
+            "train.global_batch=7 is no multiple of 2 = 2 data-parallel replicas * train.micro_batch=1; 6 or 8 would work",
+        ),
+        (
+            2,
+            {"train.global_batch": 2, "train.micro_batch": 4, "packing.mode": "none"},
+            "train.global_batch=2 is no multiple of 8 = 2 data-parallel replicas * train.micro_batch=4; 8 would work",
+        ),
+        (
+            1,
+            {"train.micro_batch": 2},
+            "train.micro_batch=2 with packing.mode=thd: a packed row counts as 1; set it to 1 and widen the row with "
+            "packing.budget",
+        ),
+        (
+            2,
+            {"parallel.tp": 2, "parallel.sp": False},
+            "parallel.sp=false with parallel.tp=2: a model with experts needs sequence parallel under tensor parallel; "
+            "leave parallel.sp open or set it to true",
+        ),
+        (
+            2,
+            {"parallel.cp": 2, "packing.align": 2},
+            "packing.align=2: wanted a multiple of 4 (parallel.cp=2, parallel.tp=1, sp=false); packing.align=null "
+            "derives it",
+        ),
+        (
+            2,
+            {"parallel.cp": 2, "packing.pad_to": 4098},
+            "packing.pad_to=4098 is no multiple of the alignment 4; 4096 or 4100 would work",
+        ),
+        (
+            1,
+            {"packing.pad_to": 100},
+            "packing.pad_to=100 is less than packing.budget=4096: a full row would not fit; set both to the same number",
+        ),
+        (
+            1,
+            {"train.steps": None},
+            "train.steps and train.epochs are both null: give one of them, such as train.epochs=1",
+        ),
+        (
+            1,
+            {"engine.backend": "te"},
+            "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch",
+        ),
+        (1, {"packing.budget": 0}, "packing.budget=0: wanted a number above 0"),
+        (1, {"train.steps": -1}, "train.steps=-1: wanted a number above 0"),
+        (1, {"parallel.tp": 0}, "parallel.tp=0: wanted a number above 0"),
+        (1, {"train.lr": -1}, "train.lr=-1.0: wanted 0 or more"),
+        (1, {"train.lr": float("nan")}, "train.lr=nan: wanted 0 or more"),
+        (1, {"train.beta2": 1}, "train.beta2=1.0: wanted a number below 1"),
+        (1, {"data.train": []}, "data.train=[]: nothing to train on; name a JSONL file or a bundled set"),
+        (1, {"model.init": "./no/folder"}, "model.init=./no/folder: no such folder"),
+    ],
+)
+def test_a_recipe_that_cannot_run(ranks: int, changes: dict[str, Any], message: str) -> None:
+    assert error_of(MOE, changes, ranks) == message
+
+
+def test_steps_and_epochs_both_given() -> None:
+    recipe = Recipe(model=MOE.model, train=TrainConfig(steps=5, epochs=2))
+    message = "train.steps=5 and train.epochs=2 are both given: set one of them to null"
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        validate(recipe, 1)
+
+
+def test_expert_parallel_of_a_dense_model() -> None:
+    message = "parallel.ep=2, etp=1: the model has no experts; set both to 1"
+    assert error_of(DENSE, {"parallel.ep": 2}, 2) == message
+
+
+def test_key_value_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
+    assert validate(replace_in(MOE, {"parallel.tp": 4}), 4).parallel.tp == 4
+
+
+def test_no_architecture() -> None:
+    message = "model.arch is empty and model.init=random: give size=, or model.init=<folder>"
+    assert (
+        error_of(replace_in(Recipe(train=TrainConfig(steps=1)), {"model.family": "qwen3_omni"}), {})
+        == message
+    )
+    hub = Recipe(
+        model=ModelConfig(family="qwen3_omni", init="some/hub-id"),
+        parallel=ParallelConfig(ep=2),
+        train=TrainConfig(steps=1),
+    )
+    assert validate(hub, 2).parallel.ep == 2  # nothing to check against before the weights are fetched
+
+
+def test_transformer_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    message = error_of(MOE, {"engine.backend": "te"})
+    assert message.startswith("engine.backend=te: Transformer Engine is not installed; pip install")
+    assert "zoo-train[te]" in message
+
+
+def test_unknown_family_and_part() -> None:
+    assert (
+        error_of(Recipe(train=TrainConfig(steps=1)), {})
+        == "model.family is not set; `zoo list` shows the families"
+    )
+    assert error_of(MOE, {"model.family": "nope"}).startswith("model.family: no family 'nope'; nearest: ")
+    message = error_of(MOE, {"model.freeze": ["visoin"]})
+    assert message.startswith("model.freeze=visoin: qwen3_omni has no such part; nearest: vision")
+
+
+def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
+    recipe = Recipe(model=MOE.model, train=TrainConfig(steps="many"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^train.steps=many: wanted a whole number or null$"):
+        validate(recipe, 1)

@@ -1,0 +1,188 @@
+"""Holds the house together: who may import whom, and what every file of the tree must be or must not hold."""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+FOLDERS = {"models": "zoo.models", "bridges": "zoo.bridges", "recipes": "zoo.recipes", "zoo": "zoo"}
+
+# Room -> the rooms it may import besides itself (docs/architecture.md draws it). `errors` and `config` are open to
+# all but packing. Not named here: `cli` and `zoo/__init__.py`, which may use everything but a family.
+ROOMS = {
+    "errors": "",
+    "packing": "",
+    "config": "registry",
+    "registry": "models",  # the bare package, to see which families there are
+    "nn": "packing config",
+    "steps": "packing nn config",
+    "data": "packing config registry",
+    "bridge": "config",
+    "engine": "packing steps nn data bridge config registry",
+    "recipes": "",
+    "models": "packing steps nn data bridge config registry",
+    "bridges": "bridge config models",  # of models: its own family
+}
+OPEN_TO_ALL = {"errors", "config"}
+
+
+def sources() -> list[Path]:
+    return [path for folder in FOLDERS for path in sorted((REPO / folder).rglob("*.py"))]
+
+
+def module_name(path: Path) -> str:
+    folder, *rest = path.relative_to(REPO).with_suffix("").parts
+    return ".".join([FOLDERS[folder], *rest]).removesuffix(".__init__")
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Every module that `path` imports, with whether it does so only when called, or for types alone."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package.pop()
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else []
+                origin = ".".join([*base, *([child.module] if child.module else [])])
+                yield origin, lazy
+                if (
+                    origin in FOLDERS.values()
+                ):  # a name is a room or family here, elsewhere it may be anything
+                    yield from ((f"{origin}.{alias.name}", lazy) for alias in child.names)
+            else:
+                later = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+                typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+                yield from visit(child, lazy or later or typing)
+
+    yield from visit(ast.parse(path.read_text()), False)
+
+
+def families() -> set[str]:
+    return {entry.name for entry in (REPO / "models").iterdir() if (entry / "__init__.py").exists()}
+
+
+def offence(module: str, imported: str) -> str | None:
+    """What is wrong with `module` importing `imported`, or None."""
+    room, target = room_of(module), room_of(imported)
+    if not imported.startswith("zoo.") or target == room == "":
+        return None
+    family = [*imported.split("."), ""][2] if target in ("models", "bridges") else ""
+    own = [*module.split("."), ""][2] if room in ("models", "bridges") else ""
+    if family in families() and family != own:
+        return "another family" if own else "a family"
+    if target == room or room not in ROOMS:
+        return None
+    allowed = set(ROOMS[room].split()) | (OPEN_TO_ALL if room not in ("packing", "errors") else set())
+    return None if target in allowed or not target else f"zoo.{target}"
+
+
+def test_imports_point_one_way() -> None:
+    bad = {
+        f"{path.relative_to(REPO)} imports {imported}: zoo.{room_of(module_name(path))} must not use {wrong}"
+        for path in sources()
+        for imported, _ in imports(path)
+        if (wrong := offence(module_name(path), imported))
+    }
+    assert not bad, "\n".join(sorted(bad))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "wrong"),
+    [
+        ("zoo.packing.layout", "zoo.nn", "zoo.nn"),
+        ("zoo.packing.layout", "zoo.packing.index", None),
+        ("zoo.steps.packed", "zoo.packing", None),
+        ("zoo.steps.packed", "zoo.engine", "zoo.engine"),
+        ("zoo.data.rows", "zoo.steps", "zoo.steps"),
+        ("zoo.engine.loop", "zoo.models.qwen3_omni.step", "a family"),
+        ("zoo.models.llava.step", "zoo.models.qwen3_omni", "another family"),
+        ("zoo.models.qwen3_omni.step", "zoo.models.qwen3_omni.config", None),
+        ("zoo.bridges.qwen3_omni", "zoo.models.qwen3_omni.config", None),
+        ("zoo.cli.train", "zoo.engine", None),
+        ("zoo.cli.train", "zoo.models.qwen3_omni", "a family"),
+    ],
+)
+def test_the_rule_itself(module: str, imported: str, wrong: str | None) -> None:
+    if "qwen3_omni" in imported and "qwen3_omni" not in families():
+        pytest.skip("the family is not there")
+    assert offence(module, imported) == wrong
+
+
+def test_packing_imports_torch_alone() -> None:
+    for path in (REPO / "zoo/packing").rglob("*.py"):
+        for imported, lazy in imports(path):
+            top = imported.split(".")[0]
+            allowed = (
+                top in {"zoo", "torch"} or top in sys.stdlib_module_names or (lazy and top == "megatron")
+            )
+            assert allowed, f"{path.relative_to(REPO)} imports {imported}"
+
+
+def test_framework_names_no_family() -> None:
+    for path in (REPO / "zoo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert node.value not in families(), f"{path.relative_to(REPO)}:{node.lineno} names a family"
+
+
+def test_every_module_has_a_docstring() -> None:
+    bare = [str(p.relative_to(REPO)) for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
+    assert not bare, bare
+
+
+def tree() -> list[Path]:
+    """Every text file that is, or would be, part of the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in listed.stdout.splitlines() if (path := REPO / name).is_file()]
+
+
+def test_no_file_holds_a_machine_path_or_a_package_mirror() -> None:
+    home = re.compile(rb"(?<![\w.~$}/-])/(?:home|Users|root)/\w")
+    mirror = re.compile(
+        rb"https?://(?!(?:test\.)?pypi\.org)[^\s/]*(?:pypi|artifactory|nexus|mirror|registry)", re.I
+    )
+    for path in tree():
+        text = path.read_bytes()
+        if b"\0" in text or path == Path(__file__):
+            continue
+        for pattern in (home, mirror):
+            found = pattern.search(text)
+            assert not found, f"{path.relative_to(REPO)} holds {found.group().decode()!r}"
+
+
+def test_help_answers_at_once_and_without_torch() -> None:
+    check = "import sys, zoo.cli.main; print(sorted({'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+    code = "import sys; sys.argv = ['zoo', '--help']; from zoo.cli.main import main; sys.exit(main())"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        times.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "train" in done.stdout
+    assert statistics.median(times) < 0.5, times

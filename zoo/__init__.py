@@ -1,0 +1,41 @@
+"""Train vision-language and omni models on Megatron-Core, with real sequence packing.
+
+    import zoo
+
+    recipe = zoo.load_recipe("qwen3_omni_sft", overrides=["train.steps=100"])
+    result = zoo.train(recipe)
+
+Importing this package imports no torch; the names below are loaded when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zoo.config.compose import load_recipe
+    from zoo.config.schema import Recipe
+    from zoo.engine.launch import launch as train
+    from zoo.engine.result import TrainResult
+
+__version__ = "0.1.0"
+__all__ = ["Recipe", "TrainResult", "__version__", "load_recipe", "train"]
+
+_WHERE = {
+    "Recipe": ("zoo.config.schema", "Recipe"),
+    "TrainResult": ("zoo.engine.result", "TrainResult"),
+    "load_recipe": ("zoo.config.compose", "load_recipe"),
+    "train": ("zoo.engine.launch", "launch"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'zoo' has no attribute {name!r}")
+    module, attribute = _WHERE[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

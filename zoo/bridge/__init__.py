@@ -1,0 +1,36 @@
+"""Checkpoints to and from Hugging Face: the mapping language, a strict reader, import and export.
+
+A family's table (`zoo.bridges.<family>.BRIDGE`) is all that is special to it.
+"""
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.export import export_hf
+from zoo.bridge.export_writer import ExportWriter, ShardWriter
+from zoo.bridge.load import load_hf
+from zoo.bridge.mapping import Bridge, Layout, Rule, per_expert_down, per_expert_gate_up, rule
+from zoo.bridge.parallel import Comm, ShardInfo, TorchComm
+from zoo.bridge.safetensors_io import CheckpointError, SafetensorsFolder
+from zoo.bridge.transforms import QKV, Copy, Dims, GateUp
+
+__all__ = [
+    "QKV",
+    "Bridge",
+    "BridgeError",
+    "CheckpointError",
+    "Comm",
+    "Copy",
+    "Dims",
+    "ExportWriter",
+    "GateUp",
+    "Layout",
+    "Rule",
+    "SafetensorsFolder",
+    "ShardInfo",
+    "ShardWriter",
+    "TorchComm",
+    "export_hf",
+    "load_hf",
+    "per_expert_down",
+    "per_expert_gate_up",
+    "rule",
+]

@@ -1,0 +1,294 @@
+"""The mapping language: a family's table of HF tensor names <-> zoo parameter names.
+
+A pattern is a name with wildcards: `{layer}` (the global, 0-based layer index), `{expert}` (an expert's index)
+and `{rest}` (any suffix, for whole towers copied by name). A zoo name never has `{expert}`: zoo stacks a layer's
+experts in one tensor, and the rule's shard says so.
+
+`Bridge.resolve` pairs the tensors of a checkpoint with those of a model and raises one BridgeError that lists
+every tensor without a partner. It works on names alone: nothing is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.transforms import Copy, Dims, GateUp, Transform
+
+Shard = Literal["tp0", "tp1", "tp0-gateup", "expert1", "expert2"]
+"""How ranks share a zoo tensor; None in a rule means that every rank has it whole.
+
+tp0 rows, tp1 columns, tp0-gateup rows of the gate half then of the up half (all over TP); expert1 (weight1
+[E, 2I, H]) and expert2 (weight2 [E, H, I]) give each EP rank a range of experts and cut I over ETP.
+"""
+
+_WILDCARDS = {"layer": r"(?P<layer>0|[1-9]\d*)", "expert": r"(?P<expert>0|[1-9]\d*)", "rest": r"(?P<rest>.+)"}
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    """A regular expression with one named group per wildcard of `pattern`."""
+    parts = re.split(r"\{(\w+)\}", pattern)
+    return re.compile("".join(_WILDCARDS[p] if i % 2 else re.escape(p) for i, p in enumerate(parts)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way a checkpoint stores a zoo tensor: the HF name patterns and the transform that joins them.
+
+    Under a rule that stacks experts, patterns with `{expert}` name one tensor per expert, and patterns without it
+    name tensors whose first dimension is the expert; the transform joins the parts of one expert in both cases.
+    """
+
+    patterns: tuple[str, ...]
+    transform: Transform = field(default_factory=Copy)
+
+    @property
+    def per_expert(self) -> bool:
+        """True where each expert has tensors of its own."""
+        return "{expert}" in self.patterns[0]
+
+    def names(self, binding: Mapping[str, str], expert: int | None = None) -> list[str]:
+        """The HF names for one zoo tensor (of one `expert`, where each has its own)."""
+        return [pattern.format(**binding, expert=expert) for pattern in self.patterns]
+
+    def all_names(self, binding: Mapping[str, str], experts: int) -> list[str]:
+        """The HF names for one zoo tensor, of all its experts."""
+        if not self.per_expert:
+            return self.names(binding)
+        return [name for expert in range(experts) for name in self.names(binding, expert)]
+
+
+def per_expert_gate_up(experts: str) -> Layout:
+    """`<experts>.{expert}.gate_proj.weight` and up_proj [I, H] -> weight1 [E, 2I, H], gate first."""
+    names = (f"{experts}.{{expert}}.gate_proj.weight", f"{experts}.{{expert}}.up_proj.weight")
+    return Layout(names, GateUp())
+
+
+def per_expert_down(experts: str) -> Layout:
+    """`<experts>.{expert}.down_proj.weight` [H, I] -> weight2 [E, H, I]."""
+    return Layout((f"{experts}.{{expert}}.down_proj.weight",))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One row of the table: a zoo name pattern and the HF layouts it may be stored in (the first is written)."""
+
+    zoo: str
+    layouts: tuple[Layout, ...]
+    shard: Shard | None = None
+    tied_to: str | None = (
+        None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
+    )
+
+    def __post_init__(self) -> None:
+        if self.shard is not None and self.shard not in get_args(Shard):
+            raise ValueError(f"{self.zoo}: shard {self.shard!r} is none of {get_args(Shard)}")
+        wanted = set(re.findall(r"\{(\w+)\}", self.zoo))
+        for layout in self.layouts:
+            for pattern in layout.patterns:
+                if set(re.findall(r"\{(\w+)\}", pattern)) - {"expert"} != wanted:
+                    raise ValueError(f"{self.zoo}: {pattern} has other wildcards")
+            if layout.per_expert and not self.stacked:
+                raise ValueError(f"{self.zoo}: {layout.patterns[0]} has experts, the rule's shard has none")
+
+    @property
+    def stacked(self) -> bool:
+        """True where the zoo tensor's first dimension is the expert."""
+        return self.shard in ("expert1", "expert2")
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """Matches the zoo names of this rule."""
+        return _compile(self.zoo)
+
+    def read_layouts(self, dims: Dims) -> tuple[Layout, ...]:
+        """The layouts a checkpoint may have."""
+        if self.tied_to is not None and dims.tied:
+            return (Layout((self.tied_to,)),)
+        return self.layouts
+
+    def writes(self, dims: Dims) -> bool:
+        """False where the tensor is stored under the tied one's name alone."""
+        return self.tied_to is None or not dims.tied
+
+
+def rule(zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | None = None) -> Rule:
+    """A rule with one layout; without a transform the single HF tensor is copied."""
+    return Rule(zoo, (Layout(hf, transform or Copy()),), shard)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One zoo tensor (global name), its rule, and the layout that its HF side has."""
+
+    zoo: str
+    rule: Rule
+    layout: Layout
+    binding: Mapping[str, str]
+
+    def hf_names(self, expert: int | None = None) -> list[str]:
+        """Published HF names of the tensor's parts (of one `expert`, where each has its own)."""
+        return self.layout.names(self.binding, expert)
+
+    def hf_shapes(self, zoo_shape: Sequence[int], dims: Dims) -> dict[str, tuple[int, ...]]:
+        """HF name -> shape for the full zoo tensor's shape; ValueError where the transform cannot take it."""
+        one = torch.empty(zoo_shape[1:] if self.rule.stacked else zoo_shape, device="meta")
+        try:
+            shapes = [tuple(part.shape) for part in self.layout.transform.to_hf(one, dims)]
+        except RuntimeError as error:
+            raise ValueError(str(error)) from None
+        if not self.rule.stacked:
+            return dict(zip(self.hf_names(), shapes, strict=True))
+        if not self.layout.per_expert:
+            stacks = [(zoo_shape[0], *shape) for shape in shapes]
+            return dict(zip(self.hf_names(), stacks, strict=True))
+        pairs = [zip(self.hf_names(expert), shapes, strict=True) for expert in range(zoo_shape[0])]
+        return {name: shape for pair in pairs for name, shape in pair}
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What `Bridge.resolve` found: each zoo tensor's entry, and where the file keeps each tensor."""
+
+    entries: Mapping[str, Entry]  # zoo name -> entry
+    carried: Sequence[str]  # names, as in the source, of tensors that zoo does not train
+    source: Mapping[str, str]  # published name -> name in the source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bridge:
+    """A family's table. HF names in it are the published ones (those of the hub), which are what is written."""
+
+    name: str
+    rules: tuple[Rule, ...]
+    carry: tuple[
+        str, ...
+    ] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
+    dialects: tuple[
+        Mapping[str, str], ...
+    ] = ()  # other naming schemes that are read: their prefix -> published
+    export_config: Callable[[dict[str, Any], bool], dict[str, Any]] | None = None
+    """(HF config as a dict, whether carried tensors are exported) -> the config.json of the export."""
+
+    @cached_property
+    def _carry_regex(self) -> list[re.Pattern[str]]:
+        return [_compile(pattern) for pattern in self.carry]
+
+    @cached_property
+    def _hf_regex(self) -> list[tuple[re.Pattern[str], Rule]]:
+        return [(_compile(p), r) for r in self.rules for layout in r.layouts for p in layout.patterns]
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Whether the published name is of a tensor that zoo carries along untouched."""
+        return any(regex.fullmatch(hf_name) for regex in self._carry_regex)
+
+    def zoo_name(self, hf_name: str) -> str | None:
+        """The zoo tensor that the published name is a part of, whether or not a model has it."""
+        for regex, found in self._hf_regex:
+            if match := regex.fullmatch(hf_name):
+                return found.zoo.format(**match.groupdict())
+        return None
+
+    def publish(self, zoo_names: Iterable[str]) -> dict[str, Entry]:
+        """An entry in the published layout per zoo name; BridgeError lists the names without a rule."""
+        entries, problems = {}, []
+        for name in zoo_names:
+            matches = [(r, m) for r in self.rules if (m := r.regex.fullmatch(name))]
+            if len(matches) == 1:
+                found, match = matches[0]
+                entries[name] = Entry(name, found, found.layouts[0], match.groupdict())
+            else:
+                problems.append(
+                    f"{name}: {len(matches) or 'no'} rules of the {self.name} bridge match it, wanted one"
+                )
+        if problems:
+            raise BridgeError(f"{self.name}: parameters that the mapping does not cover", problems)
+        return entries
+
+    def published_names(self, entries: Iterable[Entry], dims: Dims) -> list[str]:
+        """All HF names that an export of `entries` writes; BridgeError lists those that two of them would write."""
+        owner: dict[str, str] = {}
+        problems = []
+        for entry in entries:
+            if not entry.rule.writes(dims):
+                continue
+            for name in entry.layout.all_names(entry.binding, dims.experts):
+                if name in owner:
+                    problems.append(f"{name}: written by both {owner[name]} and {entry.zoo}")
+                owner[name] = entry.zoo
+        if problems:
+            raise BridgeError(f"{self.name}: duplicate tensors", problems)
+        return list(owner)
+
+    def resolve(self, hf_names: Collection[str], zoo_names: Iterable[str], dims: Dims) -> Resolution:
+        """Pair the tensors of a checkpoint with those of a whole model (all its ranks).
+
+        Raises BridgeError that lists every tensor that is missing, unmapped, extra or there twice.
+        """
+        source, problems = self._translate(hf_names)
+        carried = [actual for name, actual in source.items() if self.is_carried(name)]
+        unused = {name for name in source if not self.is_carried(name)}
+        entries = {}
+        for name, published in self.publish(zoo_names).items():
+            layout, wrong = _choose_layout(published, source, dims)
+            problems += wrong
+            entries[name] = Entry(name, published.rule, layout, published.binding)
+            for candidate in published.rule.read_layouts(dims):
+                unused.difference_update(candidate.all_names(published.binding, dims.experts))
+        for name in sorted(unused):
+            problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
+        if problems:
+            raise BridgeError(f"{self.name}: the checkpoint and the model do not match", problems)
+        return Resolution(entries, carried, source)
+
+    def _why_unused(self, hf_name: str, entries: Mapping[str, Entry]) -> str:
+        target = self.zoo_name(hf_name)
+        if target is None:
+            return "unmapped: no rule has it"
+        return (
+            f"extra: {target} has no such part" if target in entries else f"extra: the model has no {target}"
+        )
+
+    def _translate(self, hf_names: Collection[str]) -> tuple[dict[str, str], list[str]]:
+        """Published name -> given name, in the dialect that leaves the fewest names unknown; names met twice."""
+        best: dict[str, list[str]] = {}
+        fewest = len(hf_names) + 1
+        for dialect in ({}, *self.dialects):
+            translated: dict[str, list[str]] = {}
+            for name in sorted(hf_names):
+                translated.setdefault(_rename(name, dialect), []).append(name)
+            unknown = sum(not self.is_carried(n) and self.zoo_name(n) is None for n in translated)
+            if unknown < fewest:
+                best, fewest = translated, unknown
+            if not unknown:
+                break
+        twice = [f"{name}: duplicate, stored as {' and '.join(n)}" for name, n in best.items() if len(n) > 1]
+        return {name: names[0] for name, names in best.items()}, twice
+
+
+def _rename(name: str, dialect: Mapping[str, str]) -> str:
+    for prefix, published in dialect.items():
+        if name.startswith(prefix):
+            return published + name.removeprefix(prefix)
+    return name
+
+
+def _choose_layout(entry: Entry, source: Mapping[str, str], dims: Dims) -> tuple[Layout, list[str]]:
+    """The one layout of which `source` has every tensor, or the problems if there is none or more than one."""
+    options = []  # (number missing, layout, names missing)
+    for layout in entry.rule.read_layouts(dims):
+        names = layout.all_names(entry.binding, dims.experts)
+        missing = [name for name in names if name not in source]
+        options.append((len(missing) / max(len(names), 1), layout, missing))
+    present = [layout for share, layout, _ in options if share < 1]
+    best = min(options, key=lambda option: option[0])
+    if len(present) > 1:
+        names = [layout.names(entry.binding, 0)[0] for layout in present]
+        return best[1], [f"{names[0]}: duplicate, {entry.zoo} is also stored as {', '.join(names[1:])}"]
+    return best[1], [f"{name}: missing, {entry.zoo} needs it" for name in best[2]]

@@ -1,0 +1,228 @@
+"""What a sharded model looks like to a bridge: which part of each tensor this rank has, and how parts are joined.
+
+`ShardInfo` holds the ranks and sizes, `Comm` the two things that import and export ask of the other ranks
+(gather a tensor over a group, gather a Python value over all). A lone process needs neither torch.distributed nor
+groups: the defaults describe it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.mapping import Shard
+from zoo.errors import UserError
+
+Axis = Literal["tp", "ep", "etp"]
+Cut = Literal["whole", "rows", "columns", "gate-up rows"]
+
+_CUTS: dict[Shard | None, tuple[Cut, Axis]] = {
+    None: ("whole", "tp"),
+    "tp0": ("rows", "tp"),
+    "tp1": ("columns", "tp"),
+    "tp0-gateup": ("gate-up rows", "tp"),
+    "expert1": ("gate-up rows", "etp"),  # of one expert: the stack itself is cut over EP
+    "expert2": ("columns", "etp"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardInfo:
+    """This rank's place in the groups that share parameters. Layers (PP) are known by their `layer_number`."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    dp_rank: int = 0  # among the replicas (DP and CP) of a dense parameter; rank 0 exports it
+    edp_rank: int = 0  # among the replicas of an expert; rank 0 exports it
+
+    @classmethod
+    def from_groups(cls, groups: Any) -> ShardInfo:
+        """Read a megatron.core ProcessGroupCollection (tp, ep, expt_tp, dp_cp, expt_dp)."""
+        return cls(
+            tp_rank=groups.tp.rank(),
+            tp_size=groups.tp.size(),
+            ep_rank=groups.ep.rank(),
+            ep_size=groups.ep.size(),
+            etp_rank=groups.expt_tp.rank(),
+            etp_size=groups.expt_tp.size(),
+            dp_rank=groups.dp_cp.rank(),
+            edp_rank=groups.expt_dp.rank(),
+        )
+
+    def on(self, axis: Axis) -> tuple[int, int]:
+        """This rank and the size of the group of `axis`."""
+        return {
+            "tp": (self.tp_rank, self.tp_size),
+            "ep": (self.ep_rank, self.ep_size),
+            "etp": (self.etp_rank, self.etp_size),
+        }[axis]
+
+
+class Comm:
+    """What import and export ask of the other ranks; this one has none."""
+
+    rank = 0
+
+    def gather(self, tensor: Tensor, axis: Axis) -> list[Tensor]:
+        """The tensors of all ranks of this rank's `axis` group, in rank order; shapes are equal."""
+        return [tensor]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks of the run, in rank order. Also a barrier."""
+        return [value]
+
+
+class TorchComm(Comm):
+    """Gathers over torch.distributed: tensors over the given groups, values over the default group."""
+
+    def __init__(self, groups: Mapping[Axis, dist.ProcessGroup] | None = None) -> None:
+        self.groups = dict(groups or {})
+        self.rank = dist.get_rank()
+
+    @classmethod
+    def from_groups(cls, groups: Any) -> TorchComm:
+        """Take the groups of a megatron.core ProcessGroupCollection."""
+        return cls({"tp": groups.tp, "ep": groups.ep, "etp": groups.expt_tp})
+
+    def gather(self, tensor: Tensor, axis: Axis) -> list[Tensor]:
+        group = self.groups[axis]
+        pieces = [
+            torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())
+        ]
+        dist.all_gather(pieces, tensor.contiguous(), group=group)
+        return pieces
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+def default_comm() -> Comm:
+    """All ranks of torch.distributed where it is initialised, without groups to gather tensors over."""
+    return TorchComm() if dist.is_available() and dist.is_initialized() else Comm()
+
+
+def together[T](comm: Comm, action: Callable[[], T]) -> T:
+    """Run `action` on every rank; where it fails on any, raise on all, with the problems of all in one report.
+
+    Without this, a rank that fails leaves the others waiting in their next collective.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = action()
+    except Exception as caught:
+        error = caught
+    failures = [f for f in comm.gather_objects(_describe(error, comm.rank)) if f is not None]
+    reports = [failure for failure in failures if isinstance(failure, tuple)]
+    if reports:
+        raise BridgeError(reports[0][0], [problem for _, problems in reports for problem in problems])
+    if error is not None:
+        raise error
+    if failures:
+        raise UserError(failures[0])
+    return result  # type: ignore[return-value]  # set, as nothing was raised
+
+
+def _describe(error: Exception | None, rank: int) -> tuple[str, list[str]] | str | None:
+    """What the other ranks are told of an error: a plain value, as exceptions need not pickle."""
+    if error is None:
+        return None
+    if isinstance(error, BridgeError):
+        return error.title, error.problems
+    kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return f"rank {rank}: {kind}{error}"
+
+
+def model_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """Global name and parameter of every (virtual) chunk on this rank, in the modules' order.
+
+    Wrappers (DDP, Float16Module) are looked through. `layers.{i}` gets the global, 0-based index wherever
+    the layer has Megatron-Core's 1-based `layer_number`. BridgeError where two chunks share a name.
+    """
+    found: list[tuple[str, nn.Parameter]] = []
+    for chunk in chunks:
+        module = _unwrap(chunk)
+        renames = _layer_renames(module)
+        for name, parameter in module.named_parameters():
+            found.append((_globalise(name, renames), parameter))
+    names = [name for name, _ in found]
+    twice = {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
+    if twice:
+        raise BridgeError(
+            "model chunks", [f"{name}: in more than one place of this rank" for name in sorted(twice)]
+        )
+    return found
+
+
+def _unwrap(module: nn.Module) -> nn.Module:
+    while [name for name, _ in module.named_children()] == ["module"]:
+        module = module.get_submodule("module")
+    return module
+
+
+def _layer_renames(module: nn.Module) -> dict[str, str]:
+    """`decoder.layers.0.` -> `decoder.layers.24.` for each layer that knows its number."""
+    renames = {}
+    for name, layer in module.named_modules():
+        parent, _, index = name.rpartition(".")
+        if index.isdigit() and hasattr(layer, "layer_number"):
+            renames[f"{name}."] = f"{parent}.{layer.layer_number - 1}."
+    return renames
+
+
+def _globalise(name: str, renames: Mapping[str, str]) -> str:
+    for local, wanted in renames.items():
+        if name.startswith(local):
+            return wanted + name.removeprefix(local)
+    return name
+
+
+def shard_axis(shard: Shard | None) -> Axis:
+    """The group that shares the tensors (of one expert) of a rule."""
+    return _CUTS[shard][1]
+
+
+def cut(tensor: Tensor, shard: Shard | None, info: ShardInfo) -> Tensor:
+    """This rank's part of a full tensor (of one expert, where the rule stacks them); a view where it can be."""
+    kind, axis = _CUTS[shard]
+    rank, size = info.on(axis)
+    if kind == "whole" or size == 1:
+        return tensor
+    if kind == "gate-up rows":
+        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+    return tensor.chunk(size, dim=0 if kind == "rows" else 1)[rank]
+
+
+def join(pieces: Sequence[Tensor], shard: Shard | None) -> Tensor:
+    """The full tensor (of one expert) from the parts of all ranks, in rank order: the inverse of `cut`."""
+    kind, _ = _CUTS[shard]
+    if kind == "whole" or len(pieces) == 1:
+        return pieces[0]
+    if kind == "gate-up rows":
+        halves = [piece.chunk(2) for piece in pieces]
+        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    return torch.cat(list(pieces), dim=0 if kind == "rows" else 1)
+
+
+def full_shape(local: Iterable[int], shard: Shard | None, info: ShardInfo) -> tuple[int, ...]:
+    """The shape of the full zoo tensor of which this rank has a part of shape `local`."""
+    shape = list(local)
+    kind, axis = _CUTS[shard]
+    stacked = shard in ("expert1", "expert2")
+    if stacked:
+        shape[0] *= info.ep_size
+    if kind != "whole":
+        shape[(1 if kind == "columns" else 0) + stacked] *= info.on(axis)[1]
+    return tuple(shape)

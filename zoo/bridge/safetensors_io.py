@@ -1,0 +1,248 @@
+"""Strict reader of safetensors folders.
+
+Guarantees: a folder is either read whole and right or refused before the first tensor. Every header is checked
+against its file's size (a truncated file, overlapping, negative or huge offsets and holes are refused), an index
+and its shards must name the same tensors, and no index entry leaves the folder. Tensors are memory-mapped: `get`
+reads only the pages that are used. Nothing but safetensors is ever opened: no pickle, no code.
+
+Format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zoo.errors import UserError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+_MAX_RANK = 16  # dimensions of a tensor; more is a damaged header
+
+
+class CheckpointError(UserError):
+    """A folder that is no whole safetensors checkpoint."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+    nbytes: int
+
+
+class SafetensorsFolder:
+    """The tensors of `model.safetensors`, or of `model.safetensors.index.json` and its shards, by name.
+
+    Raises CheckpointError where the folder is not one whole checkpoint. Use as a context manager, or call `close`.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._handles: dict[Path, Any] = {}
+        self._tensors = self._read_headers()
+
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """Header facts of a tensor."""
+        return self._tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, from its header."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's dtype, from its header."""
+        return self._tensors[name].dtype
+
+    def get(self, name: str) -> Tensor:
+        """The tensor, mapped from the file: its bytes are read when they are used. Do not write to it."""
+        file = self._tensors[name].file
+        try:
+            if file not in self._handles:
+                self._handles[file] = safe_open(file, framework="pt", device="cpu")
+            return self._handles[file].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
+
+    def close(self) -> None:
+        """Let go of the files; tensors already taken stay valid."""
+        self._handles.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_headers(self) -> dict[str, TensorInfo]:
+        index, single = self.folder / INDEX_NAME, self.folder / SINGLE_NAME
+        if index.is_file() and single.is_file():
+            raise CheckpointError(
+                f"{self.folder}: has both {SINGLE_NAME} and {INDEX_NAME}; remove the one that does not belong"
+            )
+        if single.is_file():
+            return read_header(single)
+        if index.is_file():
+            return _read_shards(self.folder, _read_index(index))
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: no such folder")
+        others = [
+            f.name for f in sorted(self.folder.iterdir()) if f.suffix in (".bin", ".pt", ".pth", ".ckpt")
+        ]
+        found = f"; it has {others[0]}, but only safetensors is read" if others else ""
+        raise CheckpointError(f"{self.folder}: neither {SINGLE_NAME} nor {INDEX_NAME} in it{found}")
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Name -> facts of a safetensors file's tensors, after checking the header against the file's size."""
+    try:
+        with open(file, "rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(_MAX_HEADER, size - 8):
+                raise CheckpointError(
+                    f"{file}: truncated or no safetensors file (header of {length}, {size} bytes in all)"
+                )
+            header = _load_json(stream.read(length), file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    header.pop("__metadata__", None)
+    spans, tensors = [], {}
+    for name, entry in header.items():
+        info, span = _tensor_info(name, entry, file)
+        tensors[name] = info
+        spans.append((*span, name))
+    _check_spans(spans, size - 8 - length, file)
+    return tensors
+
+
+def _tensor_info(name: str, entry: Any, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
+    """The facts of a header entry and its (begin, end) in the data; CheckpointError where they contradict."""
+    where = f"{file}: header entry of {name[:200]!r}"
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where} is not dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise CheckpointError(f"{where} has dtype {str(dtype)[:40]!r}, wanted one of {', '.join(DTYPES)}")
+    if not _is_sizes(shape) or len(shape) > _MAX_RANK or not _is_sizes(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{where} has shape {str(shape)[:80]} and offsets {str(offsets)[:80]}, wanted sizes"
+        )
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise CheckpointError(
+            f"{where}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}, wanted {nbytes}"
+        )
+    return TensorInfo(tuple(shape), DTYPES[dtype], file, nbytes), (offsets[0], offsets[1])
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, file: Path) -> None:
+    """Tensors must lie end to end and fill the file: no overlap, no hole, nothing cut off."""
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            kind = "overlaps the tensor before it" if begin < position else "leaves a hole before it"
+            raise CheckpointError(
+                f"{file}: {name[:200]!r} starts at byte {begin}, wanted {position}: it {kind}"
+            )
+        position = end
+    if position != data_bytes:
+        raise CheckpointError(f"{file}: {data_bytes} bytes of data, wanted {position}: truncated or overlong")
+
+
+def _load_json(raw: bytes, file: Path) -> dict[str, Any]:
+    """A JSON object without repeated keys."""
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique_pairs)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: its JSON cannot be read ({str(error)[:200]})") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: its JSON is no object")
+    return value
+
+
+def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"{key[:200]!r} is there twice")
+        result[key] = value
+    return result
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor name -> shard file name; the names must be plain file names, so that nothing leaves the folder."""
+    weight_map = _load_json(index.read_bytes(), index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: no weight_map in it")
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and file == Path(file).name and "\\" not in file and "\0" not in file
+        if not plain or not file.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: {name!r} is in {file!r}, wanted a .safetensors file of this folder"
+            )
+    return weight_map
+
+
+def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorInfo]:
+    """The tensors of all shards, which must be exactly those of the index."""
+    tensors: dict[str, TensorInfo] = {}
+    problems = []
+    for file in sorted(set(weight_map.values())):
+        if not (folder / file).is_file():
+            problems.append(f"{file} is missing")
+            continue
+        for name, info in read_header(folder / file).items():
+            if weight_map.get(name) != file:
+                problems.append(
+                    f"{name} is in {file}, the index says {weight_map.get(name, 'nothing of it')}"
+                )
+            tensors.setdefault(name, info)
+    missing_files = {file for file in weight_map.values() if not (folder / file).is_file()}
+    problems += [
+        f"{n} is not in {f}" for n, f in weight_map.items() if n not in tensors and f not in missing_files
+    ]
+    if problems:
+        more = f" (and {len(problems) - 20} more)" if len(problems) > 20 else ""
+        raise CheckpointError(f"{folder}: index and shards differ: {'; '.join(problems[:20])}{more}")
+    return tensors

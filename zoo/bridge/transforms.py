@@ -1,0 +1,102 @@
+"""Transforms between the tensors of a Hugging Face layout and one zoo tensor, each with its exact inverse.
+
+A transform is two functions: `to_zoo` takes the HF tensors in the order of the layout's patterns and makes
+the full (unsharded) zoo tensor, `to_hf` undoes it to the bit. Both only move elements about, so they also run
+on meta tensors, which is how shapes are checked before any data is read. Where a zoo tensor stacks experts,
+transforms see one expert at a time, whatever the file's layout (`zoo.bridge.mapping.Layout`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """The numbers of an architecture that transforms need; all other sizes are read off the model's shapes."""
+
+    heads: int  # query heads
+    kv_heads: int  # key/value heads: query groups in Megatron-Core's words
+    head_dim: int  # width of a head
+    experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
+    tied: bool = False  # output layer shares the embedding's weight (the top-level tie_word_embeddings)
+
+    @classmethod
+    def from_hf(cls, text_config: Any, *, tied: bool = False) -> Dims:
+        """Read an HF text config (object or dict); `tied` is the top-level config's word, not the text config's.
+
+        `head_dim` falls back to hidden_size // num_attention_heads, as in HF's attention classes.
+        """
+        read = text_config.get if isinstance(text_config, Mapping) else _attribute_reader(text_config)
+        heads = read("num_attention_heads", None)
+        return cls(
+            heads=heads,
+            kv_heads=read("num_key_value_heads", None) or heads,
+            head_dim=read("head_dim", None) or read("hidden_size", None) // heads,
+            experts=read("num_experts", None) or 0,
+            tied=tied,
+        )
+
+
+def _attribute_reader(config: Any) -> Any:
+    return lambda name, default: getattr(config, name, default)
+
+
+class Transform(Protocol):
+    """HF tensors <-> one zoo tensor; raises RuntimeError or ValueError on shapes it cannot take."""
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor: ...
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The tensor as it is."""
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        (tensor,) = parts
+        return tensor
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        return [tensor]
+
+
+@dataclass(frozen=True)
+class QKV:
+    """q_proj [heads*d, ...], k_proj and v_proj [kv_heads*d, ...] <-> linear_qkv [(heads + 2*kv_heads)*d, ...].
+
+    Per query group: its heads/kv_heads query heads, then its key head, then its value head
+    (megatron.core.transformer.attention.SelfAttention.get_query_key_value_tensors). Biases go the same way.
+    """
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        tail = parts[0].shape[1:]
+        grouped = [part.reshape(dims.kv_heads, -1, dims.head_dim, *tail) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(-1, *tail)
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        ratio, tail = dims.heads // dims.kv_heads, tensor.shape[1:]
+        grouped = tensor.reshape(dims.kv_heads, ratio + 2, dims.head_dim, *tail)
+        return [part.reshape(-1, *tail) for part in grouped.split([ratio, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """gate_proj [I, H], up_proj [I, H] <-> linear_fc1 [2I, H], gate first (as Megatron-Core's SwiGLU splits it)."""
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        gate, up = parts
+        if gate.shape != up.shape:
+            raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)} differ")
+        return torch.cat([gate, up])
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        if tensor.shape[0] % 2:
+            raise ValueError(f"gate and up cannot halve {list(tensor.shape)}")
+        return list(tensor.chunk(2))

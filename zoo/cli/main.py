@@ -1,0 +1,91 @@
+"""Entry of the command `zoo`: finds the verb, runs it, and turns a user's mistake into one line and exit code 2.
+
+Nothing heavy is imported before the verb needs it, so that `zoo --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from zoo import __version__
+from zoo.errors import UserError
+
+# verb -> module with run(arguments) -> exit code, and what the verb does
+VERBS: dict[str, tuple[str, str]] = {
+    "train": ("zoo.cli.train", "train a model from a recipe"),
+    "list": ("zoo.cli.list", "show model families, recipes, sizes and hardware overlays"),
+    "show": ("zoo.cli.show", "show a resolved recipe, or every key there is"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: that of the process) and return the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        return _refuse(str(error))
+    except FileNotFoundError as error:
+        if error.filename is None:
+            raise
+        return _refuse(f"{error.filename}: no such file or folder")
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `zoo list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0
+    verb, *rest = arguments
+    if verb in ("-V", "--version", "version"):
+        print(f"zoo {__version__}")
+        return 0
+    if verb not in VERBS:
+        if verb.startswith("-"):
+            near = get_close_matches(verb, ("--help", "--version"), n=1) or ["--help"]
+            raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
+        near = get_close_matches(verb, VERBS, n=1) or list(VERBS)
+        raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
+    module = importlib.import_module(VERBS[verb][0])
+    if any(argument in ("-h", "--help") for argument in rest):
+        print((module.__doc__ or "").strip())
+        return 0
+    return module.run(rest)
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:<8} {doc}" for verb, (_, doc) in VERBS.items())
+    return f"""\
+usage: zoo VERB [key=value ...]
+
+Trains vision-language and omni models on Megatron-Core, from a recipe of a few lines.
+
+{verbs}
+
+  zoo VERB --help    what a verb takes
+  zoo --version
+
+start with:  zoo list
+             zoo train recipe=qwen3_omni_sft"""
+
+
+def _refuse(message: str) -> int:
+    """Print the user's mistake; under torchrun with the rank that found it."""
+    rank = os.environ.get("RANK", "0")
+    where = "" if rank == "0" else f" (rank {rank})"
+    print(f"zoo: error{where}: {message}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""
+usage: zoo train recipe=NAME [key=value ...]
+
+Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml).
+
+  size=SIZE          a size of the family; default: the published size on a GPU, tiny without
+  hardware=NAME      settings for a kind of machine
+  nproc=N            ranks on this machine; default: one a GPU, or 1 without
+  train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100
+  run.dir=FOLDER     the run folder; a run that was stopped goes on from there
+
+Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) each process is a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zoo.cli.arguments import split_flags, split_recipe
+
+if TYPE_CHECKING:
+    from zoo.config.schema import Recipe
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted."""
+    _, rest = split_flags(arguments, ())
+    name, overrides = split_recipe(rest, "zoo train recipe=NAME")
+
+    from zoo.config.compose import resolve
+    from zoo.config.validate import validate
+    from zoo.engine.launch import WorkerError, launch, world_size
+
+    resolved = resolve(name, overrides)
+    ranks = world_size(resolved.recipe)
+    recipe = validate(resolved.recipe, ranks)
+    if os.environ.get("RANK", "0") == "0":
+        print(_headline(recipe, resolved.size_why, ranks), flush=True)
+    try:
+        result = launch(recipe)
+    except WorkerError as error:
+        if error.code != 2:  # a user's mistake has been told in one line already
+            print(f"zoo: {error}", file=sys.stderr)
+        return error.code
+    return 130 if result.interrupted else 0
+
+
+def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
+    """The first line of a run: what will be trained, on what, and where to."""
+    from zoo.config.validate import data_parallel
+
+    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+    shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    shown.append(f"dp={data_parallel(recipe, ranks)}")
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return (
+        f"zoo: recipe {recipe.recipe} | size {recipe.size or '-'} ({size_why}) | family {recipe.model.family} | "
+        f"weights {recipe.model.init} | {count} ({' '.join(shown)}) | {recipe.run.dir}"
+    )

@@ -1,0 +1,143 @@
+"""The recipe's schema: what each key means, its unit and its default.
+
+These dataclasses are the documentation of every key a user may type (``zoo show --schema`` prints the
+comment behind each field). They hold plain values only; composition is in :mod:`zoo.config.compose`,
+checks that involve more than one key are in :mod:`zoo.config.validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run lives and what makes it repeatable."""
+
+    dir: str | None = None  # run folder; default runs/<recipe>-<size>
+    seed: int = 1234  # seeds weights, data order and dropout
+    resume: bool = True  # go on from the newest checkpoint of run.dir when there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and where its weights come from."""
+
+    family: str = ""  # a name that `zoo list` shows; a recipe sets it
+    init: str = "random"  # random | a Hugging Face folder | a hub id | a zoo checkpoint folder
+    arch: dict[str, Any] = field(default_factory=dict)  # Hugging Face config of the architecture (from size=)
+    freeze: list[str] = field(default_factory=list)  # parts not trained: vision, audio, projector, language
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the process groups; data parallel is what is left of the world size."""
+
+    tp: int = 1  # tensor parallel ranks
+    pp: int = 1  # pipeline stages
+    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
+    cp: int = 1  # context parallel ranks
+    ep: int = 1  # expert parallel ranks
+    etp: int = 1  # tensor parallel ranks inside an expert
+    sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingConfig:
+    """How samples are put into rows."""
+
+    mode: str = "thd"  # thd: samples packed end to end | none: one padded row a sample
+    budget: int = 4096  # most tokens of a packed row (and of one sample)
+    pad_to: int | None = None  # fixed row length in tokens, for static shapes; default: as long as it is
+    align: int | None = None  # multiple each sample is padded to; default: what cp, tp and fp8 need
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Rows, media and what happens to a bad row."""
+
+    train: list[str] = field(default_factory=lambda: ["digits:train"])  # JSONL files, or a bundled set
+    eval: list[str] = field(default_factory=lambda: ["digits:heldout"])  # the same for evaluation
+    on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
+    overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
+    shuffle: bool = True  # a new order every epoch, from run.seed
+    lookahead: int = 64  # samples the packer may choose from
+    cache_mb: int = 512  # memory for processed samples, per rank, in MiB
+    video_fps: float = 2.0  # frames taken per second of video
+    max_frames: int = 768  # most frames taken of one video
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int | None = None  # optimizer steps; default: from epochs
+    epochs: float | None = None  # passes over the training rows, when steps is not given
+    global_batch: int = 8  # rows per optimizer step, all ranks together (packed rows under thd)
+    micro_batch: int = 1  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
+    lr: float = 1e-5  # peak learning rate
+    min_lr: float = 0.0  # learning rate at the end of the cosine
+    warmup_steps: int = 0  # linear warm-up, in steps
+    weight_decay: float = 0.0  # AdamW weight decay (not on norms and biases)
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    clip_grad: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    aux_loss: float = 0.0  # coefficient of the router's load-balancing loss
+    z_loss: float = 0.0  # coefficient of the router's z-loss
+    eval_every: int = 0  # steps between evaluations; 0: only at the end
+    eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
+    save_every: int = 0  # steps between checkpoints; 0: only at the end
+    keep: int = 2  # checkpoints kept, newest first
+    log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
+    max_minutes: float | None = None  # stop (save, evaluate, export) after this long
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the model is executed."""
+
+    backend: str = "auto"  # auto | te | torch
+    precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
+    recompute: str = "none"  # none | full: activations of decoder layers computed again in backward
+    threads: int | None = None  # CPU threads a rank; default: cores / ranks
+    deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where figures go, besides train.jsonl."""
+
+    tensorboard: bool = True  # event files in run.dir/tensorboard
+    wandb: str | None = None  # project name at Weights & Biases; default: not used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole run. `zoo train` resolves one from defaults, recipe, size, hardware and overrides."""
+
+    recipe: str = "custom"  # name or path of the recipe file it came from
+    size: str | None = None  # a size that `zoo list` shows; default: published size on a GPU, tiny without
+    hardware: str | None = None  # a hardware overlay
+    nproc: int | None = None  # ranks started on this machine; default: one a GPU, or 1 without
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    packing: PackingConfig = field(default_factory=PackingConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    export: bool = True  # write a Hugging Face folder to run.dir/export at the end
+
+
+# The values that a key of few choices takes; null is a choice where the field says so.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "packing.mode": ("thd", "none"),
+    "data.on_error": ("raise", "skip"),
+    "data.overlong": ("error", "drop", "truncate_text"),
+    "engine.backend": ("auto", "te", "torch"),
+    "engine.precision": ("fp32", "bf16"),
+    "engine.recompute": ("none", "full"),
+}

@@ -1,0 +1,300 @@
+"""Checks of a whole recipe against the number of ranks, and the defaults that follow from other keys.
+
+Runs before anything is loaded or started. Every refusal is one sentence that names the keys, the values and
+what would work. :func:`validate` may be called again on its own result.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import replace_in
+from zoo.config.devices import gpu_count
+from zoo.config.reference import nearest, show_value
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+from zoo.registry import get_family
+
+_POSITIVE = (
+    "nproc", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.video_fps", "data.max_frames",
+    "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
+    "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
+)  # fmt: skip
+_NOT_NEGATIVE = (
+    "run.seed", "data.cache_mb", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
+    "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.eval_every",
+    "train.save_every",
+)  # fmt: skip
+
+
+def validate(recipe: Recipe, world_size: int) -> Recipe:
+    """`recipe` with its derived defaults filled in: run.dir, parallel.sp, packing.align, engine.precision.
+
+    Raises:
+        ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
+        UnknownFamilyError: no package registers `model.family`.
+    """
+    recipe = replace_in(recipe, {})  # types and choices, for a recipe that was built by hand
+    _check_numbers(recipe)
+    _check_model(recipe)
+    _check_length(recipe)
+    recipe = replace_in(recipe, _derived(recipe))
+    _check_ranks(recipe, world_size)
+    _check_arch(recipe)
+    _check_batch(recipe, world_size)
+    _check_packing(recipe)
+    _check_engine(recipe)
+    return recipe
+
+
+def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a Hugging Face config: where it lies differs between families."""
+    thinker = arch.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        arch = thinker
+    text = arch.get("text_config")
+    return text if isinstance(text, Mapping) else arch
+
+
+def num_experts(arch: Mapping[str, Any]) -> int:
+    """Experts of a mixture-of-experts layer; 0 for a dense model."""
+    return text_config(arch).get("num_experts") or 0
+
+
+def data_parallel(recipe: Recipe, world_size: int) -> int:
+    """Replicas of the model that see different samples."""
+    parallel = recipe.parallel
+    return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+
+def run_folder(recipe: Recipe) -> str:
+    """`run.dir`, or the folder a run gets by default: runs/<recipe>-<size>."""
+    if recipe.run.dir is not None:
+        return recipe.run.dir
+    size = f"-{Path(recipe.size).stem}" if recipe.size else ""
+    return f"runs/{Path(recipe.recipe).stem}{size}"
+
+
+def alignment(recipe: Recipe) -> int:
+    """Tokens a packed sample's length has to be a multiple of: 2*cp chunks each, and tp shards with SP."""
+    parallel = recipe.parallel
+    align = 2 * parallel.cp if parallel.cp > 1 else 1
+    return lcm(align, parallel.tp) if parallel.sp else align
+
+
+def _derived(recipe: Recipe) -> dict[str, Any]:
+    """Values of the keys left open that follow from other keys or from the machine."""
+    sp = recipe.parallel.sp
+    if sp is None:
+        sp = recipe.parallel.tp > 1 and num_experts(recipe.model.arch) > 0
+    changes: dict[str, Any] = {"run.dir": run_folder(recipe), "parallel.sp": sp}
+    if recipe.packing.align is None:
+        changes["packing.align"] = alignment(replace_in(recipe, {"parallel.sp": sp}))
+    if recipe.engine.precision is None:
+        changes["engine.precision"] = "bf16" if gpu_count() else "fp32"
+    return changes
+
+
+def _get(recipe: Recipe, key: str) -> Any:
+    value: Any = recipe
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _check_numbers(recipe: Recipe) -> None:
+    for key in _POSITIVE:
+        value = _get(recipe, key)
+        if value is not None and not value > 0:  # also refuses nan
+            raise ConfigError(f"{key}={value}: wanted a number above 0")
+    for key in _NOT_NEGATIVE:
+        value = _get(recipe, key)
+        if not value >= 0:
+            raise ConfigError(f"{key}={value}: wanted 0 or more")
+    for key in ("train.beta1", "train.beta2"):
+        if _get(recipe, key) >= 1:
+            raise ConfigError(f"{key}={_get(recipe, key)}: wanted a number below 1")
+    if not recipe.data.train:
+        raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
+
+
+def _check_model(recipe: Recipe) -> None:
+    if not recipe.model.family:
+        raise ConfigError("model.family is not set; `zoo list` shows the families")
+    family = get_family(recipe.model.family)
+    for part in recipe.model.freeze:
+        if part not in family.parts:
+            near = ", ".join(nearest(part, list(family.parts)))
+            raise ConfigError(f"model.freeze={part}: {family.name} has no such part; nearest: {near}")
+    init = recipe.model.init
+    if init.startswith(("/", "./", "../", "~")) and not Path(init).expanduser().exists():
+        raise ConfigError(f"model.init={init}: no such folder")
+    if init == "random" and not recipe.model.arch:
+        raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
+
+
+def _check_length(recipe: Recipe) -> None:
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    if steps is None and epochs is None:
+        raise ConfigError(
+            "train.steps and train.epochs are both null: give one of them, such as train.epochs=1"
+        )
+    if steps is not None and epochs is not None:
+        raise ConfigError(
+            f"train.steps={steps} and train.epochs={epochs:g} are both given: set one of them to null"
+        )
+
+
+def _check_ranks(recipe: Recipe, world_size: int) -> None:
+    parallel = recipe.parallel
+    fitting = f"{_ranks(world_size)} of the run; {_listed(_divisors(world_size))} would"
+    dense = parallel.tp * parallel.pp * parallel.cp
+    if world_size % dense:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} * pp={parallel.pp} * cp={parallel.cp} = {dense} does not divide the "
+            f"{fitting}, or nproc={_next_multiple(world_size, dense)}"
+        )
+    expert = parallel.etp * parallel.ep * parallel.pp
+    if world_size % expert:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} * ep={parallel.ep} * pp={parallel.pp} = {expert} does not divide the "
+            f"{fitting}, or nproc={_next_multiple(world_size, expert)}"
+        )
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ConfigError(
+            f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1"
+        )
+
+
+def _check_arch(recipe: Recipe) -> None:
+    """Parallel sizes against the architecture; what the config leaves to its defaults is not checked here."""
+    parallel, text = recipe.parallel, text_config(recipe.model.arch)
+    if recipe.model.arch:
+        _check_experts(recipe, num_experts(recipe.model.arch))
+    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
+    if heads:
+        groups = text.get("num_key_value_heads") or heads
+        fitting = [tp for tp in _divisors(heads) if groups % tp == 0 or tp % groups == 0]
+        if parallel.tp not in fitting:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
+                f"heads of the model; {_listed(fitting)} would"
+            )
+    if layers and layers % (parallel.pp * parallel.vpp):
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} * vpp={parallel.vpp} does not divide the {layers} layers of the model; "
+            f"a product of {_listed(_divisors(layers))} would"
+        )
+
+
+def _check_experts(recipe: Recipe, experts: int) -> None:
+    parallel = recipe.parallel
+    if not experts and (parallel.ep > 1 or parallel.etp > 1):
+        raise ConfigError(
+            f"parallel.ep={parallel.ep}, etp={parallel.etp}: the model has no experts; set both to 1"
+        )
+    if experts and experts % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the {experts} experts of the model; "
+            f"{_listed(_divisors(experts))} would"
+        )
+    width = text_config(recipe.model.arch).get("moe_intermediate_size")
+    if experts and width and width % parallel.etp:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} does not divide the experts' width {width}; "
+            f"{_listed(_divisors(width))} would"
+        )
+    if experts and parallel.tp > 1 and not parallel.sp:
+        raise ConfigError(
+            f"parallel.sp=false with parallel.tp={parallel.tp}: a model with experts needs sequence parallel "
+            f"under tensor parallel; leave parallel.sp open or set it to true"
+        )
+
+
+def _check_batch(recipe: Recipe, world_size: int) -> None:
+    train = recipe.train
+    if recipe.packing.mode == "thd" and train.micro_batch != 1:
+        raise ConfigError(
+            f"train.micro_batch={train.micro_batch} with packing.mode=thd: a packed row counts as 1; set it to 1 "
+            f"and widen the row with packing.budget"
+        )
+    replicas = data_parallel(recipe, world_size)
+    unit = replicas * train.micro_batch
+    if train.global_batch % unit:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is no multiple of {unit} = {replicas} data-parallel "
+            f"replicas * train.micro_batch={train.micro_batch}; {_around(train.global_batch, unit)} would work"
+        )
+    micro_batches, stages = train.global_batch // unit, recipe.parallel.pp
+    if recipe.parallel.vpp > 1 and micro_batches % stages:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} makes {micro_batches} micro-batches, no multiple of "
+            f"parallel.pp={stages}, which parallel.vpp={recipe.parallel.vpp} needs; "
+            f"{_around(train.global_batch, unit * stages)} would work"
+        )
+
+
+def _check_packing(recipe: Recipe) -> None:
+    packing = recipe.packing
+    needed = alignment(recipe)
+    assert packing.align is not None  # derived
+    if packing.align % needed:
+        raise ConfigError(
+            f"packing.align={packing.align}: wanted a multiple of {needed} (parallel.cp={recipe.parallel.cp}, "
+            f"parallel.tp={recipe.parallel.tp}, sp={show_value(recipe.parallel.sp)}); packing.align=null derives it"
+        )
+    if packing.pad_to is not None and packing.pad_to % packing.align:
+        raise ConfigError(
+            f"packing.pad_to={packing.pad_to} is no multiple of the alignment {packing.align}; "
+            f"{_around(packing.pad_to, packing.align)} would work"
+        )
+    if packing.pad_to is not None and packing.pad_to < packing.budget:
+        raise ConfigError(
+            f"packing.pad_to={packing.pad_to} is less than packing.budget={packing.budget}: a full row would not "
+            f"fit; set both to the same number"
+        )
+
+
+def _check_engine(recipe: Recipe) -> None:
+    if recipe.engine.backend != "te":
+        return
+    if not gpu_count():
+        raise ConfigError(
+            "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "engine.backend=te: Transformer Engine is not installed; "
+            "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _next_multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _around(number: int, unit: int) -> str:
+    """The multiples of `unit` next to `number`, in words."""
+    above = _next_multiple(number, unit)
+    return f"{above - unit} or {above}" if above > unit else f"{above}"
+
+
+def _listed(numbers: list[int]) -> str:
+    """Numbers in words; the middle of a long list is left out."""
+    shown = [str(number) for number in numbers]
+    if len(shown) > 10:
+        shown = [*shown[:6], "...", *shown[-2:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,338 @@
+"""Make the `digits` sample set: `python -m zoo.data.digits.make [OUT] [--seed N]`.
+
+Writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/media/{train,heldout}/ from scikit-learn's scans of
+handwritten digits and from espeak-ng's speech, then reads everything back and checks it. The same seed
+gives the same rows and, with the same versions of the encoders, the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from zoo.data.digits import ROOT, codec
+from zoo.data.digits.codec import CELL, RATE
+
+MAX_BYTES = 2_000_000  # everything under OUT and the bundled tokenizer
+MAX_SPEECH = 2.2  # s, the longest spoken clip
+
+KINDS = ("image", "multi_image", "video", "audio", "audio_in_video", "text")
+ROWS = {
+    "train": dict(zip(KINDS, (805, 80, 60, 300, 40, 60), strict=True)),
+    "heldout": dict(zip(KINDS, (80, 15, 15, 60, 10, 15), strict=True)),
+}
+PROMPTS = {
+    "image": ("Which digits?", "Read the digits.", "What is written here?", "Write the digits shown."),
+    "multi_image": ("Read each image.", "Which digits are in each image?", "Read the images in order."),
+    "video": ("Which digits appear?", "Read the digits in order.", "Write the digits shown, in order."),
+    "audio": ("Which digits are said?", "Write the digits you hear.", "What is said?", "Transcribe."),
+    "audio_in_video": (
+        "Which digits are shown, and which are said?",
+        "Write the digits shown, then the digits said.",
+        "What do you see, and what do you hear?",
+    ),
+    "text": ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse."),
+}
+VOICES = {
+    "train": (
+        "en-us",
+        "en-us+f3",
+        "en-gb-scotland",
+        "en-029+f1",
+        "en-us+m2",
+        "en-gb-x-rp+f5",
+        "en-us-nyc+m7",
+        "en-gb-x-gbclan+f2",
+    ),
+    "heldout": ("en-us+f4", "en-gb-x-gbcwmd+m3"),
+}
+
+
+class Deck:
+    """Deals the items of a pool in shuffled rounds, so that each one comes up about equally often."""
+
+    def __init__(self, pool: Sequence[int], rng: np.random.Generator) -> None:
+        """`pool` holds scan numbers or digits."""
+        self.pool, self.rng = list(pool), rng
+        self.left: list[int] = []
+
+    def deal(self, count: int) -> list[int]:
+        """The next `count` items."""
+        while len(self.left) < count:
+            self.left += [self.pool[i] for i in self.rng.permutation(len(self.pool))]
+        dealt, self.left = self.left[:count], self.left[count:]
+        return dealt
+
+
+@dataclass
+class Split:
+    """One split in the making: where it goes, what it draws from, and what it has drawn so far."""
+
+    name: str
+    out: Path
+    rng: np.random.Generator
+    scans: np.ndarray  # [1797, 8, 8], 0..16
+    labels: np.ndarray  # [1797], 0..9
+    scan_deck: Deck
+    speech_decks: list[Deck]  # one a voice, of the digits 0..9
+    rows: list[dict] = field(default_factory=list)
+    used_scans: Counter = field(default_factory=Counter)
+    used_voices: Counter = field(default_factory=Counter)
+
+    def path(self, stem: str, number: int, suffix: str) -> str:
+        """A media file's path relative to the JSONL file."""
+        return f"media/{self.name}/{stem}{number:04d}.{suffix}"
+
+    def deal_scans(self, count: int) -> tuple[list[int], str]:
+        """Scan numbers and the digits that they show."""
+        numbers = self.scan_deck.deal(count)
+        self.used_scans.update(numbers)
+        return numbers, "".join(str(self.labels[i]) for i in numbers)
+
+    def prompt(self, kind: str) -> str:
+        """One of the kind's prompts."""
+        return PROMPTS[kind][self.rng.integers(len(PROMPTS[kind]))]
+
+    def cell(self, number: int, side: int = CELL) -> np.ndarray:
+        """One scan as uint8 [side, side], jittered in the train split."""
+        return codec.render(self.scans[number], side, self.rng if self.name == "train" else None)
+
+
+# ---------------------------------------------------------------- handwriting
+
+
+def layout(rng: np.random.Generator) -> tuple[int, int, int]:
+    """A strip's lines, digits a line, and cell side in px."""
+    style = rng.random()
+    if style < 0.60:
+        return 1, 1 + rng.choice(8, p=(0.12, 0.24, 0.24, 0.16, 0.10, 0.07, 0.04, 0.03)), CELL
+    if style < 0.85:
+        return 2, 1 + rng.choice(4, p=(0.30, 0.40, 0.20, 0.10)), CELL
+    return 1, 1 + rng.choice(3, p=(0.35, 0.45, 0.20)), 2 * CELL
+
+
+def image_rows(split: Split, count: int) -> list[tuple[str, str]]:
+    """Adds `count` rows of one strip; returns the strips' paths and digits."""
+    strips = []
+    for number in range(count):
+        lines, columns, side = layout(split.rng)
+        scans, digits = split.deal_scans(lines * columns)
+        cells = np.array([split.cell(scan, side) for scan in scans])
+        page = cells.reshape(lines, columns, side, side).swapaxes(1, 2).reshape(lines * side, columns * side)
+        path = split.path("image", number, "png")
+        (split.out / path).write_bytes(codec.png_bytes(page))
+        split.rows.append(row("image", "<image>" + split.prompt("image"), digits, images=[path]))
+        strips.append((path, digits))
+    return strips
+
+
+def multi_image_rows(split: Split, count: int, strips: list[tuple[str, str]]) -> None:
+    """Adds `count` rows of two or three of the strips of at most four digits."""
+    short = [strip for strip in strips if len(strip[1]) <= 4]
+    for _ in range(count):
+        chosen = [short[i] for i in split.rng.choice(len(short), 2 + split.rng.integers(2), replace=False)]
+        marks = ("" if split.rng.random() < 0.7 else " then ").join(["<image>"] * len(chosen))
+        content = marks + (". " if "then" in marks else "") + split.prompt("multi_image")
+        answer = " ".join(digits for _, digits in chosen)
+        split.rows.append(row("multi_image", content, answer, images=[path for path, _ in chosen]))
+
+
+# ---------------------------------------------------------------- speech
+
+
+def speech(split: Split, count: int, seconds: float | None = None) -> tuple[np.ndarray, str]:
+    """`count` digits said by one voice, float32 [samples] at RATE in -1..1, and the digits.
+
+    With `seconds` the clip is padded to that length, else it lasts at most MAX_SPEECH seconds.
+    """
+    rng, voices = split.rng, VOICES[split.name]
+    which = sum(split.used_voices.values()) % len(voices)
+    split.used_voices[voices[which]] += 1
+    digits = split.speech_decks[which].deal(count)
+    speed, pitch = int(rng.integers(190, 231)), int(rng.integers(40, 61))
+    words = [codec.speak(digit, voices[which], speed, pitch) for digit in digits]
+    gaps = rng.uniform(0.05, 0.3, size=count + 1)  # s
+    gaps[[0, -1]] *= 0.5
+    room = (seconds or MAX_SPEECH) - sum(map(len, words)) / RATE
+    gaps *= np.clip(room / gaps.sum(), 0, 1)
+    parts = [np.zeros(int(gaps[0] * RATE), np.float32)]
+    for word, gap in zip(words, gaps[1:], strict=True):
+        parts += [word, np.zeros(int(gap * RATE), np.float32)]
+    sound = np.concatenate(parts)
+    sound *= rng.uniform(0.25, 0.9) / np.abs(sound).max()
+    sound += rng.normal(size=len(sound)) * 10 ** rng.uniform(-3.5, -2.7)
+    if seconds is not None:
+        sound = np.pad(sound, (0, max(0, int(seconds * RATE) - len(sound))))
+    return sound.astype(np.float32).clip(-1, 1), "".join(map(str, digits))
+
+
+def audio_rows(split: Split, count: int) -> None:
+    """Adds `count` rows of 1..4 spoken digits."""
+    for number in range(count):
+        sound, digits = speech(split, 1 + split.rng.choice(4, p=(0.28, 0.4, 0.22, 0.1)))
+        path = split.path("audio", number, "ogg")
+        codec.write_audio(split.out / path, sound)
+        split.rows.append(row("audio", "<audio>" + split.prompt("audio"), digits, audios=[path]))
+
+
+# ---------------------------------------------------------------- video
+
+
+def video_rows(split: Split, count: int) -> None:
+    """Adds `count` silent clips of 2..6 digits."""
+    for number in range(count):
+        scans, digits = split.deal_scans(2 + split.rng.choice(5, p=(0.25, 0.25, 0.2, 0.15, 0.15)))
+        path = split.path("video", number, "mp4")
+        columns = split.rng.integers(2, size=len(scans)).tolist()
+        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, None)
+        split.rows.append(row("video", "<video>" + split.prompt("video"), digits, videos=[path]))
+
+
+def audio_in_video_rows(split: Split, count: int) -> None:
+    """Adds `count` clips that show two or three digits, one a second, and say as many other ones."""
+    for number in range(count):
+        shown = 2 + int(split.rng.random() < 0.2)
+        scans, seen = split.deal_scans(shown)
+        sound, heard = speech(split, shown, seconds=codec.whole_packets(shown))
+        path = split.path("spoken", number, "mp4")
+        columns = split.rng.integers(2, size=shown).tolist()
+        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, sound)
+        content = "<video>" + split.prompt("audio_in_video")
+        extra = {"videos": [path], "use_audio_in_video": True}
+        split.rows.append(row("audio_in_video", content, f"{seen} {heard}", **extra))
+
+
+# ---------------------------------------------------------------- rows
+
+
+def text_rows(split: Split, count: int) -> None:
+    """Adds `count` rows of text alone; a number's last digit modulo 5 is 4 in the held-out split only."""
+    for number in range(count):
+        last = [d for d in range(10) if (d % 5 == 4) == (split.name == "heldout")]
+        size = 2 + split.rng.choice(4, p=(0.2, 0.4, 0.25, 0.15))
+        digits = "".join(map(str, split.rng.integers(10, size=size - 1))) + str(split.rng.choice(last))
+        prompt = PROMPTS["text"][number % len(PROMPTS["text"])]
+        answer = digits[::-1] if "everse" in prompt else digits
+        split.rows.append(row("text", prompt.format(digits), answer))
+
+
+def row(kind: str, content: str, answer: str, **extra: object) -> dict:
+    """One JSONL row: a user's turn and an assistant's, with the media of `extra`."""
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+    return {"kind": kind, "messages": turns, **extra}
+
+
+def make_split(name: str, out: Path, seed: int) -> Split:
+    """Makes one split's media and writes its shuffled rows."""
+    rng = np.random.default_rng([seed, list(ROWS).index(name)])
+    scans, labels = codec.load_scans()
+    mine = [i for i in range(len(scans)) if (i % 5 == 4) == (name == "heldout")]
+    speech_decks = [Deck(list(range(10)) * 5, rng) for _ in VOICES[name]]
+    split = Split(name, out, rng, scans, labels, Deck(mine, rng), speech_decks)
+    shutil.rmtree(out / "media" / name, ignore_errors=True)
+    (out / "media" / name).mkdir(parents=True)
+    counts = ROWS[name]
+    strips = image_rows(split, counts["image"])
+    multi_image_rows(split, counts["multi_image"], strips)
+    video_rows(split, counts["video"])
+    audio_rows(split, counts["audio"])
+    audio_in_video_rows(split, counts["audio_in_video"])
+    text_rows(split, counts["text"])
+    order = rng.permutation(len(split.rows))
+    lines = [json.dumps(split.rows[i], separators=(",", ":")) for i in order]
+    (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return split
+
+
+# ---------------------------------------------------------------- checks
+
+MARKS = {"images": "<image>", "videos": "<video>", "audios": "<audio>"}
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_row(out: Path, item: dict) -> None:
+    """Decodes a row's media and compares them with its placeholders and its answer's length."""
+    content, answer = (turn["content"] for turn in item["messages"])
+    parts = answer.split()
+    assert all(part.isdecimal() and part.isascii() for part in parts), item
+    for key, mark in MARKS.items():
+        assert content.count(mark) == len(item.get(key, ())), item
+    for path, part in zip(item.get("images", ()), parts, strict="images" in item):
+        height, width = codec.read_image(out / path).shape
+        digits = len(part)
+        pages = {
+            (1, digits),
+            (2, digits // 2),
+            (2, 2 * digits),
+        }  # cells: one line, two, or big ones
+        assert (height / CELL, width / CELL) in pages, item
+    for path in item.get("videos", ()):
+        assert codec.read_video(out / path).shape == (len(parts[0]) * codec.FPS, CELL, 2 * CELL), item
+        if item.get("use_audio_in_video"):
+            assert abs(len(codec.read_audio(out / path)) / RATE - len(parts[0])) < 0.05, item
+    for path in item.get("audios", ()):
+        assert 0.2 < len(codec.read_audio(out / path)) / RATE < MAX_SPEECH + 0.05, item
+
+
+def check(out: Path, splits: dict[str, Split]) -> None:
+    """Checks every row, that no scan, voice or file is in both splits, and the size of it all."""
+    train, heldout = splits["train"], splits["heldout"]
+    assert not set(train.used_scans) & set(heldout.used_scans)
+    assert not set(train.used_voices) & set(heldout.used_voices)
+    assert min(train.used_scans[i] for i in range(len(train.scans)) if i % 5 != 4) >= 2
+    for name in splits:
+        rows = read_rows(out / f"{name}.jsonl")
+        assert Counter(item["kind"] for item in rows) == ROWS[name]
+        named = {path for item in rows for key in MARKS for path in item.get(key, ())}
+        assert named == {str(path.relative_to(out)) for path in (out / "media" / name).iterdir()}
+        for item in rows:
+            check_row(out, item)
+    assert total_bytes(out) <= MAX_BYTES, f"{total_bytes(out)} bytes, more than {MAX_BYTES}"
+
+
+def total_bytes(out: Path) -> int:
+    """Bytes of everything under `out` and of the bundled tokenizer, less Python's caches."""
+    files = (path for root in (out, ROOT.parent / "tokenizer") for path in root.rglob("*"))
+    return sum(path.stat().st_size for path in files if path.is_file() and "__pycache__" not in path.parts)
+
+
+def summary(out: Path) -> str:
+    """A table of rows and bytes by split and kind; a file counts once, for the first kind that names it."""
+    lines = [f"{'split':8} {'kind':15} {'rows':>5} {'files':>6} {'media bytes':>12} {'row bytes':>10}"]
+    for name in ROWS:
+        rows = read_rows(out / f"{name}.jsonl")
+        seen: set[str] = set()
+        for kind in KINDS:
+            chosen = [item for item in rows if item["kind"] == kind]
+            files = {path for item in chosen for key in MARKS for path in item.get(key, ())} - seen
+            seen |= files
+            size = sum((out / path).stat().st_size for path in files)
+            text = sum(len(json.dumps(item, separators=(",", ":"))) + 1 for item in chosen)
+            lines.append(f"{name:8} {kind:15} {len(chosen):5} {len(files):6} {size:12,} {text:10,}")
+    return "\n".join([*lines, f"{total_bytes(out):,} bytes in all, with the code and the tokenizer"])
+
+
+def main() -> None:
+    """Makes, checks and sums up the set."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT, help="where to write (this folder)")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    splits = {name: make_split(name, options.out, options.seed) for name in ROWS}
+    check(options.out, splits)
+    print(summary(options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""`RowError`: one row of the data that can't be used, with where it stands and a short slug of the cause."""
+
+from __future__ import annotations
+
+from zoo.errors import UserError
+
+
+class RowError(UserError):
+    """A bad row; `data.on_error` decides whether it stops the run or is counted and listed.
+
+    Attributes:
+        source: where the row stands, as "train.jsonl:17"; empty where only a media file is known.
+        cause: a short slug to count by, such as "missing_file", "corrupt_media" or "overlong".
+        message: what was seen, what was wanted and what to do, without the source.
+    """
+
+    def __init__(self, source: str, cause: str, message: str) -> None:
+        super().__init__(source, cause, message)
+        self.source = source
+        self.cause = cause
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.message}" if self.source else self.message
+
+    def at(self, source: str) -> RowError:
+        """The same error, told of the row at `source`."""
+        return RowError(source, self.cause, self.message)

@@ -1,0 +1,229 @@
+"""`Processor`: rows to samples through a Hugging Face processor, with labels on the assistant's answers.
+
+It guarantees: the token ids and media are those of the HF processor's own call; every answer of the row is labelled,
+its end-of-turn token included, and nothing else is; the placeholder tokens are as many as the media give. Whatever
+goes wrong is a `RowError` of that row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zoo.data.errors import RowError
+from zoo.data.media import load_audio, load_image, load_video
+from zoo.data.rows import PLACEHOLDER, Row
+from zoo.data.sample import IGNORE, Sample
+
+
+@dataclass(frozen=True)
+class ChatMarkers:
+    """How a chat template writes an assistant's turn.
+
+    The header must begin with a special token that begins every turn: special tokens are refused in the rows' texts, so
+    that only the template can open a turn.
+    """
+
+    header: str  # "<|im_start|>assistant\n"
+    end: str  # "<|im_end|>"; has loss
+
+
+class Processor:
+    """Encodes rows with a Hugging Face processor; families override the hooks at the end.
+
+    Args:
+        hf: a `transformers.ProcessorMixin` with a tokenizer and a chat template.
+        markers: how its chat template writes an assistant's turn.
+
+    Raises:
+        ValueError: the markers are not what the tokenizer or the template knows.
+    """
+
+    def __init__(self, hf: Any, markers: ChatMarkers) -> None:
+        self.hf = hf
+        self.tokenizer = hf.tokenizer
+        self.markers = markers
+        self._header = self.tokenizer.encode(markers.header, add_special_tokens=False)
+        end = self.tokenizer.encode(markers.end, add_special_tokens=False)
+        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
+        if len(end) != 1 or self.tokenizer.decode(self._header[:1]) not in special:
+            raise ValueError(
+                f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
+                "it is not the tokenizer of this family."
+            )
+        if not getattr(hf, "chat_template", None):
+            raise ValueError("The processor has no chat template; copy chat_template.jinja into its folder.")
+        self._end = end[0]
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+
+    @property
+    def pad_id(self) -> int:
+        """Token id that padding is written with."""
+        return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self._end
+
+    def encode(self, row: Row, *, video_fps: float, max_frames: int) -> Sample:
+        """One row as a sample.
+
+        Args:
+            row: a checked row.
+            video_fps: frames taken per second of video.
+            max_frames: most frames taken of one video.
+
+        Raises:
+            RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token of the
+                tokenizer in the texts ("special_token_in_text"), a complaint of the HF processor ("processor_error"),
+                answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
+                media give ("placeholder_mismatch").
+        """
+        self._refuse_special_tokens(row)
+        try:
+            media, fps = self._load(row, video_fps, max_frames)
+        except RowError as error:
+            raise error.at(row.source) from error
+        try:
+            text = self.hf.apply_chat_template(chat_messages(row), tokenize=False)
+            options = self.call_options(row, fps)
+            features = self.hf(text=text, **media, **options, return_tensors="pt")
+            input_ids = features["input_ids"][0]
+            tensors = self.media_tensors(features)
+        except RowError as error:
+            raise error.at(row.source) from error
+        except Exception as error:  # whatever a processor raises, it is about this row
+            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {error}"
+            raise RowError(row.source, "processor_error", reason) from error
+        self._check_placeholders(row, input_ids, tensors)
+        return Sample(input_ids, self._labels(row, input_ids), tensors, row.kind, row.source)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
+        self.hf.save_pretrained(folder)
+
+    # ---------------------------------------------------------------- what a family overrides
+
+    def call_options(self, row: Row, fps: float | None) -> dict[str, Any]:
+        """Further arguments of the HF processor's call; `fps` is that of the row's videos, in Hz."""
+        return {}
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The towers' tensors out of the HF processor's result; each can be joined along dim 0 over samples."""
+        return {}
+
+    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many of each placeholder token the media give: {"<|image_pad|>": 12}."""
+        return {}
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Ids of the placeholder tokens and of the tokens around them: text is never cut before one of these."""
+        return frozenset()
+
+    # ---------------------------------------------------------------- inside
+
+    def _refuse_special_tokens(self, row: Row) -> None:
+        for number, (_, content) in enumerate(row.messages):
+            found = self._special.search(PLACEHOLDER.sub(" ", content))
+            if found:
+                text = f"messages[{number}] contains {found[0]!r}, a special token of the tokenizer; take it out."
+                raise RowError(row.source, "special_token_in_text", text)
+
+    def _load(self, row: Row, fps: float, max_frames: int) -> tuple[dict[str, list], float | None]:
+        """The row's media as arguments of the HF processor, and the rate of its videos."""
+        media: dict[str, list] = {}
+        if row.images:
+            media["images"] = [load_image(row.path(name)) for name in row.images]
+        rate = None
+        if row.videos:
+            clips = [load_video(row.path(name), fps, max_frames) for name in row.videos]
+            # HF processors take one rate for all videos of a call, so a thinned one thins the others.
+            rate = min(clip[1] for clip in clips)
+            clips = [
+                clip if clip[1] == rate else load_video(row.path(name), rate, max_frames)
+                for name, clip in zip(row.videos, clips, strict=True)
+            ]
+            media["videos"] = [frames for frames, _ in clips]
+        sounds = [load_audio(row.path(name)) for name in sound_files(row)]
+        if sounds:
+            media["audio"] = sounds
+        return media, rate
+
+    def _check_placeholders(self, row: Row, input_ids: Tensor, media: Mapping[str, Tensor]) -> None:
+        for token, wanted in self.expected_tokens(media).items():
+            seen = int((input_ids == self.tokenizer.convert_tokens_to_ids(token)).sum())
+            if seen != wanted:
+                text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
+                raise RowError(row.source, "placeholder_mismatch", text)
+
+    def _labels(self, row: Row, input_ids: Tensor) -> Tensor:
+        labels = torch.full_like(input_ids, IGNORE)
+        spans = list(self._answers(input_ids.tolist()))
+        wanted = sum(role == "assistant" for role, _ in row.messages)
+        if len(spans) != wanted:
+            text = f"{len(spans)} answers found in the tokens but {wanted} in the row; does the chat template fit?"
+            raise RowError(row.source, "labels", text)
+        for start, end in spans:
+            labels[start:end] = input_ids[start:end]
+        return labels
+
+    def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
+        """(first token of an answer, one past its end-of-turn token) of each assistant's turn."""
+        turns = [index for index, token in enumerate(ids) if token == self._header[0]]
+        for turn, limit in zip(turns, [*turns[1:], len(ids)], strict=True):
+            start = self._after_header(ids, turn)
+            if start is not None and self._end in ids[start:limit]:
+                yield start, ids.index(self._end, start) + 1
+
+    def _after_header(self, ids: list[int], turn: int) -> int | None:
+        """The token behind the header of the turn that begins at `turn`; None for another role's turn."""
+        size = len(self._header)
+        if ids[turn : turn + size] == self._header:
+            return turn + size
+        # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
+        text = self.tokenizer.decode(ids[turn : turn + size], clean_up_tokenization_spaces=False)
+        return turn + size if text.startswith(self.markers.header) else None
+
+
+def chat_messages(row: Row) -> list[dict[str, Any]]:
+    """The row as chat messages: contents with placeholders become lists of text and media parts."""
+    return [{"role": role, "content": _parts(content)} for role, content in row.messages]
+
+
+def sound_files(row: Row) -> list[str]:
+    """The row's sounds in the order in which they are heard, sound tracks of its videos included."""
+    audios, videos = iter(row.audios), iter(row.videos)
+    names = []
+    for _, content in row.messages:
+        for mark in PLACEHOLDER.findall(content):
+            if mark == "audio":
+                names.append(next(audios))
+            elif mark == "video":
+                video = next(videos)
+                names += [video] if row.use_audio_in_video else []
+    return names
+
+
+def _parts(content: str) -> str | list[dict[str, str]]:
+    pieces = PLACEHOLDER.split(content)  # text, mark, text, mark, ..., text
+    if len(pieces) == 1:
+        return content
+    parts = []
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            parts.append({"type": piece})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
+def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor of `dtype` from what a processor returns: a tensor, an array or a list."""
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return torch.as_tensor(np.asarray(value), dtype=dtype)

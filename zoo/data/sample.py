@@ -1,0 +1,171 @@
+"""Samples (one encoded row) and micro-batches (several of them, packed end to end or padded side by side)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from zoo.packing import PackedLayout
+
+IGNORE = -100  # label of a token without loss, torch.nn.functional.cross_entropy's default
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded row.
+
+    Attributes:
+        input_ids: (L,) int64 token ids, placeholders already expanded to one token per embedding.
+        labels: (L,) int64, `input_ids` where there is loss and IGNORE elsewhere; not shifted.
+        media: tensors of the family's towers; those of several samples are joined along dim 0.
+        kind: the row's label for statistics.
+        source: where the row stands.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    media: dict[str, Tensor] = field(default_factory=dict)
+    kind: str | None = None
+    source: str = ""
+
+    @property
+    def length(self) -> int:
+        """L, tokens of the sample."""
+        return self.input_ids.shape[0]
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens with loss; the first token of a sample is nobody's target."""
+        return int((self.labels[1:] != IGNORE).sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in (self.input_ids, self.labels, *self.media.values()))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass gets: T tokens of a packed row, or B rows of width T0.
+
+    Attributes:
+        input_ids: (1, T) int64 packed, or (B, T0) int64 right-padded.
+        labels: as `input_ids`, IGNORE where there is no loss; not shifted.
+        attention_mask: (B, T0) bool, True on real tokens; None for a packed row.
+        lengths: real tokens of each sample, on the host.
+        media: the samples' media, joined along dim 0 in order.
+        kinds: each sample's kind.
+        sources: where each sample's row stands.
+        num_labels: tokens with loss (targets; see `Sample.num_labels`), on the host.
+        layout: layout of the packed row; None for a padded batch.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    attention_mask: Tensor | None
+    lengths: tuple[int, ...]
+    media: dict[str, Tensor]
+    kinds: tuple[str | None, ...]
+    sources: tuple[str, ...]
+    num_labels: int
+    layout: PackedLayout | None = None
+
+    @property
+    def real_tokens(self) -> int:
+        """Tokens of the samples, padding excluded."""
+        return sum(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """Tokens of the batch, padding included."""
+        return self.input_ids.numel()
+
+    def pin(self) -> MicroBatch:
+        """The same batch in pinned memory, from which copies to a GPU don't wait; itself where there is no GPU."""
+        if not torch.cuda.is_available():
+            return self
+        mask = None if self.attention_mask is None else self.attention_mask.pin_memory()
+        media = {name: tensor.pin_memory() for name, tensor in self.media.items()}
+        ids, labels = self.input_ids.pin_memory(), self.labels.pin_memory()
+        return replace(self, input_ids=ids, labels=labels, attention_mask=mask, media=media)
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same batch on `device`; copies from pinned memory don't make the host wait."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            labels=move(self.labels),
+            attention_mask=None if self.attention_mask is None else move(self.attention_mask),
+            media={name: move(tensor) for name, tensor in self.media.items()},
+            layout=None if self.layout is None else self.layout.to(device),
+        )
+
+
+def collate(samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0) -> MicroBatch:
+    """The samples laid end to end as one packed row.
+
+    Args:
+        samples: S samples of the layout's lengths.
+        layout: `PackedLayout.from_lengths([sample.length ...], align, pad_to)`.
+        pad_id: token id of the padding; not that of a placeholder.
+
+    Raises:
+        ValueError: the samples' number or lengths disagree with the layout.
+    """
+    return MicroBatch(
+        input_ids=layout.pack_list([sample.input_ids for sample in samples], fill=pad_id),
+        labels=layout.pack_list([sample.labels for sample in samples], fill=IGNORE),
+        attention_mask=None,
+        layout=layout,
+        **_common(samples),
+    )
+
+
+def collate_padded(
+    samples: Sequence[Sample], align: int = 1, pad_to: int | None = None, pad_id: int = 0
+) -> MicroBatch:
+    """The samples side by side, right-padded to one width.
+
+    Args:
+        samples: B samples, at least one.
+        align: the width is a multiple of this (2 * cp under context parallelism, say).
+        pad_to: a static width, or None.
+        pad_id: token id of the padding; not that of a placeholder.
+
+    Raises:
+        ValueError: a sample is longer than `pad_to`, or `pad_to` is not a multiple of `align`.
+    """
+    longest = max(sample.length for sample in samples)
+    width = pad_to if pad_to is not None else -(-longest // align) * align
+    if width < longest or width % align:
+        raise ValueError(
+            f"packing.pad_to is {pad_to}; a multiple of {align} that holds {longest} tokens is wanted."
+        )
+    shape = (len(samples), width)
+    input_ids = torch.full(shape, pad_id)
+    labels = torch.full(shape, IGNORE)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        input_ids[row, : sample.length] = sample.input_ids
+        labels[row, : sample.length] = sample.labels
+        mask[row, : sample.length] = True
+    return MicroBatch(input_ids=input_ids, labels=labels, attention_mask=mask, **_common(samples))
+
+
+def _common(samples: Sequence[Sample]) -> dict:
+    names = dict.fromkeys(name for sample in samples for name in sample.media)
+    media = {name: torch.cat([s.media[name] for s in samples if name in s.media]) for name in names}
+    return {
+        "lengths": tuple(sample.length for sample in samples),
+        "media": media,
+        "kinds": tuple(sample.kind for sample in samples),
+        "sources": tuple(sample.source for sample in samples),
+        "num_labels": sum(sample.num_labels for sample in samples),
+    }

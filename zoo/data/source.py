@@ -1,0 +1,196 @@
+"""`SampleSource`: rows to samples on demand, with a bounded cache and one place where bad rows are settled.
+
+Costs: a row is encoded once while its sample stays in the cache (least recently used out first), and lengths are kept
+for good (a few dozen bytes a row), so planning a later epoch decodes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zoo.config.schema import DataConfig
+from zoo.data.errors import RowError
+from zoo.data.processor import Processor
+from zoo.data.rows import Row, read_rows
+from zoo.data.sample import IGNORE, Sample
+from zoo.errors import UserError
+
+
+class SampleSource:
+    """Samples of a list of rows, by index.
+
+    Bad rows follow `data.on_error`; a sample over the limit follows `data.overlong`: "error" makes it a bad row, "drop"
+    leaves it out, "truncate_text" cuts trailing text (never a media token, never the last label: else a bad row).
+    Whatever is left out is counted by cause in `counts` and listed in the `bad_rows` file.
+
+    Args:
+        rows: rows as `read_rows` gives them.
+        processor: encodes a row.
+        data: on_error, overlong, cache_mb, video_fps and max_frames are used.
+        budget: packing.budget, the most tokens of a sample.
+        align: multiple that a sample's length is padded to; it counts against the budget.
+        bad_rows: JSONL that bad rows are appended to (source, cause, message), each once; None lists them nowhere.
+            With several ranks, give it to one.
+    """
+
+    def __init__(
+        self,
+        rows: Iterable[Row],
+        processor: Processor,
+        data: DataConfig,
+        *,
+        budget: int,
+        align: int = 1,
+        bad_rows: Path | None = None,
+    ) -> None:
+        self.rows = list(rows)
+        self.processor = processor
+        self.data = data
+        self.limit = budget // align * align
+        self.budget = budget
+        self.counts: Counter[str] = Counter()
+        self._bad_rows = bad_rows
+        self._listed = _listed(bad_rows)
+        self._lengths: dict[int, int | None] = {}
+        self._cache: OrderedDict[int, Sample] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open(
+        cls,
+        specs: Iterable[str],
+        processor: Processor,
+        data: DataConfig,
+        *,
+        max_rows: int | None = None,
+        **options: Any,
+    ) -> SampleSource:
+        """The samples of some files or bundled sets, one after the other.
+
+        Args:
+            specs: as `read_rows` takes them.
+            max_rows: use the first so many good rows only.
+            options: budget, align and bad_rows, as the class takes them.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+            UserError: no such file, or no row is left.
+        """
+        specs = list(specs)
+        source = cls([], processor, data, **options)
+        for spec in specs:
+            source.rows += read_rows(spec, on_bad=source.settle)
+        source.rows = source.rows[:max_rows]
+        if not source.rows:
+            raise UserError(f"{', '.join(specs)}: no usable row ({dict(source.counts)}); see bad_rows.jsonl.")
+        return source
+
+    def __len__(self) -> int:
+        """Rows, bad ones that are not yet known to be bad included."""
+        return len(self.rows)
+
+    def length(self, index: int) -> int | None:
+        """Tokens of a row's sample; None for a row that is left out. Encodes the row the first time."""
+        with self._lock:
+            if index not in self._lengths:
+                self.sample(index)
+            return self._lengths[index]
+
+    def sample(self, index: int) -> Sample | None:
+        """A row's sample; None for a row that is left out.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        with self._lock:
+            if index in self._cache:
+                self._cache.move_to_end(index)
+                return self._cache[index]
+            if self._lengths.get(index, 0) is None:
+                return None
+            sample = self._encode(index)
+            self._lengths[index] = None if sample is None else sample.length
+            if sample is not None:
+                self._keep(index, sample)
+            return sample
+
+    def settle(self, error: RowError) -> None:
+        """Raise, or count and list, a bad row as data.on_error says."""
+        if self.data.on_error == "raise":
+            raise RowError(
+                error.source,
+                error.cause,
+                f"{error.message} (data.on_error=skip leaves out and lists such rows.)",
+            ) from error
+        self._leave_out(error)
+
+    def _leave_out(self, error: RowError) -> None:
+        self.counts[error.cause] += 1
+        if self._bad_rows is not None and error.source not in self._listed:
+            self._listed.add(error.source)
+            self._bad_rows.parent.mkdir(parents=True, exist_ok=True)
+            entry = {"source": error.source, "cause": error.cause, "message": error.message}
+            with self._bad_rows.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def _encode(self, index: int) -> Sample | None:
+        row, data = self.rows[index], self.data
+        try:
+            sample = self.processor.encode(row, video_fps=data.video_fps, max_frames=data.max_frames)
+            if sample.length <= self.limit:
+                return sample
+            if data.overlong == "truncate_text":
+                return self._truncate(sample)
+        except RowError as error:
+            self.settle(error)
+            return None
+        overlong = self._overlong(
+            sample, "raise packing.budget, or set data.overlong to drop or truncate_text."
+        )
+        if data.overlong == "drop":
+            self._leave_out(overlong)
+        else:
+            self.settle(overlong)
+        return None
+
+    def _truncate(self, sample: Sample) -> Sample:
+        kept, cut = sample.input_ids[: self.limit], sample.input_ids[self.limit :]
+        if not self.processor.media_ids.isdisjoint(cut.tolist()):
+            raise self._overlong(
+                sample, "only text is ever cut, but media stand behind that point; raise packing.budget."
+            )
+        labels = sample.labels[: self.limit]
+        if not (labels[1:] != IGNORE).any():
+            raise self._overlong(sample, "cut there, no answer would be left to learn; raise packing.budget.")
+        return replace(sample, input_ids=kept.clone(), labels=labels.clone())
+
+    def _overlong(self, sample: Sample, advice: str) -> RowError:
+        media = sum(int((sample.input_ids == token).sum()) for token in self.processor.media_ids)
+        limit = f"packing.budget {self.budget}" + (
+            f" ({self.limit} aligned)" if self.limit != self.budget else ""
+        )
+        text = f"{sample.length} tokens, {media} of them media, are over {limit}; {advice}"
+        return RowError(sample.source, "overlong", text)
+
+    def _keep(self, index: int, sample: Sample) -> None:
+        self._cache[index] = sample
+        self._cached_bytes += sample.nbytes
+        while self._cached_bytes > self.data.cache_mb * 2**20 and self._cache:
+            _, dropped = self._cache.popitem(last=False)
+            self._cached_bytes -= dropped.nbytes
+
+
+def _listed(path: Path | None) -> set[str]:
+    """Sources that the file lists already (a resumed run's)."""
+    if path is None or not path.is_file():
+        return set()
+    return {
+        json.loads(line)["source"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
+    }

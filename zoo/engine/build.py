@@ -1,0 +1,204 @@
+"""From a recipe to model chunks, optimizer and learning-rate schedule."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Dims, ShardInfo, load_hf
+from zoo.bridge.parallel import cut, full_shape, model_parameters
+from zoo.config.schema import Recipe
+from zoo.engine.world import World, seed_everything
+from zoo.errors import UserError
+from zoo.nn.multimodal import Stage
+from zoo.registry import ModelFamily, get_family
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What a recipe's model consists of, before any weight: family, its config, processor, and the source."""
+
+    family: ModelFamily
+    config: Any
+    processor: Any
+    source: Path | None  # Hugging Face folder the weights come from; None for random ones
+
+
+def assemble(recipe: Recipe) -> Assembly:
+    """Resolve family, architecture and processor; raises UserError where something is missing."""
+    family = get_family(recipe.model.family)
+    config_class, build_processor = family.load("config"), family.load("processor")
+    source = hf_folder(recipe.model.init)
+    if source is not None:
+        config = config_class.from_folder(source)
+        return Assembly(family, config, build_processor(config.hf, str(source)), source)
+    if not recipe.model.arch:
+        raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
+    config = config_class.from_arch(recipe.model.arch)
+    processor = build_processor(config.hf, None)
+    return Assembly(family, config.for_processor(processor), processor, None)
+
+
+def hf_folder(init: str) -> Path | None:
+    """The local folder behind model.init, downloaded where it is a hub id; None for random weights."""
+    if init == "random":
+        return None
+    folder = Path(init)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"model.init={init}: no config.json there; wanted a Hugging Face checkpoint folder")
+        return folder
+    if init.startswith((".", "/", "~")) or init.count("/") != 1:
+        raise UserError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(init))
+    except Exception as error:
+        raise UserError(
+            f"model.init={init}: neither a folder here nor a model that the hub gives out "
+            f"({type(error).__name__}); check the name, or the connection and the token"
+        ) from error
+
+
+def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[torch.nn.Module]:
+    """This rank's model chunks (several with an interleaved pipeline), with random weights."""
+    from megatron.core.transformer.module import Float16Module
+
+    chunks = []
+    for index in range(recipe.parallel.vpp):
+        seed_everything(recipe.run.seed)  # towers are made alike on every rank
+        stage = Stage(
+            first=world.pp_rank == 0 and index == 0,
+            last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
+            vp_stage=index if recipe.parallel.vpp > 1 else None,
+        )
+        chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
+    if recipe.engine.precision == "bf16":
+        return [Float16Module(chunk.config, chunk) for chunk in chunks]
+    return chunks
+
+
+def init_weights(chunks: list[torch.nn.Module], assembly: Assembly, recipe: Recipe, world: World) -> None:
+    """Weights from the source folder, or random ones that don't depend on the parallel layout."""
+    bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
+    shard = ShardInfo.from_groups(world.groups)
+    if assembly.source is not None:
+        load_hf(chunks, assembly.source, bridge, dims, shard)
+        return
+    randomise(chunks, bridge, shard, recipe.run.seed, assembly.config.text.initializer_range)
+
+
+def model_dims(assembly: Assembly) -> Dims:
+    """Numbers of the decoder that the bridge needs."""
+    return Dims.from_hf(assembly.config.text, tied=assembly.config.tied)
+
+
+@torch.no_grad()
+def randomise(chunks: list[torch.nn.Module], bridge: Any, shard: ShardInfo, seed: int, std: float) -> None:
+    """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
+
+    So a run from random weights starts from the same model under any parallel layout. Vectors (norms) and
+    towers keep what they were made with.
+    """
+    parameters = dict(model_parameters(chunks))
+    for name, entry in bridge.publish(parameters).items():
+        parameter = parameters[name]
+        if parameter.ndim < 2 or "{rest}" in entry.rule.zoo:
+            continue
+        shape = full_shape(parameter.shape, entry.rule.shard, shard)
+        if not entry.rule.stacked:
+            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}"), entry.rule.shard, shard))
+            continue
+        first = shard.ep_rank * parameter.shape[0]
+        for local in range(parameter.shape[0]):
+            full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}")
+            parameter[local].copy_(cut(full, entry.rule.shard, shard))
+
+
+def _normal(shape: Any, std: float, name: str) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(*shape, generator=generator) * std
+
+
+def freeze(chunks: list[torch.nn.Module], parts: list[str], family: ModelFamily) -> None:
+    """Stop training the named parts: no gradient, no optimizer state."""
+    for part in parts:
+        if part not in family.parts:
+            raise UserError(f"model.freeze: no part {part!r} in {family.name}; it has {', '.join(family.parts)}")
+    for name, parameter in model_parameters(chunks):
+        part = name.split(".", 1)[0]
+        part = part if part in family.parts else "language"
+        if part in parts:
+            parameter.requires_grad_(False)
+
+
+def wrap_ddp(chunks: list[torch.nn.Module], recipe: Recipe) -> list[torch.nn.Module]:
+    """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    on_gpu = torch.cuda.is_available()
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=on_gpu,
+        overlap_param_gather=False,
+        bucket_size=None if not on_gpu else 40_000_000,
+    )
+    wrapped: list[torch.nn.Module] = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if on_gpu:
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    for chunk in chunks[1:]:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe, total_steps: int) -> tuple[Any, Any]:
+    """AdamW as mcore's distributed optimizer, and its warm-up and cosine schedule."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    train = recipe.train
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.beta1,
+        adam_beta2=train.beta2,
+        adam_eps=train.eps,
+        clip_grad=train.clip_grad,
+        bf16=recipe.engine.precision == "bf16",
+        params_dtype=torch.bfloat16 if recipe.engine.precision == "bf16" else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=min(train.warmup_steps, max(total_steps - 1, 0)),
+        lr_decay_steps=max(total_steps, 1),
+        lr_decay_style="cosine",
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=max(total_steps, 1),
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler

@@ -1,0 +1,122 @@
+"""Checkpoints to resume from: `checkpoints/iter_N/` in the run folder, sharded, published whole or not at all.
+
+Weights and optimizer state go through megatron-core's dist_checkpointing; step, data position, schedule and the
+model's description lie beside them in `state.json`. A folder is written under another name and renamed when
+every rank is done; `latest` is the folder with the highest step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.schema import Recipe
+from zoo.engine.runlog import write_atomically
+from zoo.engine.world import World
+from zoo.errors import UserError
+
+STATE = "state.json"
+_NAME = re.compile(r"iter_(\d+)")
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """What a checkpoint holds, beside plain values: DDP-wrapped chunks, optimizer, schedule."""
+
+    chunks: Sequence[Any]
+    optimizer: Any
+    scheduler: Any
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Whole checkpoints of a run folder, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    found = [p for p in folder.glob("iter_*") if _NAME.fullmatch(p.name) and (p / STATE).is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("iter_")))
+
+
+def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
+    """What two runs must share to share checkpoints: family and architecture."""
+    arch = json.loads(hf_config.to_json_string(use_diff=False))
+    for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
+        arch.pop(key, None)
+    return {"family": recipe.model.family, "arch": arch}
+
+
+def read_state(checkpoint: Path, model: dict[str, Any]) -> dict[str, Any]:
+    """`state.json` of a checkpoint; raises UserError when it is another model's."""
+    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    different = list(_differences(state["model"], model))
+    if different:
+        shown = "; ".join(f"{key}: {theirs!r} there, {ours!r} here" for key, theirs, ours in different[:4])
+        raise UserError(
+            f"{checkpoint} is a checkpoint of another model ({shown}); "
+            "use another run.dir, or move that folder away to start anew"
+        )
+    return state
+
+
+def _differences(theirs: Any, ours: Any, prefix: str = "") -> Any:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        for key in sorted({*theirs, *ours}):
+            yield from _differences(theirs.get(key), ours.get(key), f"{prefix}{key}." if prefix or key else key)
+    elif theirs != ours:
+        yield prefix.rstrip("."), theirs, ours
+
+
+def save(trainable: Trainable, folder: Path, state: dict[str, Any], world: World, keep: int) -> Path:
+    """Write `folder`/iter_N with N = state["step"], then drop all but the `keep` newest."""
+    from megatron.core import dist_checkpointing
+
+    target = folder / f"iter_{state['step']}"
+    partial = folder / f".partial-{target.name}"
+    if world.is_main:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        metadata = _metadata(world)
+        dist_checkpointing.save(_sharded(trainable, metadata, False), str(partial), content_metadata=metadata)
+    dist.barrier()
+    if world.is_main:
+        write_atomically(partial / STATE, json.dumps(state) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+        for old in checkpoints(folder.parent)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    dist.barrier()
+    return target
+
+
+def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
+    """Put a checkpoint's weights, optimizer state and schedule into what was built for this run."""
+    from megatron.core import dist_checkpointing
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = dist_checkpointing.load(_sharded(trainable, _metadata(world), True), str(checkpoint))
+    for index, chunk in enumerate(trainable.chunks):
+        chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
+    trainable.optimizer.load_state_dict(loaded["optimizer"])
+    trainable.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def _metadata(world: World) -> dict[str, Any]:
+    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": world.groups.dp_cp}
+
+
+def _sharded(trainable: Trainable, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+    chunks = {f"model{i}": c.module.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainable.chunks)}
+    everything = chunks["model0"] if len(chunks) == 1 else chunks
+    optimizer = trainable.optimizer.sharded_state_dict(everything, is_loading=is_loading, metadata=metadata)
+    return {**chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}

@@ -1,0 +1,268 @@
+"""Start a run: in this process, as a rank of torchrun, or as several ranks of this machine.
+
+Ranks started here live in sessions of their own, so that a Ctrl-C on the terminal reaches this process alone and
+each rank gets exactly one SIGINT from it. Rank 0 writes to the terminal; the stderr of the others is kept, and
+its end is shown when they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from zoo.config.compose import save_recipe
+from zoo.config.devices import gpu_count
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.result import TrainResult
+from zoo.errors import ConfigError
+
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 1.0  # after the first failure: time for the ranks it drags along, to tell cause from effect
+_TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_TAIL_LINES = 20
+_INTERRUPTED = (130, -signal.SIGINT)  # exit codes of a rank that was interrupted
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; what it had to say has been shown. `code` is the exit code to pass on."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(f"a rank of the run failed with exit code {code}")
+        self.code = code
+
+
+def launch(recipe: Recipe) -> TrainResult:
+    """Train `recipe` and return what came of it; also known as `zoo.train`.
+
+    Under torchrun (RANK and WORLD_SIZE in the environment) this process is one rank. Otherwise `recipe.nproc`
+    ranks run on this machine, by default one a GPU or a single one: in this process when it is one, else as
+    child processes.
+
+    Raises:
+        ConfigError: the recipe cannot run on that many ranks.
+        WorkerError: a child process failed.
+        KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
+    """
+    ranks = world_size(recipe)
+    recipe = validate(recipe, ranks)
+    if under_torchrun() or ranks == 1:
+        from zoo.engine.loop import train
+
+        return train(recipe)
+    return _train_in_children(recipe, ranks)
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that sets the same variables, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size(recipe: Recipe) -> int:
+    """Ranks the run will have: those of torchrun, else `nproc`, else one a GPU, else one."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    gpus = gpu_count()
+    if recipe.nproc is None:
+        return max(gpus, 1)
+    if gpus and recipe.nproc > gpus:
+        raise ConfigError(
+            f"nproc={recipe.nproc}: a rank needs a GPU of its own and {gpus} can be seen; nproc={gpus} would work"
+        )
+    return recipe.nproc
+
+
+def _train_in_children(recipe: Recipe, ranks: int) -> TrainResult:
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        config = Path(folder) / "config.yaml"
+        save_recipe(recipe, config)
+        command = [sys.executable, "-m", "zoo.engine.worker", str(config)]
+        code = run_ranks(command, ranks, threads=recipe.engine.threads)
+    if code not in (0, 130):
+        raise WorkerError(code)
+    assert recipe.run.dir is not None  # derived by validate
+    if code == 130 and not _was_saved(recipe.run.dir):
+        raise KeyboardInterrupt
+    return TrainResult.from_run_dir(recipe.run.dir)
+
+
+def _was_saved(run_dir: str) -> bool:
+    """Whether the summary in the run folder is that of an interrupted run."""
+    return (Path(run_dir) / "summary.json").is_file() and TrainResult.from_run_dir(run_dir).interrupted
+
+
+def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
+    """Run `command` as `ranks` processes of one group on this machine and wait for all of them.
+
+    A failing rank takes the others with it within seconds. The first SIGINT or SIGTERM is passed on to every
+    rank as one SIGINT, and their end is awaited; the second kills them.
+
+    Returns:
+        0 when all ranks ended well; 130 when they ended on a signal passed on; else the code of a failed rank
+        (128 + number of the signal that killed it).
+    """
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
+        shared["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+    with _Group() as group, _signals() as received:
+        for rank in range(ranks):
+            if not received:
+                group.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        return _supervise(group, received)
+
+
+def _supervise(group: _Group, received: Sequence[int]) -> int:
+    """Wait for the ranks, acting on failures and on the signals that come in; returns the exit code."""
+    seen = 0
+    while group.running():
+        if len(received) > seen:
+            seen += 1
+            if seen == 1:
+                group.interrupt()
+            else:
+                group.kill()
+        elif group.failed() and seen < 2:
+            group.settle()
+            break
+        time.sleep(_POLL_SECONDS)
+    failed = [] if seen > 1 else group.failed()
+    if failed:
+        group.terminate()
+        return group.explain(failed)
+    return 130 if seen > 1 or group.interrupted() else 0
+
+
+class _Group:
+    """The ranks' processes, in order of rank."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="zoo-ranks-")
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the next rank; rank 0 keeps this process's stdout and stderr."""
+        rank = len(self.processes)
+        with ExitStack() as stack:
+            out, err = None, None
+            if rank > 0:
+                out, err = subprocess.DEVNULL, stack.enter_context(self._log(rank).open("wb"))
+            process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        self.processes.append(process)
+
+    def running(self) -> list[subprocess.Popen[bytes]]:
+        """The ranks that have not ended."""
+        return [process for process in self.processes if process.poll() is None]
+
+    def failed(self) -> list[int]:
+        """The ranks that ended badly; to end on an interrupt is not to fail."""
+        codes = [process.poll() for process in self.processes]
+        return [rank for rank, code in enumerate(codes) if code not in (None, 0, *_INTERRUPTED)]
+
+    def interrupted(self) -> bool:
+        """Whether a rank ended on an interrupt, or none was started because of one."""
+        return not self.processes or any(process.poll() in _INTERRUPTED for process in self.processes)
+
+    def settle(self) -> None:
+        """Give the ranks that a failure drags along a moment, to see all that failed."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def interrupt(self) -> None:
+        """SIGINT to every rank that runs."""
+        for process in self.running():
+            process.send_signal(signal.SIGINT)
+
+    def terminate(self) -> None:
+        """SIGTERM to the ranks that still run, and SIGKILL when that was not enough."""
+        for process in self.running():
+            process.terminate()
+        deadline = time.monotonic() + _TERM_SECONDS
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL to every rank that runs and to what it has started."""
+        for process in self.running():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def explain(self, failed: Sequence[int]) -> int:
+        """Show what the failed ranks left on stderr, where rank 0 has not said it already; their exit code."""
+        codes = {rank: self.processes[rank].returncode for rank in failed}
+        mistakes = [rank for rank in failed if codes[rank] == 2]
+        for rank in mistakes[:1] or failed:
+            if rank > 0:
+                print(self._last_words(rank, codes[rank]), file=sys.stderr)
+        if 0 in codes and codes[0] < 0 and not mistakes:
+            print(f"zoo: rank 0 {_ending(codes[0])}", file=sys.stderr)
+        code = codes[(mistakes or list(failed))[0]]
+        return code if code > 0 else 128 - code
+
+    def _last_words(self, rank: int, code: int) -> str:
+        lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
+        if code == 2:
+            return "\n".join(lines[-1:]) or f"zoo: rank {rank} {_ending(code)}"
+        tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
+        return f"zoo: rank {rank} {_ending(code)}" + (f"; its last lines:\n{tail}" if tail else "")
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.stderr"
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The SIGINT and SIGTERM that come in meanwhile, instead of what they would do."""
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+        yield received
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"failed with exit code {code}"
+    why = " (out of memory?)" if code == -signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(-code).name}{why}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,130 @@
+"""Process groups of a run: torch.distributed and mcore's parallel state, from a recipe."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zoo.config.schema import Recipe
+from zoo.engine import cpu_host
+
+TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place. Sizes and ranks per group; `groups` is mcore's ProcessGroupCollection."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    pp_size: int
+    groups: Any
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that writes logs."""
+        return self.rank == 0
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank's host counts stand for its data-parallel replica."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's share of the loss is to be summed."""
+        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, one collective and one device sync."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+
+@contextmanager
+def world(recipe: Recipe) -> Iterator[World]:
+    """Initialise everything that is global to a process, and take it down again."""
+    on_cpu = cpu_host.install()
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+    if not on_cpu:
+        torch.cuda.set_device(device)
+    threads = recipe.engine.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or _cores()
+    if on_cpu:
+        torch.set_num_threads(threads)
+    _init_distributed(on_cpu, device)
+    try:
+        yield _init_model_parallel(recipe, device)
+    finally:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _init_distributed(on_cpu: bool, device: torch.device) -> None:
+    if "RANK" not in os.environ:
+        backend = "gloo" if on_cpu else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        return
+    options: dict[str, Any] = {} if on_cpu else {"device_id": device}
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=TIMEOUT, **options)
+
+
+def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel = recipe.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    seed_everything(recipe.run.seed)
+    model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
