@@ -20,10 +20,12 @@ demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few m
 test: env ## run the tests (PYTEST_ARGS="-m slow" runs the slow ones)
 	@$(PYTHON) -m pytest $(PYTEST_ARGS)
 
-lint: env ## ruff, ruff format --check and mypy
-	@$(PYTHON) -m ruff check .
-	@$(PYTHON) -m ruff format --check .
-	@sh scripts/typecheck.sh $(PYTHON)
+lint: env ## ruff, ruff format --check and mypy: all three run, and all must pass
+	@status=0; \
+	$(PYTHON) -m ruff check . || status=1; \
+	$(PYTHON) -m ruff format --check . || status=1; \
+	sh scripts/typecheck.sh $(PYTHON) || status=1; \
+	exit $$status
 
 format: env ## let ruff mend and format the code
 	@$(PYTHON) -m ruff check --fix .

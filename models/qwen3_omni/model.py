@@ -11,6 +11,7 @@ from zoo.config.schema import Recipe
 from zoo.models.qwen3_omni.config import Qwen3OmniConfig
 from zoo.nn.decoder_config import transformer_config
 from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
+from zoo.nn.tower_attention import use_varlen_attention
 
 
 class Qwen3OmniModel(MultimodalModel):
@@ -53,8 +54,8 @@ def build_towers(config: Qwen3OmniConfig) -> dict[str, torch.nn.Module]:
 
     from zoo.models.qwen3_omni.audio import AudioTower
 
-    thinker = config.thinker
-    return {
-        "vision": Qwen3OmniMoeVisionEncoder._from_config(thinker.vision_config, attn_implementation="sdpa"),
-        "audio": AudioTower._from_config(thinker.audio_config, attn_implementation="sdpa"),
+    towers = {
+        "vision": Qwen3OmniMoeVisionEncoder._from_config(config.thinker.vision_config),
+        "audio": AudioTower._from_config(config.thinker.audio_config),
     }
+    return {name: use_varlen_attention(tower) for name, tower in towers.items()}

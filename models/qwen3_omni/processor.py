@@ -21,6 +21,7 @@ from zoo.data.processor import ChatMarkers, Processor, as_tensor
 from zoo.data.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError
+from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 
 MARKERS = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
 # Config key -> attribute of the tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
@@ -36,20 +37,6 @@ TOKENS = {
 CHUNK_TOKENS = 13  # tokens of a full audio chunk, fixed in _get_feat_extract_output_lengths of modeling_qwen3_omni_moe.py
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 TINY_FRAME_TOKENS = (1, 256)  # the same of a video's frame
-
-
-def audio_tokens(frames: int, n_window: int = 50) -> int:
-    """Tokens that the audio tower makes of a clip.
-
-    The clip is cut in chunks of 2 * n_window mel frames, and three convolutions of stride 2 halve each (rounding up).
-    Source: Qwen3OmniMoeAudioEncoder.forward in modeling_qwen3_omni_moe.py, transformers 5.17.
-
-    Args:
-        frames: mel frames of the clip (10 ms each).
-        n_window: audio_config.n_window.
-    """
-    full, rest = divmod(frames, 2 * n_window)
-    return full * _halved(2 * n_window) + _halved(rest)
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:
@@ -77,10 +64,10 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniPro
         "temporal_patch_size": _field(vision, "temporal_patch_size"),
     }
     n_window = _field(audio, "n_window")
-    if _halved(2 * n_window) != CHUNK_TOKENS:
+    if tokens_of_chunk(2 * n_window) != CHUNK_TOKENS:
         raise ConfigError(
             f"audio_config.n_window is {n_window}: transformers counts {CHUNK_TOKENS} tokens for each full audio "
-            f"chunk, but chunks of {2 * n_window} frames give {_halved(2 * n_window)}; use 50."
+            f"chunk, but chunks of {2 * n_window} frames give {tokens_of_chunk(2 * n_window)}; use 50."
         )
     mel_bins = _field(audio, "num_mel_bins")
     hf = _make(geometry, mel_bins) if source is None else _load(source, geometry, mel_bins)
@@ -153,13 +140,6 @@ class Qwen3OmniProcessor(Processor):
     def media_ids(self) -> frozenset[int]:
         """Ids of the placeholder tokens and of the start and end tokens around them."""
         return frozenset(id for key, id in token_ids(self.tokenizer).items() if key != "vocab_size")
-
-
-def _halved(frames: int) -> int:
-    """Frames after three convolutions of kernel 3, stride 2, padding 1."""
-    for _ in range(3):
-        frames = (frames + 1) // 2
-    return frames
 
 
 def _field(config: Any, name: str, default: Any = None) -> Any:

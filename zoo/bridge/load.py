@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Bridge, Entry, Resolution
+from zoo.bridge.mapping import Bridge, Resolution
 from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, together
 from zoo.bridge.safetensors_io import SafetensorsFolder
 from zoo.bridge.transforms import Dims
@@ -81,23 +81,18 @@ def _fill_all(
     dims: Dims,
     shard: ShardInfo,
 ) -> None:
+    def read(names: list[str]) -> list[Tensor]:
+        return [reader.get(resolution.source[name]) for name in names]
+
     for name, parameter in parameters:
         entry = resolution.entries[name]
-
-        def read(names: list[str]) -> list[Tensor]:
-            return [reader.get(resolution.source[hf_name]) for hf_name in names]
-
+        transform, kind = entry.layout.transform, entry.rule.shard
         if not entry.rule.stacked:
-            full = entry.layout.transform.to_zoo(read(entry.hf_names()), dims)
-            parameter.copy_(cut(full, entry.rule.shard, shard))
+            parameter.copy_(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard))
             continue
         first = shard.ep_rank * parameter.shape[0]
         stacks = [] if entry.layout.per_expert else read(entry.hf_names())
         for local in range(parameter.shape[0]):
             expert = first + local
             parts = [stack[expert] for stack in stacks] or read(entry.hf_names(expert))
-            parameter[local].copy_(cut(_one_expert(entry, parts, dims), entry.rule.shard, shard))
-
-
-def _one_expert(entry: Entry, parts: list[Tensor], dims: Dims) -> Tensor:
-    return entry.layout.transform.to_zoo(parts, dims)
+            parameter[local].copy_(cut(transform.to_zoo(parts, dims), kind, shard))

@@ -173,7 +173,7 @@ def _messages(item: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            seen = sorted(map(str, message)) if isinstance(message, dict) else repr(message)
+            seen = str(sorted(map(str, message))) if isinstance(message, dict) else repr(message)
             raise RowError(source, "bad_row", f"{where} has {seen}; exactly 'role' and 'content' are wanted.")
         role, content = message["role"], message["content"]
         if role not in ROLES:
