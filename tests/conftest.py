@@ -1,8 +1,14 @@
 """What every test shares: no network, quiet threads, and GPU tests only where there is a GPU."""
 
 import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the package `support`
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing a test needs lies on the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
@@ -17,3 +23,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def cpu_world() -> Iterator[Any]:
+    """zoo's World of one rank under gloo, up until the session ends. A test that starts its own must not ask for it."""
+    from support.engine import single_process_world
+
+    with single_process_world() as world:
+        yield world
+
+
+@pytest.fixture(scope="session")
+def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folders of one tiny random Qwen3-Omni as transformers saves it (support.tiny_omni.TinyOmni)."""
+    from support.tiny_omni import write_tiny_omni
+
+    return write_tiny_omni(tmp_path_factory.mktemp("tiny_omni"))

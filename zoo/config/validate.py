@@ -26,7 +26,7 @@ _POSITIVE = (
     "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "data.cache_mb", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
+    "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
     "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.eval_every",
     "train.save_every",
 )  # fmt: skip

@@ -30,7 +30,7 @@ LENGTH_PROBES = 512  # rows whose lengths stand for all when the steps of an epo
 
 
 class BinStream:
-    """The endless stream of bins (lists of row indices): epochs of a source, packed or in groups.
+    """The endless stream of bins (lists of visits to rows): epochs of a source, packed or in groups.
 
     Args:
         source: gives lengths, and None for rows that are left out.
@@ -65,7 +65,7 @@ class BinStream:
         self._order = self._make_order()
 
     def next_bin(self) -> list[int]:
-        """Row indices of the next bin, in order."""
+        """Visits of the next bin, in order."""
         if self.packer is None:
             return [self._next_row()[0] for _ in range(self.micro_batch)]
         while not self.packer.ready():
@@ -85,16 +85,16 @@ class BinStream:
             self.packer.load_state_dict(state["packer"])
 
     def _next_row(self) -> tuple[int, int]:
-        """The next usable row and its length."""
+        """The next usable visit (see `SampleSource.sample`) and its length."""
         for _ in range(2 * len(self.source) + 1):
             if self.cursor == len(self._order):
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._make_order()
-            index = int(self._order[self.cursor])
+            visit = self.epoch * len(self.source) + int(self._order[self.cursor])
             self.cursor += 1
-            length = self.source.length(index)
+            length = self.source.length(visit)
             if length is not None:
-                return index, length
+                return visit, length
         raise UserError(
             f"data.train: no usable row is left ({dict(self.source.counts)}); see bad_rows.jsonl."
         )
@@ -292,7 +292,7 @@ def make_batch(
     for index in indices:
         sample = source.sample(index)
         if sample is None:
-            name = source.rows[index].source
+            name = source.rows[index % len(source)].source
             raise UserError(
                 f"{name}: this row could be read before and can't any more; is its folder still there?"
             )

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.media import load_audio, load_image, load_video
 from zoo.data.rows import PLACEHOLDER, Row
@@ -69,13 +70,16 @@ class Processor:
         """Token id that padding is written with."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self._end
 
-    def encode(self, row: Row, *, video_fps: float, max_frames: int) -> Sample:
+    def encode(
+        self, row: Row, *, video_fps: float, max_frames: int, augment: Augment | None = None
+    ) -> Sample:
         """One row as a sample.
 
         Args:
             row: a checked row.
             video_fps: frames taken per second of video.
             max_frames: most frames taken of one video.
+            augment: changes the media, or None.
 
         Raises:
             RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token of the
@@ -88,6 +92,8 @@ class Processor:
             media, fps = self._load(row, video_fps, max_frames)
         except RowError as error:
             raise error.at(row.source) from error
+        if augment is not None and augment.strength:
+            media = augmented(media, augment)
         try:
             text = self.hf.apply_chat_template(chat_messages(row), tokenize=False)
             options = self.call_options(row, fps)
@@ -193,6 +199,12 @@ class Processor:
 def chat_messages(row: Row) -> list[dict[str, Any]]:
     """The row as chat messages: contents with placeholders become lists of text and media parts."""
     return [{"role": role, "content": _parts(content)} for role, content in row.messages]
+
+
+def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
+    """The media changed at random."""
+    change = {"images": augment.image, "videos": augment.frames, "audio": augment.sound}
+    return {kind: [change[kind](item) for item in items] for kind, items in media.items()}
 
 
 def sound_files(row: Row) -> list[str]:

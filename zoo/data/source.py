@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.schema import DataConfig
+from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.processor import Processor
 from zoo.data.rows import Row, read_rows
@@ -37,6 +38,9 @@ class SampleSource:
         align: multiple that a sample's length is padded to; it counts against the budget.
         bad_rows: JSONL that bad rows are appended to (source, cause, message), each once; None lists them nowhere.
             With several ranks, give it to one.
+        augment: strength of random changes to the media, 0 to 1 (data.augment, for training rows).
+        blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
+        seed: what those follow from, beside epoch and row.
     """
 
     def __init__(
@@ -48,8 +52,14 @@ class SampleSource:
         budget: int,
         align: int = 1,
         bad_rows: Path | None = None,
+        augment: float = 0.0,
+        blank: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self.rows = list(rows)
+        self.strength = augment
+        self.blank = blank
+        self.seed = seed
         self.processor = processor
         self.data = data
         self.limit = budget // align * align
@@ -77,7 +87,7 @@ class SampleSource:
         Args:
             specs: as `read_rows` takes them.
             max_rows: use the first so many good rows only.
-            options: budget, align and bad_rows, as the class takes them.
+            options: budget, align, bad_rows, augment, blank and seed, as the class takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -96,30 +106,42 @@ class SampleSource:
         """Rows, bad ones that are not yet known to be bad included."""
         return len(self.rows)
 
-    def length(self, index: int) -> int | None:
-        """Tokens of a row's sample; None for a row that is left out. Encodes the row the first time."""
+    def length(self, visit: int) -> int | None:
+        """Tokens of a visit's sample; None for a row that is left out. Encodes the row the first time."""
         with self._lock:
-            if index not in self._lengths:
-                self.sample(index)
-            return self._lengths[index]
+            key = self._key(visit)
+            if key not in self._lengths:
+                self.sample(visit)
+            return self._lengths[key]
 
-    def sample(self, index: int) -> Sample | None:
-        """A row's sample; None for a row that is left out.
+    def sample(self, visit: int) -> Sample | None:
+        """The sample of row `visit % len(self)` in epoch `visit // len(self)`; None for a row that is left out.
+
+        Epochs differ under data.augment alone.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
         """
         with self._lock:
-            if index in self._cache:
-                self._cache.move_to_end(index)
-                return self._cache[index]
-            if self._lengths.get(index, 0) is None:
+            key, index = self._key(visit), visit % len(self.rows)
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+            if self._lengths.get(key, 0) is None:
                 return None
-            sample = self._encode(index)
-            self._lengths[index] = None if sample is None else sample.length
+            sample = self._encode(index, self._augment(visit))
+            self._lengths[key] = None if sample is None else sample.length
             if sample is not None:
-                self._keep(index, sample)
+                self._keep(key, sample)
             return sample
+
+    def _key(self, visit: int) -> int:
+        """What a sample is remembered under."""
+        return visit if self.strength or self.blank else visit % len(self.rows)
+
+    def _augment(self, visit: int) -> Augment | None:
+        epoch, index = divmod(visit, len(self.rows))
+        return Augment(self.strength, (self.seed, epoch, index)) if self.strength or self.blank else None
 
     def settle(self, error: RowError) -> None:
         """Raise, or count and list, a bad row as data.on_error says."""
@@ -140,10 +162,16 @@ class SampleSource:
             with self._bad_rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def _encode(self, index: int) -> Sample | None:
+    def _encode(self, index: int, augment: Augment | None) -> Sample | None:
         row, data = self.rows[index], self.data
+        how = {"video_fps": data.video_fps, "max_frames": data.max_frames}
         try:
-            sample = self.processor.encode(row, video_fps=data.video_fps, max_frames=data.max_frames)
+            sample = self.processor.encode(row, **how, augment=augment)
+            if sample.length > self.limit and augment is not None:  # a pause too much is no fault of the row's
+                sample = self.processor.encode(row, **how)
+            if self.blank and augment is not None:
+                ids = augment.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
+                sample = replace(sample, input_ids=ids)
             if sample.length <= self.limit:
                 return sample
             if data.overlong == "truncate_text":

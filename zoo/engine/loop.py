@@ -112,7 +112,15 @@ class Run:
             "align": align,
             "bad_rows": self.folder / "bad_rows.jsonl" if world.is_main else None,
         }
-        self.source = SampleSource.open(recipe.data.train, processor, recipe.data, **options)
+        self.source = SampleSource.open(
+            recipe.data.train,
+            processor,
+            recipe.data,
+            augment=recipe.data.augment,
+            blank=recipe.data.blank_answers,
+            seed=recipe.run.seed,
+            **options,
+        )
         self.loader = BatchLoader(
             self.source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size
         )

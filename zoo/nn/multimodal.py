@@ -208,13 +208,14 @@ class MultimodalModel(LanguageModule):
     def _local_deepstack(self, placement: Placement, encoded: Encoded, hidden: Tensor) -> Deepstack:
         """Features of the rows that this rank holds, as its share of the sequence counts them."""
         rows, keep = self._local_rows(placement, hidden.shape[0], hidden.shape[1])
-        source = _to(placement.source[keep], hidden)
-        features = [feature.index_select(0, source) for feature in encoded.deepstack]
+        features = encoded.deepstack
         if self.config.sequence_parallel:
             # Each rank adds its own rows only, so the towers' gradient is summed here over the ranks: what
             # the scatter of the embeddings does for them.
-            features = [copy_to_tensor_model_parallel_region(f, group=self.tp_group) for f in features]
-        return Deepstack(_to(rows, hidden), tuple(features))
+            features = tuple(copy_to_tensor_model_parallel_region(f, group=self.tp_group) for f in features)
+        source = _to(placement.source[keep], hidden)
+        features = tuple(feature.index_select(0, source) for feature in features)
+        return Deepstack(_to(rows, hidden), features)
 
     def _local_rows(self, placement: Placement, tokens: int, batch: int) -> tuple[Tensor, Tensor]:
         """(rows within this rank's share of `tokens`, mask of which placements those are), on the host."""

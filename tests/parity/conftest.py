@@ -1,0 +1,41 @@
+"""One tiny Qwen3-Omni in transformers and in zoo, and rows of every kind."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.engine import Zoo
+from support.rows import Example, make_examples
+from support.tiny_omni import TinyOmni, load_thinker
+from torch import Tensor
+
+
+@pytest.fixture(scope="session")
+def hf(tiny_omni: TinyOmni) -> Any:
+    """transformers' thinker."""
+    return load_thinker(tiny_omni.thinker)
+
+
+@pytest.fixture(scope="session")
+def zoo(tiny_omni: TinyOmni, cpu_world: Any) -> Zoo:
+    """The same weights through zoo's own path; in training mode, which tests must leave it in."""
+    return Zoo.load(tiny_omni.thinker, cpu_world)
+
+
+@pytest.fixture(scope="session")
+def examples(zoo: Zoo) -> dict[str, Example]:
+    """Rows of every kind and mixtures, by the names in support.rows.NAMES."""
+    return make_examples(zoo.assembly.processor)
+
+
+@pytest.fixture(scope="session")
+def samples(examples: dict[str, Example]) -> list[Any]:
+    """The samples of all examples, in order."""
+    return [example.sample for example in examples.values()]
+
+
+@pytest.fixture(scope="session")
+def references(hf: Any, examples: dict[str, Example]) -> dict[str, Tensor]:
+    """transformers' (L, vocab) logits of each row by itself."""
+    with torch.no_grad():
+        return {name: hf(**example.features).logits[0] for name, example in examples.items()}

@@ -1,0 +1,137 @@
+"""A model and its step through zoo's own path: recipe -> assemble -> build_model -> init_weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+RECIPE = "qwen3_omni_sft"
+
+
+def recipe_for(folder: Path | str, *overrides: str, recipe: str = RECIPE, ranks: int = 1) -> Any:
+    """The validated recipe for a Hugging Face folder on the CPU, one thread, no aux loss unless overridden."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+
+    fixed = ["hardware=cpu", "engine.threads=1", "train.aux_loss=0"]
+    return validate(load_recipe(recipe, [*fixed, f"model.init={folder}", *overrides]), ranks)
+
+
+@contextmanager
+def single_process_world() -> Iterator[Any]:
+    """zoo's world of one rank under gloo, whatever launcher variables the environment holds."""
+    from zoo.config.schema import EngineConfig, Recipe
+    from zoo.engine.world import world
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            patch.delenv(name, raising=False)
+        with world(Recipe(engine=EngineConfig(threads=1))) as here:
+            yield here
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch made by hand, as a foreign loop would bring it (zoo.steps.packed_step.MicroBatchLike)."""
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    lengths: tuple[int, ...] | None
+    media: Mapping[str, Tensor]
+
+
+def join_media(samples: Sequence[Any]) -> dict[str, Tensor]:
+    """Media of all samples, joined in order."""
+    names = dict.fromkeys(name for sample in samples for name in sample.media)
+    return {name: torch.cat([s.media[name] for s in samples if name in s.media]) for name in names}
+
+
+def packed_batch(samples: Sequence[Any]) -> Batch:
+    """Samples end to end, without padding."""
+    ids, labels = (torch.cat([getattr(s, name) for s in samples])[None] for name in ("input_ids", "labels"))
+    return Batch(ids, labels, None, tuple(s.length for s in samples), join_media(samples))
+
+
+def padded_batch(samples: Sequence[Any], side: str = "right", extra: int = 0, fill: int = 0) -> Batch:
+    """Samples side by side, padded on one `side` ("mixed": left and right by turns) to the longest plus `extra`."""
+    width = max(s.length for s in samples) + extra
+    ids = torch.full((len(samples), width), fill)
+    labels = torch.full((len(samples), width), -100)
+    mask = torch.zeros((len(samples), width), dtype=torch.long)
+    for row, sample in enumerate(samples):
+        left = side == "left" or (side == "mixed" and row % 2 == 0)
+        start = width - sample.length if left else 0
+        place = slice(start, start + sample.length)
+        ids[row, place], labels[row, place], mask[row, place] = sample.input_ids, sample.labels, 1
+    return Batch(ids, labels, mask, None, join_media(samples))
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """One model of zoo, with what it was built from."""
+
+    recipe: Any
+    assembly: Any
+    model: torch.nn.Module
+    world: Any
+
+    @classmethod
+    def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
+        """Weights of a Hugging Face folder, in training mode."""
+        from zoo.engine import build
+
+        recipe = recipe_for(folder, *overrides)
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, world)
+        build.init_weights(chunks, assembly, recipe, world)
+        return cls(recipe, assembly, chunks[0].train(), world)
+
+    def step(self, **packing: Any) -> Any:
+        """The family's step; `packing` replaces keys of the recipe's packing section."""
+        settings = replace(self.recipe.packing, **packing)
+        return self.assembly.family.load("step")(self.assembly.config, settings, self.world.device)
+
+    @torch.no_grad()
+    def logits(self, batch: Any, **packing: Any) -> list[Tensor]:
+        """(L, vocab) of the real tokens of each sample of the batch."""
+        step = self.step(**packing)
+        layout = step.capture(batch)
+        inputs, _ = step.prepare(batch, logits=True)
+        out = self.model(inputs)
+        rows = list(out) if step.packing.mode == "none" else list(out[0].split(layout.padded_lengths))
+        return [row[:length] for row, length in zip(rows, layout.lengths, strict=True)]
+
+    def gradients(self, batches: Sequence[Any], labels: int, **packing: Any) -> tuple[float, dict[str, Tensor | None]]:
+        """(loss, gradient by parameter name) of the token mean over `labels`, accumulated over `batches`."""
+        step = self.step(**packing)
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        for batch in batches:
+            output, loss_function = step(iter([batch]), self.model, loss_scale=1.0 / max(labels, 1))
+            loss, _ = loss_function(output)
+            loss.backward()
+            total += float(loss.detach())
+        found = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
+        self.model.zero_grad(set_to_none=True)
+        return total, found
+
+    def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by zoo's parameter names as those of the bridge's published Hugging Face names, one per expert."""
+        from zoo.engine.build import model_dims
+
+        bridge, dims = self.assembly.family.load("bridge"), model_dims(self.assembly)
+        out: dict[str, Tensor] = {}
+        for name, entry in bridge.publish(tensors).items():
+            stack = tensors[name].unbind() if entry.rule.stacked else [tensors[name]]
+            for expert, tensor in enumerate(stack):
+                names = entry.hf_names(expert if entry.rule.stacked else None)
+                out.update(zip(names, entry.layout.transform.to_hf(tensor, dims), strict=True))
+        return out
