@@ -8,8 +8,9 @@ its largest position. Audio of a video runs beside the frames on the same clock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +29,33 @@ class Tokens:
     per_second: float  # position_id_per_seconds
 
 
-@dataclass
 class MediaCursor:
     """Media of a packed row in order of appearance; positions of each sample take what is theirs."""
 
-    images: Iterator[tuple[int, int, int]]  # grids (t, h, w) in patches
-    videos: Iterator[tuple[tuple[int, int, int], float]]  # grid and seconds per temporal patch
-    audios: Iterator[int]  # tokens of each clip
+    def __init__(
+        self,
+        images: list[tuple[int, int, int]],
+        videos: list[tuple[tuple[int, int, int], float]],
+        audios: list[int],
+    ) -> None:
+        """`images`: grids (t, h, w) in patches; `videos`: the same and seconds a step; `audios`: tokens of each."""
+        self._left: dict[str, deque[Any]] = {
+            "image": deque(images),
+            "video": deque(videos),
+            "audio": deque(audios),
+        }
+
+    def take(self, kind: str) -> Any:
+        """The next medium of a kind; raises ValueError when the batch has no more of it."""
+        if not self._left[kind]:
+            raise ValueError(f"the tokens ask for more {kind}s than the batch has")
+        return self._left[kind].popleft()
+
+    def finish(self) -> None:
+        """Raise ValueError where the batch has media that no token asked for."""
+        for kind, left in self._left.items():
+            if left:
+                raise ValueError(f"{len(left)} {kind}(s) of the batch have no place in the tokens")
 
 
 def grid_positions(grid: tuple[int, int, int], merge: int, step: float) -> Tensor:
@@ -49,7 +70,7 @@ def grid_positions(grid: tuple[int, int, int], merge: int, step: float) -> Tenso
 def sample_positions(ids: Tensor, tokens: Tokens, media: MediaCursor) -> Tensor:
     """(3, L) float32 positions of one sample, `ids` (L,) int64 with placeholders expanded.
 
-    Raises ValueError where a start token isn't followed by its medium.
+    Raises ValueError where a start token isn't followed by its medium, or the media run out.
     """
     starts = ((ids == tokens.vision_start) | (ids == tokens.audio_start)).nonzero().flatten().tolist()
     pieces: list[Tensor] = []
@@ -80,16 +101,16 @@ def _medium(
 ) -> tuple[Tensor, float]:
     """((3, n) positions from 0 of the medium at `done`, how far what follows is from its first position)."""
     if both:
-        grid, seconds = next(media.videos)
+        grid, seconds = media.take("video")
         seen = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
-        heard = _run(next(media.audios), 0.0)
+        heard = _run(media.take("audio"), 0.0)
         return _beside(ids[done : done + seen.shape[1] + heard.shape[1]], seen, heard, tokens)
     if int(ids[start]) == tokens.audio_start:
-        placed = _run(next(media.audios), 0.0)
+        placed = _run(media.take("audio"), 0.0)
     elif kind == tokens.image:
-        placed = grid_positions(next(media.images), tokens.merge, tokens.per_second)
+        placed = grid_positions(media.take("image"), tokens.merge, tokens.per_second)
     elif kind == tokens.video:
-        grid, seconds = next(media.videos)
+        grid, seconds = media.take("video")
         placed = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
     else:
         raise ValueError(f"token {start} starts a visual medium, but token {kind} follows it")

@@ -34,6 +34,7 @@ class Qwen3OmniStep(PackedStep):
             rest = len(segment) - length
             tail = torch.arange(rest).float() + placed.max() + 1
             pieces.append(torch.cat((placed, tail.expand(3, rest)), dim=1))
+        cursor.finish()
         return torch.cat(pieces, dim=1).unsqueeze(1)
 
     def _tokens(self) -> Tokens:
@@ -56,7 +57,7 @@ class Qwen3OmniStep(PackedStep):
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
         n_window = self.config.thinker.audio_config.n_window
         return MediaCursor(
-            images=iter(grids("image_grid_thw")),
-            videos=iter(list(zip(grids("video_grid_thw"), seconds, strict=True))),
-            audios=iter([audio_tokens(n, n_window) for n in frames]),
+            images=grids("image_grid_thw"),
+            videos=list(zip(grids("video_grid_thw"), seconds, strict=True)),
+            audios=[audio_tokens(n, n_window) for n in frames],
         )

@@ -102,8 +102,10 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.normal_(1.0, 0.25)
 
 
-def write_tiny_omni(folder: Path, *, seed: int = 0, tied: bool = False, **text: Any) -> TinyOmni:
-    """Write both checkpoints under `folder`.
+def write_tiny_omni(
+    folder: Path, *, seed: int = 0, tied: bool = False, whole: bool = True, **text: Any
+) -> TinyOmni:
+    """Write both checkpoints under `folder`; without `whole` only the thinker's.
 
     `tied`: embedding and head share their weight. `text` replaces keys of TEXT: num_experts=6 for two
     expert-parallel ranks, say. All other sizes can be halved for tensor parallelism.
@@ -118,17 +120,19 @@ def write_tiny_omni(folder: Path, *, seed: int = 0, tied: bool = False, **text: 
 
     tiny = TinyOmni(folder / "thinker", folder / "whole")
     config = thinker_config(tied=tied, **text)
+    processor = build_processor(config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         thinker = Qwen3OmniMoeThinkerForConditionalGeneration(copy.deepcopy(config))
         randomise(thinker)
-        both = Qwen3OmniMoeConfig(thinker_config=config.to_dict(), enable_audio_output=False)
-        whole = Qwen3OmniMoeForConditionalGeneration(both)
-    whole.thinker.load_state_dict(thinker.state_dict())
-    thinker.save_pretrained(tiny.thinker)
-    whole.save_pretrained(tiny.whole)
-    for path in (tiny.thinker, tiny.whole):
-        build_processor(config).save(path)
+        thinker.save_pretrained(tiny.thinker)
+        processor.save(tiny.thinker)
+        if whole:
+            both = Qwen3OmniMoeConfig(thinker_config=config.to_dict(), enable_audio_output=False)
+            model = Qwen3OmniMoeForConditionalGeneration(both)
+            model.thinker.load_state_dict(thinker.state_dict())
+            model.save_pretrained(tiny.whole)
+            processor.save(tiny.whole)
     return tiny
 
 

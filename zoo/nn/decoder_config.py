@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
+from zoo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -18,7 +19,10 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
 
     Sizes come from `text`, everything about execution from `recipe`, which has been validated. `qk_norm`:
     RMSNorm of queries and keys per head, which Qwen3's configs don't say.
+
+    Raises UserError for what a config asks and this decoder doesn't have, rather than train another model.
     """
+    _refuse_unknown(text)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype = DTYPES[precision]
     return TransformerConfig(
@@ -33,7 +37,6 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=bool(getattr(text, "attention_bias", False)),
         qk_layernorm=qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -62,6 +65,30 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
     )
 
 
+def _refuse_unknown(text: Any) -> None:
+    """One sentence for each setting that would change the arithmetic and is not built."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    wanted = (
+        ("hidden_act", getattr(text, "hidden_act", "silu"), "silu"),
+        ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("attention_bias", bool(getattr(text, "attention_bias", False)), False),
+        ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
+    )
+    for key, value, built in wanted:
+        if value != built:
+            raise UserError(f"text_config.{key} is {value!r}; this decoder has {built!r} only")
+    if getattr(text, "num_experts", None) and text.num_experts_per_tok == 1 and _normalised(text):
+        raise UserError(
+            "text_config.num_experts_per_tok is 1 with norm_topk_prob: the router would get no gradient; "
+            "use 2 or more experts a token, or norm_topk_prob=false"
+        )
+
+
+def _normalised(text: Any) -> bool:
+    """Whether the weights of a token's experts sum to one."""
+    return bool(getattr(text, "norm_topk_prob", True))
+
+
 def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
     """Settings of the MoE layers; empty for a dense decoder."""
     experts = getattr(text, "num_experts", None)
@@ -74,6 +101,7 @@ def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
     return {
         "num_moe_experts": experts,
         "moe_router_topk": text.num_experts_per_tok,
+        "moe_router_pre_softmax": not _normalised(text),
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": shared,
         "moe_shared_expert_gate": shared is not None,

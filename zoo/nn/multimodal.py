@@ -266,15 +266,16 @@ class MultimodalModel(LanguageModule):
             logits, _ = self.output_layer(hidden, weight=weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return logits.transpose(0, 1)
-        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.label_rows)
-        if rows.shape[0] == 0:
-            return rows.float().sum(-1) + hidden.sum() * 0.0 if not inputs.count_correct else rows.new_zeros(2, 0)
-        logits, _ = self.output_layer(rows, weight=weight)
-        targets = inputs.targets
+        rows, targets = inputs.label_rows, inputs.targets
         assert targets is not None
-        correct = most_likely(logits, self.tp_group) == targets if inputs.count_correct else None
+        count = rows.shape[0]
+        if count == 0:  # the head runs all the same: its gradient is waited for
+            rows, targets = rows.new_zeros(1), targets.new_zeros(1)
+        logits, _ = self.output_layer(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight)
+        hits = most_likely(logits, self.tp_group) == targets if inputs.count_correct else None
         loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=self.tp_group)
-        return loss if correct is None else torch.stack((loss, correct.to(loss.dtype)))
+        out = loss if hits is None else torch.stack((loss, hits.to(loss.dtype)))
+        return out if count else out[..., :0] + loss.sum() * 0.0
 
 
 def most_likely(logits: Tensor, group: Any) -> Tensor:

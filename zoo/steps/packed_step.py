@@ -101,8 +101,9 @@ class PackedStep:
         Raises ValueError for a batch that has neither: lengths are never guessed from labels or token ids.
         """
         align = self.packing.align or 1
+        pad_to = self.packing.pad_to if self.packing.mode == "thd" else None  # none: the width of a padded row
         if batch.lengths is not None and batch.attention_mask is None:
-            layout = PackedLayout.from_lengths(batch.lengths, align, self.packing.pad_to)
+            layout = PackedLayout.from_lengths(batch.lengths, align, pad_to)
             if batch.input_ids.shape[0] != 1 or batch.input_ids.shape[1] not in (layout.total, layout.real_tokens):
                 raise ValueError(
                     f"packed input_ids has shape {tuple(batch.input_ids.shape)}, its lengths sum to "
@@ -110,7 +111,6 @@ class PackedStep:
                 )
             return layout
         if batch.attention_mask is not None:
-            pad_to = self.packing.pad_to if self.packing.mode == "thd" else None
             return PackedLayout.from_mask(batch.attention_mask, align, pad_to)
         raise ValueError(
             "the batch has neither lengths nor an attention_mask, so its samples can't be told apart; "

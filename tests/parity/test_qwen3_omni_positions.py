@@ -1,0 +1,176 @@
+"""Positions of any mixture of media equal transformers' get_rope_index, and start again in each segment.
+
+The token ids come from transformers' own processor (`replace_multimodal_special_tokens`), which decides how sound and
+frames of a video alternate.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.engine import Zoo
+from support.rows import Example
+from torch import Tensor
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+from zoo.models.qwen3_omni.positions import MediaCursor, sample_positions
+from zoo.packing import PackedLayout
+
+
+@dataclass(frozen=True)
+class Medium:
+    """What stands in a row: text of `frames` letters, or a medium of that grid, seconds a temporal patch and mel frames."""
+
+    kind: str
+    grid: tuple[int, int, int] = (1, 2, 2)
+    seconds: float = 1.0
+    frames: int = 0
+
+
+GRIDS = st.tuples(
+    st.integers(1, 5), st.integers(1, 4).map(lambda h: 2 * h), st.integers(1, 4).map(lambda w: 2 * w)
+)
+TEXT = st.builds(Medium, st.just("text"), frames=st.integers(1, 6))
+IMAGE = st.builds(Medium, st.just("image"), GRIDS.map(lambda grid: (1, *grid[1:])))
+AUDIO = st.builds(Medium, st.just("audio"), frames=st.integers(1, 450))
+
+
+def rows(seconds: st.SearchStrategy[float]) -> st.SearchStrategy[list[Medium]]:
+    """Rows without sound in their videos, or with sound in all of them: use_audio_in_video is one word for a row."""
+    video = st.builds(Medium, st.just("video"), GRIDS, seconds)
+    spoken = st.builds(Medium, st.just("spoken"), GRIDS, seconds, st.integers(1, 450))
+    silent_row = st.lists(st.one_of(TEXT, IMAGE, AUDIO, video), min_size=1, max_size=7)
+    spoken_row = st.lists(st.one_of(TEXT, IMAGE, AUDIO, spoken, spoken), min_size=1, max_size=6)
+    return st.one_of(silent_row, spoken_row)
+
+
+EXACT = st.sampled_from([0.25, 0.5, 1.0, 2.0])  # times 13 and summed, these are without rounding in float32
+ANY = st.floats(0.0625, 4.0, width=32)
+QUIET = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+def tokens(processor: Any, row: list[Medium]) -> Tensor:
+    """(L,) ids as the HF processor writes them."""
+    hf = processor.hf
+    marks = {
+        "image": hf.vision_bos_token + hf.image_token + hf.vision_eos_token,
+        "video": hf.vision_bos_token + hf.video_token + hf.vision_eos_token,
+        "spoken": hf.vision_bos_token + hf.video_token + hf.vision_eos_token,
+        "audio": hf.audio_bos_token + hf.audio_token + hf.audio_eos_token,
+    }
+    text = "".join(marks.get(medium.kind, "x1 " * medium.frames) for medium in row)
+    sounds = [medium.frames for medium in row if medium.kind in ("audio", "spoken")]
+    videos = [medium for medium in row if medium.kind in ("video", "spoken")]
+    (text,) = hf.replace_multimodal_special_tokens(
+        [text],
+        iter([int(_get_feat_extract_output_lengths(torch.tensor(n))) for n in sounds]),
+        iter([torch.tensor(medium.grid).numpy() for medium in row if medium.kind == "image"]),
+        video_grid_thw=iter([torch.tensor(medium.grid).numpy() for medium in videos]),
+        video_second_per_grid=iter([medium.seconds for medium in videos]),
+        use_audio_in_video=any(medium.kind == "spoken" for medium in row),
+        position_id_per_seconds=processor.position_id_per_seconds,
+        seconds_per_chunk=2.0,
+    )
+    return torch.tensor(hf.tokenizer(text)["input_ids"])
+
+
+def tensors(row: list[Medium]) -> dict[str, Tensor]:
+    """What positions read of the row's media, as the sample would hold it."""
+    videos = [medium for medium in row if medium.kind in ("video", "spoken")]
+    images = [medium.grid for medium in row if medium.kind == "image"]
+    sounds = [medium.frames for medium in row if medium.kind in ("audio", "spoken")]
+    media = {"image_grid_thw": torch.tensor(images)} if images else {}
+    if videos:
+        media["video_grid_thw"] = torch.tensor([medium.grid for medium in videos])
+        media["video_second_per_grid"] = torch.tensor([medium.seconds for medium in videos])
+    if sounds:
+        media["feature_lens"] = torch.tensor(sounds)
+    return media
+
+
+def wanted(hf: Any, ids: Tensor, media: dict[str, Tensor], spoken: bool) -> Tensor:
+    """(3, L) of transformers."""
+    found, _ = hf.get_rope_index(
+        ids[None],
+        media.get("image_grid_thw"),
+        media.get("video_grid_thw"),
+        torch.ones(1, len(ids), dtype=torch.long),
+        spoken,
+        media.get("feature_lens"),
+        media.get("video_second_per_grid"),
+    )
+    return found[:, 0]
+
+
+def found(zoo: Zoo, ids: Tensor, media: dict[str, Tensor]) -> Tensor:
+    """(3, L) of zoo, every medium of the row used up."""
+    step = zoo.step()
+    cursor: MediaCursor = step._cursor(media)
+    positions = sample_positions(ids, step._tokens(), cursor)
+    cursor.finish()
+    return positions
+
+
+def is_spoken(row: list[Medium]) -> bool:
+    return any(medium.kind == "spoken" for medium in row)
+
+
+@QUIET
+@given(row=rows(EXACT))
+def test_positions_of_any_mixture(row: list[Medium], zoo: Zoo, hf: Any) -> None:
+    ids, media = tokens(zoo.assembly.processor, row), tensors(row)
+    assert torch.equal(found(zoo, ids, media), wanted(hf, ids, media, is_spoken(row)))
+
+
+@QUIET
+@given(row=rows(ANY))
+def test_positions_at_any_frame_rate(row: list[Medium], zoo: Zoo, hf: Any) -> None:
+    """Frame times that float32 rounds, in another order than transformers: to a few units in the last place."""
+    ids, media = tokens(zoo.assembly.processor, row), tensors(row)
+    torch.testing.assert_close(
+        found(zoo, ids, media), wanted(hf, ids, media, is_spoken(row)), rtol=1e-6, atol=1e-4
+    )
+
+
+@QUIET
+@given(
+    pack=st.lists(rows(EXACT), min_size=1, max_size=4),
+    align=st.sampled_from([1, 4, 7]),
+    tail=st.integers(0, 3),
+)
+def test_positions_restart_in_each_segment(
+    pack: list[list[Medium]], align: int, tail: int, zoo: Zoo, hf: Any
+) -> None:
+    """Rows with and without sound in their videos share a pack."""
+    ids = [tokens(zoo.assembly.processor, row) for row in pack]
+    media = [tensors(row) for row in pack]
+    names = dict.fromkeys(name for each in media for name in each)
+    joined = {name: torch.cat([each[name] for each in media if name in each]) for name in names}
+    total = PackedLayout.from_lengths([len(i) for i in ids], align).total + tail * align
+    layout = PackedLayout.from_lengths([len(i) for i in ids], align, total)
+    step = zoo.step()
+    positions = step.positions(layout.pack_list(ids, fill=zoo.assembly.processor.pad_id), layout, joined)
+    assert positions.shape == (3, 1, total)
+    for segment, row, i, each in zip(
+        positions[:, 0].split(layout.padded_lengths, dim=1), pack, ids, media, strict=True
+    ):
+        assert torch.equal(segment[:, : len(i)], wanted(hf, i, each, is_spoken(row)))
+        assert float(segment[:, 0].max()) == 0
+        behind = segment[:, len(i) :] - segment[:, : len(i)].max()
+        assert torch.equal(behind, torch.arange(1.0, behind.shape[1] + 1).expand(3, -1))
+
+
+def test_positions_of_the_real_rows(zoo: Zoo, hf: Any, examples: dict[str, Example]) -> None:
+    for name, example in examples.items():
+        sample = example.sample
+        want = wanted(hf, sample.input_ids, sample.media, example.features["use_audio_in_video"])
+        assert torch.equal(found(zoo, sample.input_ids, sample.media), want), name
+
+
+def test_a_start_token_without_its_medium_is_refused(zoo: Zoo) -> None:
+    start = zoo.assembly.config.thinker.vision_start_token_id
+    with pytest.raises(ValueError, match="token 7 follows"):
+        found(zoo, torch.tensor([5, start, 7, 8]), {})
