@@ -40,7 +40,7 @@ def audio_tokens(frames: int, n_window: int) -> int:
 class AudioTower(Qwen3OmniMoeAudioEncoder):
     """transformers' encoder, with parameters under the same names, run on a flat batch of clips."""
 
-    def forward(self, features: Tensor, frames: list[int]) -> Tensor:  # type: ignore[override]
+    def forward(self, features: Tensor, frames: list[int]) -> Tensor:
         """features (F, mel) of all clips end to end, `frames` of each clip -> (tokens, output_dim)."""
         chunk = 2 * self.n_window
         lengths = [length for n in frames for length in _cut(n, chunk)]

@@ -84,9 +84,10 @@ class Augment:
         level = np.abs(wave[: blocks * block]).reshape(blocks, block).mean(1)
         quiet = np.flatnonzero(level < 0.15 * level.max()) * block
         count = min(int(self.random.integers(0, 4)), len(quiet))
-        inner = self.random.choice(quiet, count, replace=False) if count else []
-        places = sorted({0, len(wave), *(int(p) for p in inner)})
-        pieces, last = [], 0
+        inner = self.random.choice(quiet, count, replace=False).tolist() if count else []
+        places = sorted({0, len(wave), *inner})
+        pieces: list[np.ndarray] = []
+        last = 0
         for place in places:
             silence = np.zeros(int(self.random.uniform(0, PAUSE) * self.strength * RATE))
             pieces += [wave[last:place], silence]

@@ -8,7 +8,7 @@ goes wrong is a `RowError` of that row.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -203,7 +203,11 @@ def chat_messages(row: Row) -> list[dict[str, Any]]:
 
 def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
     """The media changed at random."""
-    change = {"images": augment.image, "videos": augment.frames, "audio": augment.sound}
+    change: dict[str, Callable[[Any], Any]] = {
+        "images": augment.image,
+        "videos": augment.frames,
+        "audio": augment.sound,
+    }
     return {kind: [change[kind](item) for item in items] for kind, items in media.items()}
 
 

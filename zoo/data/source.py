@@ -164,10 +164,12 @@ class SampleSource:
 
     def _encode(self, index: int, augment: Augment | None) -> Sample | None:
         row, data = self.rows[index], self.data
-        how = {"video_fps": data.video_fps, "max_frames": data.max_frames}
+        how: dict[str, Any] = {"video_fps": data.video_fps, "max_frames": data.max_frames}
         try:
             sample = self.processor.encode(row, **how, augment=augment)
-            if sample.length > self.limit and augment is not None:  # a pause too much is no fault of the row's
+            if (
+                sample.length > self.limit and augment is not None
+            ):  # a pause too much is no fault of the row's
                 sample = self.processor.encode(row, **how)
             if self.blank and augment is not None:
                 ids = augment.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)

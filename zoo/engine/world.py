@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
-from zoo.engine import cpu_host
+from zoo.engine import compat, cpu_host
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -61,6 +61,7 @@ class World:
 def world(recipe: Recipe) -> Iterator[World]:
     """Initialise everything that is global to a process, and take it down again."""
     on_cpu = cpu_host.install()
+    compat.install()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:

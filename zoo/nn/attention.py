@@ -39,14 +39,14 @@ class SeqParams(PackedSeqParams):
     def of(cls, layout: PackedLayout, cp_group: Any = None) -> SeqParams:
         """Facts of `layout` for mcore (and Transformer Engine), which goes along."""
         params = cls(layout=layout)
-        vars(params).update(vars(layout.packed_seq_params(cp_group)))  # mcore's own checks would sync
+        params.__dict__.update(vars(layout.packed_seq_params(cp_group)))  # mcore's own checks would sync
         return params
 
 
 class SelfAttention(McoreSelfAttention):
     """QKV, rotary, core attention, optional output gate, projection. Input and output (T, B, hidden)."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
@@ -71,15 +71,10 @@ class SelfAttention(McoreSelfAttention):
             attn_mask_type=self.attn_mask_type,
             packed_seq_params=packed_seq_params,
         )
-        out = out.reshape(hidden_states_shape(out, packed))
+        out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
         if gate:
             out = self._apply_output_gate(out, gate[0])
         return self.linear_proj(out)
-
-
-def hidden_states_shape(out: Tensor, packed: bool) -> tuple[int, int, int]:
-    """(T, B, H*D) for a core attention's result, which has no batch axis when packed."""
-    return (out.shape[0], 1, -1) if packed else (out.shape[0], out.shape[1], -1)
 
 
 class VarlenCoreAttention(torch.nn.Module):
@@ -119,15 +114,15 @@ class VarlenCoreAttention(torch.nn.Module):
             return segment_attention(query, key, value, layout, self.scale)
         if self.cp_size > 1:
             return self._padded_over_ranks(query, key, value)
-        rows = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
-        return sdpa(*rows, self.scale, causal=True).permute(2, 0, 1, 3)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return sdpa(q, k, v, self.scale, causal=True).permute(2, 0, 1, 3)
 
     def _padded_over_ranks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(T/cp, B, H, D) of a padded batch: B segments of T tokens, each cut in zigzag over the ranks."""
         tokens, batch = query.shape[:2]
         layout = _uniform_layout(batch, tokens * self.cp_size).to(query.device)
-        flat = [x.transpose(0, 1).flatten(0, 1) for x in (query, key, value)]
-        out = gathered_attention(*flat, layout, self.scale, self.cp_group)
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        out = gathered_attention(q, k, v, layout, self.scale, self.cp_group)
         return out.unflatten(0, (batch, tokens)).transpose(0, 1)
 
 
@@ -165,20 +160,21 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, sca
         assert isinstance(out, Tensor)
         return out
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
-        rows = [layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v)]  # (S, H, L, D)
-        return layout.pack(sdpa(*rows, scale, causal=True).transpose(1, 2))[0]
-    pieces = zip(*(x.split(layout.padded_lengths) for x in (q, k, v)), strict=True)
+        q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+        return layout.pack(sdpa(q, k, v, scale, causal=True).transpose(1, 2))[0]
+    queries, keys, values = (x.split(list(layout.padded_lengths)) for x in (q, k, v))
+    pieces = zip(queries, keys, values, strict=True)
     return torch.cat([_one_segment(*piece, scale) for piece in pieces])
 
 
 def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """(L, H, D) against (L', G, D), L <= L', causal and aligned at the end."""
-    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
     length, prefix = q.shape[0], k.shape[0]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     if length == prefix:
-        return sdpa(*rows, scale, causal=True)[0].transpose(0, 1)
+        return sdpa(q, k, v, scale, causal=True)[0].transpose(0, 1)
     mask = torch.ones(length, prefix, dtype=torch.bool, device=q.device).tril(prefix - length)
-    return sdpa(*rows, scale, causal=False, mask=mask)[0].transpose(0, 1)
+    return sdpa(q, k, v, scale, causal=False, mask=mask)[0].transpose(0, 1)
 
 
 def gathered_attention(
@@ -218,10 +214,10 @@ def _prefix_attention(
         return [_one_segment(q, k[a:b], v[a:b], scale) for q, (a, b) in zip(queries, spans, strict=True)]
     from torch.nn.attention.varlen import varlen_attn
 
-    lengths = [q.shape[0] for q in queries]
-    index = torch.cat([torch.arange(a, b) for a, b in spans]).to(k.device, non_blocking=True)
     from zoo.packing.index import host_to_device, offsets
 
+    lengths = [q.shape[0] for q in queries]
+    index = host_to_device(torch.cat([torch.arange(a, b) for a, b in spans]), k.device)
     cu_q = host_to_device(offsets(lengths), k.device)
     cu_k = host_to_device(offsets([b - a for a, b in spans]), k.device)
     out = varlen_attn(

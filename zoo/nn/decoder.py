@@ -8,6 +8,7 @@ so recompute and the pipeline see them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -51,7 +52,7 @@ class Decoder(TransformerBlock):
         """One past the 0-based number, over the whole model, of this stage's last layer."""
         return self.layers[-1].layer_number
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
@@ -63,7 +64,7 @@ class Decoder(TransformerBlock):
         recompute = self.config.recompute_granularity == "full" and self.training
         for layer in self.layers:
 
-            def run(states: Tensor, layer=layer) -> Tensor:  # noqa: ANN001 - bound early, one closure a layer
+            def run(states: Tensor, layer: Any = layer) -> Tensor:
                 return layer(
                     hidden_states=states,
                     attention_mask=None,

@@ -26,19 +26,32 @@ class GroupedExperts(MegatronModule):
     """
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, *, pg_collection: Any, name: str | None = None
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: Any,
+        name: str | None = None,
     ) -> None:
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
         self.num_local_experts = num_local_experts
-        self.ep_group, self.tp_group, self.dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        self.ep_group, self.tp_group, self.dp_group = (
+            pg_collection.ep,
+            pg_collection.expt_tp,
+            pg_collection.expt_dp,
+        )
         width = config.moe_ffn_hidden_size // self.tp_group.size()
         factory: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.weight1 = torch.nn.Parameter(
             torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory)
         )
-        self.weight2 = torch.nn.Parameter(torch.empty(num_local_experts, config.hidden_size, width, **factory))
-        same_groups = config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
+        self.weight2 = torch.nn.Parameter(
+            torch.empty(num_local_experts, config.hidden_size, width, **factory)
+        )
+        same_groups = (
+            config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
+        )
         for weight, axis, init in (
             (self.weight1, 1, config.init_method),
             (self.weight2, 2, config.output_layer_init_method),
@@ -89,7 +102,9 @@ class GroupedExperts(MegatronModule):
                 prepend_axis_num=lead,
             )
 
-        def halves(key: str, tensor: Tensor, replica: Any, flattened_range: slice | None) -> list[ShardedTensor]:
+        def halves(
+            key: str, tensor: Tensor, replica: Any, flattened_range: slice | None
+        ) -> list[ShardedTensor]:
             gate, up = tensor.chunk(2, dim=1)
             return [shard(f"{key}_gate", gate, 1, replica), shard(f"{key}_up", up, 1, replica)]
 

@@ -261,7 +261,9 @@ class MultimodalModel(LanguageModule):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
             )
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
         if inputs.label_rows is None:
             logits, _ = self.output_layer(hidden, weight=weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
@@ -271,7 +273,9 @@ class MultimodalModel(LanguageModule):
         count = rows.shape[0]
         if count == 0:  # the head runs all the same: its gradient is waited for
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
-        logits, _ = self.output_layer(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight)
+        logits, _ = self.output_layer(
+            hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight
+        )
         hits = most_likely(logits, self.tp_group) == targets if inputs.count_correct else None
         loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=self.tp_group)
         out = loss if hits is None else torch.stack((loss, hits.to(loss.dtype)))

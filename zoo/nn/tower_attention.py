@@ -55,8 +55,8 @@ def tower_attention(
         assert isinstance(out, Tensor)
         return out[None], None
     layout, mask = _segments(tuple(cu_seq_lens_q.diff().tolist()), q.device)
-    rows = [layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v)]  # (S, H, L, D)
-    out = sdpa(*rows, scaling, causal=is_causal, mask=None if is_causal else mask)
+    q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+    out = sdpa(q, k, v, scaling, causal=is_causal, mask=None if is_causal else mask)
     return layout.pack(out.transpose(1, 2)), None
 
 

@@ -74,7 +74,12 @@ class PackedStep:
         self.cp_size = cp_group.size() if cp_group is not None else 1
 
     def __call__(
-        self, batches: Iterator[MicroBatchLike], model: Any, *, loss_scale: Tensor | float, evaluate: bool = False
+        self,
+        batches: Iterator[MicroBatchLike],
+        model: Any,
+        *,
+        loss_scale: Tensor | float,
+        evaluate: bool = False,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """mcore's forward step: (model output, function from it to loss and figures).
 
@@ -101,10 +106,15 @@ class PackedStep:
         Raises ValueError for a batch that has neither: lengths are never guessed from labels or token ids.
         """
         align = self.packing.align or 1
-        pad_to = self.packing.pad_to if self.packing.mode == "thd" else None  # none: the width of a padded row
+        pad_to = (
+            self.packing.pad_to if self.packing.mode == "thd" else None
+        )  # none: the width of a padded row
         if batch.lengths is not None and batch.attention_mask is None:
             layout = PackedLayout.from_lengths(batch.lengths, align, pad_to)
-            if batch.input_ids.shape[0] != 1 or batch.input_ids.shape[1] not in (layout.total, layout.real_tokens):
+            if batch.input_ids.shape[0] != 1 or batch.input_ids.shape[1] not in (
+                layout.total,
+                layout.real_tokens,
+            ):
                 raise ValueError(
                     f"packed input_ids has shape {tuple(batch.input_ids.shape)}, its lengths sum to "
                     f"{layout.real_tokens} (padded {layout.total}); (1, T) with T one of the two is wanted"

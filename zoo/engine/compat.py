@@ -1,0 +1,65 @@
+"""Faults of megatron-core that are mended here, each in a shim of its own.
+
+A shim says what is wrong, in which versions, and is applied to those alone. tests/unit/engine/test_compat.py
+shows each fault without its shim, and asks for the shim's removal where the installed version no longer has it.
+Faults that zoo avoids by other modules (rotary angles of packed rows, torch's norm without sequence parallelism)
+need no shim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Shim:
+    """One mend: `fault` is a sentence, `last_broken` the newest megatron-core known to have it."""
+
+    name: str
+    fault: str
+    last_broken: str
+    apply: Callable[[], None]
+
+    @property
+    def needed(self) -> bool:
+        """Whether the installed megatron-core is one that has the fault."""
+        return Version(version("megatron-core")) <= Version(self.last_broken)
+
+
+_applied: set[str] = set()
+
+
+def install() -> None:
+    """Apply the shims that the installed megatron-core needs, once."""
+    for shim in SHIMS:
+        if shim.needed and shim.name not in _applied:
+            shim.apply()
+            _applied.add(shim.name)
+
+
+def _mend_expert_bias_mask() -> None:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    router: Any = TopKRouter
+    broken = router._apply_expert_bias
+
+    def apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
+        """`routing_map` (tokens, experts), `padding_mask` (tokens,): one axis is missing upstream."""
+        broken(self, routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
+
+    router._apply_expert_bias = apply_expert_bias
+
+
+SHIMS = (
+    Shim(
+        name="expert-bias-mask",
+        fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
+        last_broken="0.19.2",
+        apply=_mend_expert_bias_mask,
+    ),
+)
