@@ -20,8 +20,8 @@ from torch import Tensor
 RATE = 16_000  # Hz, of the sound that is changed
 SPEED = 0.15  # share by which speech is made faster or slower
 PAUSE = 0.25  # seconds, longest silence put in at one place
-SHIFT = 0.07  # of the shorter side of an image: elastic distortion and shift
-CONTRAST = 0.25  # share by which contrast changes; brightness by half of it
+SHIFT = 0.2  # of the shorter side of an image: elastic distortion and shift
+CONTRAST = 0.4  # share by which contrast changes; brightness by half of it
 
 
 class Augment:

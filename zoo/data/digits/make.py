@@ -1,6 +1,6 @@
 """Make the `digits` sample set: `python -m zoo.data.digits.make [OUT] [--seed N]`.
 
-Writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/media/{train,heldout}/ from scikit-learn's scans of
+Writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/{train,heldout}/ from scikit-learn's scans of
 handwritten digits and from espeak-ng's speech, then reads everything back and checks it. The same seed
 gives the same rows and, with the same versions of the encoders, the same bytes.
 """
@@ -21,18 +21,25 @@ from zoo.data.digits import ROOT, codec
 from zoo.data.digits.codec import CELL, RATE
 
 MAX_BYTES = 2_000_000  # everything under OUT and the bundled tokenizer
+MIN_APART = 2.0  # dB, mean difference between two voices' spectra
 MAX_SPEECH = 2.2  # s, the longest spoken clip
 
-KINDS = ("image", "multi_image", "video", "audio", "audio_in_video", "text")
+KINDS = ("image", "multi_image", "video", "audio", "multi_audio", "audio_in_video", "text")
 ROWS = {
-    "train": dict(zip(KINDS, (805, 80, 60, 300, 40, 60), strict=True)),
-    "heldout": dict(zip(KINDS, (80, 15, 15, 60, 10, 15), strict=True)),
+    "train": dict(zip(KINDS, (1260, 200, 50, 620, 150, 30, 60), strict=True)),
+    "heldout": dict(zip(KINDS, (80, 15, 15, 60, 15, 10, 15), strict=True)),
 }
 PROMPTS = {
     "image": ("Which digits?", "Read the digits.", "What is written here?", "Write the digits shown."),
     "multi_image": ("Read each image.", "Which digits are in each image?", "Read the images in order."),
     "video": ("Which digits appear?", "Read the digits in order.", "Write the digits shown, in order."),
     "audio": ("Which digits are said?", "Write the digits you hear.", "What is said?", "Transcribe."),
+    "multi_audio": (
+        "Transcribe each clip.",
+        "Which digits are said in each clip?",
+        "Write the digits of the clips in order.",
+        "What is said in each?",
+    ),
     "audio_in_video": (
         "Which digits are shown, and which are said?",
         "Write the digits shown, then the digits said.",
@@ -40,19 +47,25 @@ PROMPTS = {
     ),
     "text": ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse."),
 }
-VOICES = {
-    "train": (
-        "en-us",
-        "en-us+f3",
-        "en-gb-scotland",
-        "en-029+f1",
-        "en-us+m2",
-        "en-gb-x-rp+f5",
-        "en-us-nyc+m7",
-        "en-gb-x-gbclan+f2",
-    ),
-    "heldout": ("en-us+f4", "en-gb-x-gbcwmd+m3"),
+VARIANTS = {  # accent -> espeak-ng's variants of it; "" is the plain voice
+    "train": {
+        "en-us": ("", "f1", "f2", "f3", "m1", "m2", "m7", "Annie", "Alicia", "ed", "grandma", "Storm"),
+        "en-gb": ("",),
+        "en-gb-scotland": ("", "f2", "m5", "steph"),
+        "en-029": ("", "f5", "m8", "linda"),
+        "en-gb-x-rp": ("", "f1", "f3", "m2", "Andrea", "Diogo"),
+        "en-us-nyc": ("f5", "m4", "grandpa", "belinda", "victor"),
+        "en-gb-x-gbclan": ("f5", "m1", "anika", "Michael"),
+        "en-gb-x-gbcwmd": ("f2", "m7", "aunty", "max"),
+    },
+    "heldout": {"en-us": ("f4",), "en-gb-x-rp": ("m3",)},
 }
+VOICES = {
+    name: [f"{accent}+{variant}".rstrip("+") for accent in accents for variant in accents[accent]]
+    for name, accents in VARIANTS.items()
+}
+GAPS = {"train": (0.03, 0.12), "heldout": (0.05, 0.25)}  # s, silence between words; half of it at the ends
+PEAK = 0.6  # of full scale, the loudest sample of a train clip; data.augment varies it
 
 
 class Deck:
@@ -88,7 +101,7 @@ class Split:
 
     def path(self, stem: str, number: int, suffix: str) -> str:
         """A media file's path relative to the JSONL file."""
-        return f"media/{self.name}/{stem}{number:04d}.{suffix}"
+        return f"{self.name}/{stem}{number:04d}.{suffix}"
 
     def deal_scans(self, count: int) -> tuple[list[int], str]:
         """Scan numbers and the digits that they show."""
@@ -101,7 +114,7 @@ class Split:
         return PROMPTS[kind][self.rng.integers(len(PROMPTS[kind]))]
 
     def cell(self, number: int, side: int = CELL) -> np.ndarray:
-        """One scan as uint8 [side, side], jittered in the train split."""
+        """One scan as uint8 [side, side], shifted in the train split."""
         return codec.render(self.scans[number], side, self.rng if self.name == "train" else None)
 
 
@@ -112,9 +125,9 @@ def layout(rng: np.random.Generator) -> tuple[int, int, int]:
     """A strip's lines, digits a line, and cell side in px."""
     style = rng.random()
     if style < 0.60:
-        return 1, 1 + rng.choice(8, p=(0.12, 0.24, 0.24, 0.16, 0.10, 0.07, 0.04, 0.03)), CELL
+        return 1, 1 + rng.choice(8, p=(0.20, 0.28, 0.22, 0.13, 0.08, 0.05, 0.02, 0.02)), CELL
     if style < 0.85:
-        return 2, 1 + rng.choice(4, p=(0.30, 0.40, 0.20, 0.10)), CELL
+        return 2, 1 + rng.choice(4, p=(0.50, 0.35, 0.10, 0.05)), CELL
     return 1, 1 + rng.choice(3, p=(0.35, 0.45, 0.20)), 2 * CELL
 
 
@@ -126,8 +139,8 @@ def image_rows(split: Split, count: int) -> list[tuple[str, str]]:
         scans, digits = split.deal_scans(lines * columns)
         cells = np.array([split.cell(scan, side) for scan in scans])
         page = cells.reshape(lines, columns, side, side).swapaxes(1, 2).reshape(lines * side, columns * side)
-        path = split.path("image", number, "png")
-        (split.out / path).write_bytes(codec.png_bytes(page))
+        path = split.path("i", number, "webp")
+        codec.write_image(split.out / path, page)
         split.rows.append(row("image", "<image>" + split.prompt("image"), digits, images=[path]))
         strips.append((path, digits))
     return strips
@@ -150,15 +163,16 @@ def multi_image_rows(split: Split, count: int, strips: list[tuple[str, str]]) ->
 def speech(split: Split, count: int, seconds: float | None = None) -> tuple[np.ndarray, str]:
     """`count` digits said by one voice, float32 [samples] at RATE in -1..1, and the digits.
 
-    With `seconds` the clip is padded to that length, else it lasts at most MAX_SPEECH seconds.
+    With `seconds` the clip is padded to that length, else it lasts at most MAX_SPEECH seconds. Gain and noise
+    vary in the held-out split only.
     """
     rng, voices = split.rng, VOICES[split.name]
     which = sum(split.used_voices.values()) % len(voices)
     split.used_voices[voices[which]] += 1
     digits = split.speech_decks[which].deal(count)
-    speed, pitch = int(rng.integers(190, 231)), int(rng.integers(40, 61))
+    speed, pitch = int(rng.integers(190, 231)), int(rng.integers(38, 63))
     words = [codec.speak(digit, voices[which], speed, pitch) for digit in digits]
-    gaps = rng.uniform(0.05, 0.3, size=count + 1)  # s
+    gaps = rng.uniform(*GAPS[split.name], size=count + 1)  # s
     gaps[[0, -1]] *= 0.5
     room = (seconds or MAX_SPEECH) - sum(map(len, words)) / RATE
     gaps *= np.clip(room / gaps.sum(), 0, 1)
@@ -166,20 +180,34 @@ def speech(split: Split, count: int, seconds: float | None = None) -> tuple[np.n
     for word, gap in zip(words, gaps[1:], strict=True):
         parts += [word, np.zeros(int(gap * RATE), np.float32)]
     sound = np.concatenate(parts)
-    sound *= rng.uniform(0.25, 0.9) / np.abs(sound).max()
-    sound += rng.normal(size=len(sound)) * 10 ** rng.uniform(-3.5, -2.7)
+    sound *= PEAK / np.abs(sound).max()
+    if split.name == "heldout":
+        sound *= rng.uniform(0.25, 0.9) / PEAK
+        sound += rng.normal(size=len(sound)) * 10 ** rng.uniform(-3.5, -2.7)
     if seconds is not None:
         sound = np.pad(sound, (0, max(0, int(seconds * RATE) - len(sound))))
     return sound.astype(np.float32).clip(-1, 1), "".join(map(str, digits))
 
 
-def audio_rows(split: Split, count: int) -> None:
-    """Adds `count` rows of 1..4 spoken digits."""
+def audio_rows(split: Split, count: int) -> list[tuple[str, str]]:
+    """Adds `count` rows of 1..4 spoken digits; returns the clips' paths and digits."""
+    clips = []
     for number in range(count):
         sound, digits = speech(split, 1 + split.rng.choice(4, p=(0.28, 0.4, 0.22, 0.1)))
-        path = split.path("audio", number, "ogg")
+        path = split.path("a", number, "ogg")
         codec.write_audio(split.out / path, sound)
         split.rows.append(row("audio", "<audio>" + split.prompt("audio"), digits, audios=[path]))
+        clips.append((path, digits))
+    return clips
+
+
+def multi_audio_rows(split: Split, count: int, clips: list[tuple[str, str]]) -> None:
+    """Adds `count` rows of two of the clips, mostly of two voices."""
+    for _ in range(count):
+        chosen = [clips[i] for i in split.rng.choice(len(clips), 2, replace=False)]
+        content = "<audio><audio>" + split.prompt("multi_audio")
+        answer = " ".join(digits for _, digits in chosen)
+        split.rows.append(row("multi_audio", content, answer, audios=[path for path, _ in chosen]))
 
 
 # ---------------------------------------------------------------- video
@@ -189,7 +217,7 @@ def video_rows(split: Split, count: int) -> None:
     """Adds `count` silent clips of 2..6 digits."""
     for number in range(count):
         scans, digits = split.deal_scans(2 + split.rng.choice(5, p=(0.25, 0.25, 0.2, 0.15, 0.15)))
-        path = split.path("video", number, "mp4")
+        path = split.path("v", number, "mp4")
         columns = split.rng.integers(2, size=len(scans)).tolist()
         codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, None)
         split.rows.append(row("video", "<video>" + split.prompt("video"), digits, videos=[path]))
@@ -201,7 +229,7 @@ def audio_in_video_rows(split: Split, count: int) -> None:
         shown = 2 + int(split.rng.random() < 0.2)
         scans, seen = split.deal_scans(shown)
         sound, heard = speech(split, shown, seconds=codec.whole_packets(shown))
-        path = split.path("spoken", number, "mp4")
+        path = split.path("s", number, "mp4")
         columns = split.rng.integers(2, size=shown).tolist()
         codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, sound)
         content = "<video>" + split.prompt("audio_in_video")
@@ -236,13 +264,14 @@ def make_split(name: str, out: Path, seed: int) -> Split:
     mine = [i for i in range(len(scans)) if (i % 5 == 4) == (name == "heldout")]
     speech_decks = [Deck(list(range(10)) * 5, rng) for _ in VOICES[name]]
     split = Split(name, out, rng, scans, labels, Deck(mine, rng), speech_decks)
-    shutil.rmtree(out / "media" / name, ignore_errors=True)
-    (out / "media" / name).mkdir(parents=True)
+    shutil.rmtree(out / name, ignore_errors=True)
+    (out / name).mkdir(parents=True)
     counts = ROWS[name]
     strips = image_rows(split, counts["image"])
     multi_image_rows(split, counts["multi_image"], strips)
     video_rows(split, counts["video"])
-    audio_rows(split, counts["audio"])
+    clips = audio_rows(split, counts["audio"])
+    multi_audio_rows(split, counts["multi_audio"], clips)
     audio_in_video_rows(split, counts["audio_in_video"])
     text_rows(split, counts["text"])
     order = rng.permutation(len(split.rows))
@@ -281,21 +310,35 @@ def check_row(out: Path, item: dict) -> None:
         assert codec.read_video(out / path).shape == (len(parts[0]) * codec.FPS, CELL, 2 * CELL), item
         if item.get("use_audio_in_video"):
             assert abs(len(codec.read_audio(out / path)) / RATE - len(parts[0])) < 0.05, item
-    for path in item.get("audios", ()):
+    for path, _ in zip(item.get("audios", ()), parts, strict="audios" in item):
         assert 0.2 < len(codec.read_audio(out / path)) / RATE < MAX_SPEECH + 0.05, item
+
+
+def check_voices(splits: dict[str, Split]) -> None:
+    """Checks that every voice is heard, in one split only, with its variant, and that no two sound alike."""
+    for name, split in splits.items():
+        assert set(split.used_voices) == set(VOICES[name])
+    variants = [{v for names in VARIANTS[name].values() for v in names} for name in VARIANTS]
+    assert not set.intersection(*variants)
+    voices = [voice for name in VOICES for voice in VOICES[name]]
+    prints = [np.stack([codec.spectrum(codec.speak(d, v, 210, 50)) for d in range(10)]) for v in voices]
+    for i, one in enumerate(prints):
+        for j, other in enumerate(prints[:i]):
+            apart = np.abs(one - other).mean()
+            assert apart > MIN_APART, f"{voices[i]} and {voices[j]} sound alike: {apart:.2f} dB apart"
 
 
 def check(out: Path, splits: dict[str, Split]) -> None:
     """Checks every row, that no scan, voice or file is in both splits, and the size of it all."""
     train, heldout = splits["train"], splits["heldout"]
     assert not set(train.used_scans) & set(heldout.used_scans)
-    assert not set(train.used_voices) & set(heldout.used_voices)
     assert min(train.used_scans[i] for i in range(len(train.scans)) if i % 5 != 4) >= 2
+    check_voices(splits)
     for name in splits:
         rows = read_rows(out / f"{name}.jsonl")
         assert Counter(item["kind"] for item in rows) == ROWS[name]
         named = {path for item in rows for key in MARKS for path in item.get(key, ())}
-        assert named == {str(path.relative_to(out)) for path in (out / "media" / name).iterdir()}
+        assert named == {str(path.relative_to(out)) for path in (out / name).iterdir()}
         for item in rows:
             check_row(out, item)
     assert total_bytes(out) <= MAX_BYTES, f"{total_bytes(out)} bytes, more than {MAX_BYTES}"
