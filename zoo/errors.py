@@ -11,5 +11,13 @@ class UserError(ValueError):
     """A mistake in what the user gave; the command line prints its message and exits with 2."""
 
 
+def file_error(error: OSError) -> UserError | None:
+    """What the operating system refuses about a file, as a mistake to mend; None where it names no file."""
+    if error.filename is None:
+        return None
+    reasons = {FileNotFoundError: "no such file or folder", PermissionError: "no permission"}
+    return UserError(f"{error.filename}: {reasons.get(type(error), error.strerror)}")
+
+
 class ConfigError(UserError):
     """A recipe, an override or a combination of keys that cannot run."""

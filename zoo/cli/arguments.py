@@ -31,17 +31,19 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     Raises:
         ConfigError: no recipe is named, or an argument is no override.
     """
-    name, overrides = None, []
+    given, overrides = [], []
     pending = iter(arguments)
     for argument in pending:
         if argument == "--recipe":
-            name = next(pending, "")
+            given.append(next(pending, ""))
         elif argument.removeprefix("--").startswith("recipe="):
-            name = argument.partition("=")[2]
+            given.append(argument.partition("=")[2])
         else:
             overrides.append(argument)
-    if name:
-        return name, overrides
+    if len(given) > 1:
+        raise ConfigError(f"recipe is given {len(given)} times ({', '.join(given)}); give one")
+    if given and given[0]:
+        return given[0], overrides
     from zoo.config.files import recipe_names
 
     names = recipe_names()

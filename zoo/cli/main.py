@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from zoo import __version__
-from zoo.errors import UserError
+from zoo.errors import UserError, file_error
 
 # verb -> module with run(arguments) -> exit code, and what the verb does
 VERBS: dict[str, tuple[str, str]] = {
@@ -31,15 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         return _refuse(str(error))
-    except FileNotFoundError as error:
-        if error.filename is None:
-            raise
-        return _refuse(f"{error.filename}: no such file or folder")
     except KeyboardInterrupt:
+        print("zoo: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `zoo list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        mistake = file_error(error)
+        if mistake is None:
+            raise
+        return _refuse(str(mistake))
 
 
 def _run(arguments: list[str]) -> int:

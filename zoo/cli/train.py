@@ -31,12 +31,10 @@ def run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
-    from zoo.config.validate import validate
-    from zoo.engine.launch import WorkerError, launch, world_size
+    from zoo.engine.launch import WorkerError, launch, prepare
 
     resolved = resolve(name, overrides)
-    ranks = world_size(resolved.recipe)
-    recipe = validate(resolved.recipe, ranks)
+    recipe, ranks = prepare(resolved.recipe)
     if os.environ.get("RANK", "0") == "0":
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
     try:

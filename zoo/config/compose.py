@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.devices import gpu_count
-from zoo.config.files import Layer, parse_value, read_hardware, read_recipe, read_size, size_names
+from zoo.config.files import (
+    Layer,
+    parse_value,
+    read_hardware,
+    read_recipe,
+    read_size,
+    recipe_names,
+    size_names,
+)
 from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import CHOICES, Recipe
 from zoo.errors import ConfigError
@@ -30,6 +39,7 @@ from zoo.registry import get_family
 __all__ = ["ConfigError", "Resolved", "load_recipe", "replace_in", "resolve", "save_recipe"]
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
+_SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
 FILE_KEYS = ("description", "published_size", "base", "resolved")
 
 
@@ -73,6 +83,9 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         _apply(tree, layer)
     _take_arch_of_init(tree, own)
     for layer in own:
+        _refuse_misspelt_arch(
+            OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
+        )
         _apply(tree, _without_file_keys(layer))
     for key, value in stamps.items():
         _set(tree, key, value, "")
@@ -82,8 +95,12 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write `recipe` as a YAML file that :func:`load_recipe` resolves to an equal recipe."""
     text = OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
-    header = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded.\n"
-    Path(path).write_text(f"{header}resolved: true\n{text}", encoding="utf-8")
+    Path(path).write_text(f"{_SAVED}\nresolved: true\n{text}", encoding="utf-8")
+
+
+def is_saved_recipe(path: str | Path) -> bool:
+    """Whether :func:`save_recipe` wrote that file."""
+    return Path(path).read_text(encoding="utf-8", errors="replace").startswith(_SAVED)
 
 
 def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
@@ -181,7 +198,19 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
         size, why = published, "the published size: a GPU is here"
     else:
         size, why = "tiny", "no GPU is here" + (f"; published: size={published}" if published else "")
+    if size is not None and not family:
+        _refuse_no_family(layers)
     return _Choice(family, size and str(size), hardware and str(hardware), why)
+
+
+def _refuse_no_family(layers: Sequence[Layer]) -> None:
+    """A file that says nothing of a model: a misspelt key in it is named first."""
+    for layer in layers:
+        dict(_leaves(_without_file_keys(layer).tree, "", f"{layer.origin}: " if layer.origin else ""))
+    raise ConfigError(
+        f"{layers[0].origin}: model.family is not set; write `base: {recipe_names()[0]}` (or another recipe) "
+        f"as its first line"
+    )
 
 
 def _last(layers: Sequence[Layer], key: str) -> Any:
@@ -199,10 +228,6 @@ def _overlays(choice: _Choice) -> list[Layer]:
     layers = []
     if choice.size is not None:
         if not size_names(choice.family):
-            if not choice.family:
-                raise ConfigError(
-                    f"size={choice.size}: model.family is not set; `zoo list` shows the families"
-                )
             get_family(choice.family)  # a misspelt family is named as such
         layers.append(_without_file_keys(read_size(choice.family, choice.size)))
     if choice.hardware is not None:
@@ -215,6 +240,24 @@ def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
     arch = _hf_config(_last(own, "model.init") or tree.model.init)
     if arch is not None:
         tree.model.arch = arch
+
+
+def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "model.arch.") -> None:
+    """Refuse a changed key that is not in the architecture and looks like one that is.
+
+    Others pass: what may stand in a Hugging Face config is not known here.
+    """
+    if not arch or not isinstance(arch, dict) or not isinstance(changes, dict):
+        return
+    for name, value in changes.items():
+        if name in arch:
+            _refuse_misspelt_arch(arch[name], value, origin, f"{prefix}{name}.")
+            continue
+        near = get_close_matches(name, arch, n=2, cutoff=0.6 if isinstance(value, dict) else 0.8)
+        if near:
+            where = f"{origin}: " if origin else ""
+            hints = ", ".join(f"{prefix}{key}" for key in near)
+            raise ConfigError(f"{where}{_deepest(prefix + name, value)}: no such key; nearest: {hints}")
 
 
 def _hf_config(init: Any) -> dict[str, Any] | None:

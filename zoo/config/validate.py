@@ -49,6 +49,11 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     _check_batch(recipe, world_size)
     _check_packing(recipe)
     _check_engine(recipe)
+    if recipe.log.wandb and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"log.wandb={recipe.log.wandb}: Weights & Biases is not installed; pip install 'zoo-train[wandb]', "
+            f"or leave log.wandb out"
+        )
     return recipe
 
 
@@ -92,7 +97,7 @@ def _derived(recipe: Recipe) -> dict[str, Any]:
     sp = recipe.parallel.sp
     if sp is None:
         sp = recipe.parallel.tp > 1 and num_experts(recipe.model.arch) > 0
-    changes: dict[str, Any] = {"run.dir": run_folder(recipe), "parallel.sp": sp}
+    changes: dict[str, Any] = {"run.dir": str(Path(run_folder(recipe)).expanduser()), "parallel.sp": sp}
     if recipe.packing.align is None:
         changes["packing.align"] = alignment(replace_in(recipe, {"parallel.sp": sp}))
     if recipe.engine.precision is None:
@@ -121,6 +126,8 @@ def _check_numbers(recipe: Recipe) -> None:
             raise ConfigError(f"{key}={_get(recipe, key)}: wanted a number below 1")
     if not recipe.data.train:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
+    if not recipe.data.eval:
+        raise ConfigError("data.eval=[]: nothing to evaluate on; name a JSONL file or a bundled set")
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -132,8 +139,9 @@ def _check_model(recipe: Recipe) -> None:
             near = ", ".join(nearest(part, list(family.parts)))
             raise ConfigError(f"model.freeze={part}: {family.name} has no such part; nearest: {near}")
     init = recipe.model.init
-    if init.startswith(("/", "./", "../", "~")) and not Path(init).expanduser().exists():
-        raise ConfigError(f"model.init={init}: no such folder")
+    is_hub_id = init.count("/") == 1 and not init.startswith((".", "/", "~"))
+    if init != "random" and not is_hub_id and not Path(init).expanduser().exists():
+        raise ConfigError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
     if init == "random" and not recipe.model.arch:
         raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
 

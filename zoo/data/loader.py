@@ -96,7 +96,7 @@ class BinStream:
             if length is not None:
                 return visit, length
         raise UserError(
-            f"data.train: no usable row is left ({dict(self.source.counts)}); see bad_rows.jsonl."
+            f"data.train: no usable row is left ({self.source.left_out()}); see bad_rows.jsonl."
         )
 
     def _make_order(self) -> np.ndarray:
@@ -225,10 +225,17 @@ class EvalBatches:
     """This rank's share of an evaluation set, each row once; see `eval_batches`."""
 
     def __init__(
-        self, source: SampleSource, bins: list[list[int]], mode: str, align: int, pad_to: int | None
+        self,
+        source: SampleSource,
+        bins: list[list[int]],
+        mode: str,
+        align: int,
+        pad_to: int | None,
+        spare: list[int],
     ) -> None:
         self.source = source
         self.bins = bins
+        self._spare = spare
         self._mode, self._align, self._pad_to = mode, align, pad_to
 
     def __len__(self) -> int:
@@ -242,6 +249,10 @@ class EvalBatches:
                 make_batch(self.source, indices, self._mode, self._align, self._pad_to) if indices else None
             )
             yield batch.pin() if batch is not None else None
+
+    def spare(self) -> MicroBatch:
+        """A micro-batch to run, not to count, where this rank has none left."""
+        return make_batch(self.source, self._spare, self._mode, self._align, self._pad_to).pin()
 
 
 def eval_batches(
@@ -271,17 +282,23 @@ def eval_batches(
 
     Returns:
         A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
-        caller runs whatever keeps collectives in step.
+        caller runs its `spare()` to keep collectives in step.
+
+    Raises:
+        UserError: no row of the source can be used.
     """
     lengths = {index: length for index in range(len(source)) if (length := source.length(index)) is not None}
     rows = list(lengths)
+    if not rows:
+        raise UserError(f"data.eval: no row can be used ({source.left_out()}); see bad_rows.jsonl.")
     if mode == "thd":
         plan = plan_bins(lengths.values(), budget, align, lookahead)
         bins = [[rows[position] for position in positions] for positions in plan]
     else:
         bins = [rows[start : start + micro_batch] for start in range(0, len(rows), micro_batch)]
+    spare = bins[0]
     bins += [[]] * (-len(bins) % dp_size)
-    return EvalBatches(source, bins[dp_rank::dp_size], mode, align, pad_to)
+    return EvalBatches(source, bins[dp_rank::dp_size], mode, align, pad_to, spare)
 
 
 def make_batch(

@@ -62,7 +62,7 @@ def read_rows(spec: str | Path, on_bad: Callable[[RowError], None] | None = None
         RowError: a bad row (see `parse_row`), when `on_bad` is None.
         UserError: no such file or bundled set, or a file without rows.
     """
-    path = _locate(str(spec))
+    path = locate(str(spec))
     rows, empty = [], True
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -125,9 +125,15 @@ def missing_text(path: Path) -> str:
     return f"no file {path}; paths in a row are relative to the folder of its JSONL file."
 
 
-def _locate(spec: str) -> Path:
-    if Path(spec).is_file():
-        return Path(spec)
+def locate(spec: str, key: str = "data") -> Path:
+    """The JSONL file of a path or of a bundled set; `key` is the recipe's key that names it.
+
+    Raises:
+        UserError: no such file or bundled set.
+    """
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return path
     name, colon, split = spec.partition(":")
     if colon and split in BUNDLED.get(name, ()):
         package = importlib.import_module(f"zoo.data.{name}")
@@ -136,16 +142,14 @@ def _locate(spec: str) -> Path:
     near = get_close_matches(spec, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
     what = (
-        "is a folder; give the JSONL file in it"
-        if Path(spec).is_dir()
-        else "is neither a file nor a bundled set"
+        "is a folder; give the JSONL file in it" if path.is_dir() else "is neither a file nor a bundled set"
     )
-    raise UserError(f"data: {spec!r} {what}; {hint}")
+    raise UserError(f"{key}={spec}: {what}; {hint}")
 
 
 def _load(line: bytes | str, source: str) -> dict[str, Any]:
     try:
-        item = json.loads(line)
+        item = json.loads(line.strip())
     except json.JSONDecodeError as error:
         text = f"broken JSON at column {error.colno}: {error.msg}."
         raise RowError(source, "bad_json", text) from error

@@ -99,12 +99,16 @@ class SampleSource:
             source.rows += read_rows(spec, on_bad=source.settle)
         source.rows = source.rows[:max_rows]
         if not source.rows:
-            raise UserError(f"{', '.join(specs)}: no usable row ({dict(source.counts)}); see bad_rows.jsonl.")
+            raise UserError(f"{', '.join(specs)}: no usable row ({source.left_out()}); see bad_rows.jsonl.")
         return source
 
     def __len__(self) -> int:
         """Rows, bad ones that are not yet known to be bad included."""
         return len(self.rows)
+
+    def left_out(self) -> str:
+        """How many rows were left out, by cause, in words."""
+        return ", ".join(f"{count} {cause}" for cause, count in self.counts.items()) or "none left out"
 
     def length(self, visit: int) -> int | None:
         """Tokens of a visit's sample; None for a row that is left out. Encodes the row the first time."""

@@ -48,10 +48,12 @@ def hf_folder(init: str) -> Path | None:
     """The local folder behind model.init, downloaded where it is a hub id; None for random weights."""
     if init == "random":
         return None
-    folder = Path(init)
+    folder = Path(init).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"model.init={init}: no config.json there; wanted a Hugging Face checkpoint folder")
+            raise UserError(
+                f"model.init={init}: no config.json there; wanted a Hugging Face checkpoint folder"
+            )
         return folder
     if init.startswith((".", "/", "~")) or init.count("/") != 1:
         raise UserError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
@@ -66,7 +68,7 @@ def hf_folder(init: str) -> Path | None:
         ) from error
 
 
-def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[torch.nn.Module]:
+def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
     """This rank's model chunks (several with an interleaved pipeline), with random weights."""
     from megatron.core.transformer.module import Float16Module
 
@@ -84,7 +86,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[torch.
     return chunks
 
 
-def init_weights(chunks: list[torch.nn.Module], assembly: Assembly, recipe: Recipe, world: World) -> None:
+def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
     """Weights from the source folder, or random ones that don't depend on the parallel layout."""
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
     shard = ShardInfo.from_groups(world.groups)
@@ -100,7 +102,7 @@ def model_dims(assembly: Assembly) -> Dims:
 
 
 @torch.no_grad()
-def randomise(chunks: list[torch.nn.Module], bridge: Any, shard: ShardInfo, seed: int, std: float) -> None:
+def randomise(chunks: list[Any], bridge: Any, shard: ShardInfo, seed: int, std: float) -> None:
     """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
 
     So a run from random weights starts from the same model under any parallel layout. Vectors (norms) and
@@ -126,11 +128,13 @@ def _normal(shape: Any, std: float, name: str) -> Tensor:
     return torch.randn(*shape, generator=generator) * std
 
 
-def freeze(chunks: list[torch.nn.Module], parts: list[str], family: ModelFamily) -> None:
+def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:
     """Stop training the named parts: no gradient, no optimizer state."""
     for part in parts:
         if part not in family.parts:
-            raise UserError(f"model.freeze: no part {part!r} in {family.name}; it has {', '.join(family.parts)}")
+            raise UserError(
+                f"model.freeze: no part {part!r} in {family.name}; it has {', '.join(family.parts)}"
+            )
     for name, parameter in model_parameters(chunks):
         part = name.split(".", 1)[0]
         part = part if part in family.parts else "language"
@@ -138,7 +142,7 @@ def freeze(chunks: list[torch.nn.Module], parts: list[str], family: ModelFamily)
             parameter.requires_grad_(False)
 
 
-def wrap_ddp(chunks: list[torch.nn.Module], recipe: Recipe) -> list[torch.nn.Module]:
+def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -154,7 +158,7 @@ def wrap_ddp(chunks: list[torch.nn.Module], recipe: Recipe) -> list[torch.nn.Mod
         overlap_param_gather=False,
         bucket_size=None if not on_gpu else 40_000_000,
     )
-    wrapped: list[torch.nn.Module] = [
+    wrapped: list[Any] = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
@@ -167,7 +171,7 @@ def wrap_ddp(chunks: list[torch.nn.Module], recipe: Recipe) -> list[torch.nn.Mod
     return wrapped
 
 
-def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe, total_steps: int) -> tuple[Any, Any]:
+def build_optimizer(chunks: list[Any], recipe: Recipe, total_steps: int) -> tuple[Any, Any]:
     """AdamW as mcore's distributed optimizer, and its warm-up and cosine schedule."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -200,5 +204,7 @@ def build_optimizer(chunks: list[torch.nn.Module], recipe: Recipe, total_steps: 
         end_wd=train.weight_decay,
         wd_incr_steps=max(total_steps, 1),
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # of a resumed run, too, the recipe says how it goes on
     )
     return optimizer, scheduler

@@ -80,7 +80,8 @@ def save(trainable: Trainable, folder: Path, state: dict[str, Any], world: World
     target = folder / f"iter_{state['step']}"
     partial = folder / f".partial-{target.name}"
     if world.is_main:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in folder.glob(".partial-*"):  # of a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
     with warnings.catch_warnings():
@@ -102,17 +103,53 @@ def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
     """Put a checkpoint's weights, optimizer state and schedule into what was built for this run."""
     from megatron.core import dist_checkpointing
 
+    _allocate_optimizer_state(trainable.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = dist_checkpointing.load(_sharded(trainable, _metadata(world), True), str(checkpoint))
     for index, chunk in enumerate(trainable.chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
-    trainable.optimizer.load_state_dict(loaded["optimizer"])
+    step = loaded["scheduler"]["num_steps"]
+    _load_optimizer(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
 
 
+def _allocate_optimizer_state(optimizer: Any) -> None:
+    """Give torch's AdamW a state to load into: megatron-core 0.19.2 cannot describe an optimizer that never stepped.
+
+    The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
+    """
+    for one in optimizer.chained_optimizers:
+        if not one.optimizer.state:
+            one._init_optimizer_states_with_dummy_values()
+
+
+def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
+    """Moments and fp32 weights from the checkpoint, learning rate and the like as the recipe has them now.
+
+    In the place of `optimizer.load_state_dict(loaded)`, which can't load into other hyper-parameters or another number
+    of chained optimizers (one for the experts where they are sharded otherwise). With torch's AdamW, megatron-core
+    0.19.2 hands one step counter to all parameters, which each of them would advance, and expects it among the tensors.
+    """
+    chained = optimizer.chained_optimizers
+    parts = [loaded] if len(chained) == 1 else [loaded[i] for i in range(len(chained))]
+    for one, part in zip(chained, parts, strict=True):
+        groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
+        one.load_state_dict({"optimizer": {"param_groups": groups}})
+        states = one.optimizer.state.values()
+        counters = [state.pop("step", None) for state in states]
+        one.load_parameter_state_from_fully_reshardable(part["param_state"])
+        for state, counter in zip(states, counters, strict=True):
+            if counter is not None:
+                state["step"] = counter.clone()
+
+
 def _metadata(world: World) -> dict[str, Any]:
-    return {"distrib_optim_sharding_type": "fully_reshardable", "dp_cp_group": world.groups.dp_cp}
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,  # so that a checkpoint loads under other parallel sizes
+        "dp_cp_group": world.groups.dp_cp,
+    }
 
 
 def _sharded(trainable: Trainable, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:

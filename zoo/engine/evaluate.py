@@ -8,7 +8,7 @@ are right, both see the same prefix. One forward pass instead of one a token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ from zoo.engine.world import World
 
 
 @torch.no_grad()
-def evaluate(step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World) -> dict[str, Any]:
+def evaluate(
+    step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World, spare: Callable[[], Any]
+) -> dict[str, Any]:
     """Figures over all rows of `batches` and all ranks.
 
     Args:
         step: the family's PackedStep.
         chunks: this rank's model chunks.
-        batches: this rank's micro-batches, as many on every rank; None is run but not counted.
+        batches: this rank's micro-batches, as many on every rank; None where there is nothing left to count.
         world: the process groups.
+        spare: makes the batch that is run in the place of None, to keep the ranks' collectives in step.
 
     Returns:
         `loss` (mean over labels), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
@@ -34,12 +37,8 @@ def evaluate(step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: Wo
     for chunk in chunks:
         chunk.eval()
     sums = _Sums()
-    last = None
     for batch in batches:
-        given = batch if batch is not None else last
-        if given is None:
-            raise ValueError("data.eval: a data-parallel rank has no rows at all; use more rows or fewer ranks")
-        last = given
+        given = batch if batch is not None else spare()
         figures = get_forward_backward_func()(
             forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
             data_iterator=[itertools.repeat(given) for _ in chunks] if len(chunks) > 1 else itertools.repeat(given),
@@ -88,7 +87,7 @@ class _Sums:
             for kind, sums in kinds.items():
                 mine = total.setdefault(kind, [0.0] * 4)
                 total[kind] = [a + b for a, b in zip(mine, sums, strict=True)]
-        nll, labels, rows, match = (sum(column) for column in zip(*total.values(), strict=True))
+        nll, labels, rows, match = (sum(sums[i] for sums in total.values()) for i in range(4))
         return {
             "loss": nll / max(labels, 1.0),
             "exact_match": match / max(rows, 1.0),

@@ -2,7 +2,7 @@
 
 Ranks started here live in sessions of their own, so that a Ctrl-C on the terminal reaches this process alone and
 each rank gets exactly one SIGINT from it. Rank 0 writes to the terminal; the stderr of the others is kept, and
-its end is shown when they fail.
+so is what any rank says of its failure: it is shown when it is known which rank failed by itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from zoo.config.compose import save_recipe
+from zoo.config.compose import is_saved_recipe, save_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.rows import locate
 from zoo.engine.result import TrainResult
 from zoo.errors import ConfigError
 
@@ -50,17 +51,49 @@ def launch(recipe: Recipe) -> TrainResult:
     child processes.
 
     Raises:
-        ConfigError: the recipe cannot run on that many ranks.
+        UserError: the recipe cannot run; see `prepare`.
         WorkerError: a child process failed.
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    ranks = world_size(recipe)
-    recipe = validate(recipe, ranks)
+    recipe, ranks = prepare(recipe)
     if under_torchrun() or ranks == 1:
         from zoo.engine.loop import train
 
         return train(recipe)
     return _train_in_children(recipe, ranks)
+
+
+def prepare(recipe: Recipe) -> tuple[Recipe, int]:
+    """The validated recipe and its number of ranks, after a look at the files it names.
+
+    Raises:
+        ConfigError: the recipe cannot run on that many ranks, or its run folder cannot be one.
+        UserError: a file of data.train or data.eval is not there.
+    """
+    ranks = world_size(recipe)
+    recipe = validate(recipe, ranks)
+    assert recipe.run.dir is not None  # derived by validate
+    _check_run_dir(Path(recipe.run.dir))
+    for key, specs in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        for spec in specs:
+            locate(spec, key)
+    return recipe, ranks
+
+
+def _check_run_dir(folder: Path) -> None:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(
+            f"run.dir={folder}: {existing} is a file; wanted a folder, which need not exist yet"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={folder}: no permission to write in {existing}; give another run.dir")
+    config = folder / "config.yaml"
+    if config.is_file() and not is_saved_recipe(config):
+        raise ConfigError(
+            f"run.dir={folder}: its config.yaml was not written by a run and would be overwritten; "
+            f"give a folder of its own"
+        )
 
 
 def under_torchrun() -> bool:
@@ -162,7 +195,8 @@ class _Group:
         with ExitStack() as stack:
             out, err = None, None
             if rank > 0:
-                out, err = subprocess.DEVNULL, stack.enter_context(self._log(rank).open("wb"))
+                out, err = subprocess.DEVNULL, stack.enter_context(self._log(rank).open("ab"))
+            env = {**env, "ZOO_LAST_WORDS": str(self._log(rank))}
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
@@ -212,15 +246,13 @@ class _Group:
         codes = {rank: self.processes[rank].returncode for rank in failed}
         mistakes = [rank for rank in failed if codes[rank] == 2]
         for rank in mistakes[:1] or failed:
-            if rank > 0:
-                print(self._last_words(rank, codes[rank]), file=sys.stderr)
-        if 0 in codes and codes[0] < 0 and not mistakes:
-            print(f"zoo: rank 0 {_ending(codes[0])}", file=sys.stderr)
+            print(self._last_words(rank, codes[rank]), file=sys.stderr)
         code = codes[(mistakes or list(failed))[0]]
         return code if code > 0 else 128 - code
 
     def _last_words(self, rank: int, code: int) -> str:
-        lines = self._log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
+        log = self._log(rank)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         if code == 2:
             return "\n".join(lines[-1:]) or f"zoo: rank {rank} {_ending(code)}"
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])

@@ -8,11 +8,8 @@ cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` =
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,40 +24,27 @@ from zoo.data.loader import BatchLoader, SampleSource, eval_batches
 from zoo.engine import build, checkpoint
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.evaluate import evaluate
-from zoo.engine.result import TrainResult
+from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.world import World, world
+from zoo.errors import UserError
 
 
 def train(recipe: Recipe) -> TrainResult:
     """Train as the recipe says, on this rank; resumes from run.dir where it can.
 
-    Raises UserError (or a subclass) for what a user can mend.
+    A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
+    KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with world(recipe) as here, _interrupts() as stop:
+    with interrupts() as stop, world(recipe) as here:
         recipe = validate(recipe, here.size)
-        return Run(recipe, here, stop).run()
-
-
-@contextmanager
-def _interrupts() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second one interrupts as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def note(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        try:
+            return Run(recipe, here, stop).run()
+        except RuntimeError:
+            if stop.asked:  # a rank that was stopped too has left a collective
+                raise KeyboardInterrupt from None
+            raise
 
 
 @dataclass(frozen=True)
@@ -70,6 +54,7 @@ class Counts:
     real: int
     total: int
     labels: int
+    batches: int
 
     @classmethod
     def of(cls, batches: list[Any]) -> Counts:
@@ -78,13 +63,14 @@ class Counts:
             sum(b.real_tokens for b in batches),
             sum(b.total for b in batches),
             sum(b.num_labels for b in batches),
+            len(batches),
         )
 
 
 class Run:
     """One run on one rank: built once, then `run()`."""
 
-    def __init__(self, recipe: Recipe, world: World, stop: threading.Event) -> None:
+    def __init__(self, recipe: Recipe, world: World, stop: Interrupts) -> None:
         assert recipe.run.dir is not None
         self.recipe, self.world, self.stop = recipe, world, stop
         self.folder = Path(recipe.run.dir)
@@ -95,13 +81,18 @@ class Run:
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
-        self._build()
-        self.losses: list[float] = []
+        self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
+        self.exported: str | None = None
         self.interrupted = False
 
     def _find_checkpoint(self) -> Path | None:
-        found = checkpoint.checkpoints(self.folder) if self.recipe.run.resume else []
+        found = checkpoint.checkpoints(self.folder)
+        if found and not self.recipe.run.resume:
+            raise UserError(
+                f"run.resume=false: {self.folder} holds {found[-1].name} of an earlier run; "
+                "give another run.dir, or move that folder away"
+            )
         return found[-1] if found else None
 
     def _open_data(self) -> None:
@@ -156,37 +147,70 @@ class Run:
         self.step = family.load("step")(self.assembly.config, recipe.packing, world.device, cp_group)
 
     def run(self) -> TrainResult:
-        """All steps, evaluations and saves, then export and summary."""
-        recipe, train = self.recipe, self.recipe.train
-        self.log = RunLog(recipe, self.total_steps, self.done, main=self.world.is_main)
-        self._say_start()
-        started = time.monotonic()
+        """All steps, evaluations and saves, then export and summary; nothing where all of that was done before."""
+        if self._is_complete():
+            return self._leave_as_it_is()
+        self._build()
+        with self.stop.deferred():
+            self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
+            self._say_start()
+            started = time.monotonic()
+            metrics = self._steps(started)
+            seconds = time.monotonic() - started
+            if self.saved is None or self.saved.name != f"iter_{self.done}":
+                self._save()
+            if not self.interrupted:
+                metrics = self._evaluate()
+        together = True  # whether all ranks are at the same place
+        if self.recipe.export and not self.interrupted and not self._ends():
+            together = self._export_or_stop()
+        self._summarise(metrics, seconds)
+        if together:
+            dist.barrier()
+        return self._result(metrics)
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier start has done all steps, the evaluation and the export."""
+        summary = read_summary(self.folder)
+        if summary is None or self.done < self.total_steps:
+            return False
+        left = summary.get("interrupted") or (self.recipe.export and not summary.get("export"))
+        return not left and summary.get("steps") == self.done
+
+    def _leave_as_it_is(self) -> TrainResult:
+        if self.world.is_main:
+            print(
+                f"{self.folder} is finished: {self.done} steps are done and train.steps asks for {self.total_steps}. "
+                f"Give more train.steps to train on, or another run.dir to start anew."
+            )
+        return TrainResult.from_run_dir(self.folder)
+
+    def _steps(self, started: float) -> dict[str, Any]:
+        """Train to the last step, out of time or interrupted; figures of the last evaluation on the way."""
+        train = self.recipe.train
         metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
-            stop = self._train_step()
+            self._train_step()
             out_of_time = train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
-            if self._any(stop or out_of_time):
-                self.interrupted = not out_of_time
+            if self._ends(out_of_time):
                 break
             if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
                 self._save()
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
                 metrics = self._evaluate()
-        seconds = time.monotonic() - started
-        if self.saved is None or self.saved.name != f"iter_{self.done}":
-            self._save()
-        if not self.interrupted:
-            metrics = self._evaluate()
-            if recipe.export:
-                self._export()
-        return self._finish(metrics, seconds)
+                if self.interrupted:
+                    break
+        return metrics
 
-    def _any(self, flag: bool) -> bool:
-        """Whether any rank says so; asked at the end of each step, when the device is idle anyway."""
-        return flag if self.world.size == 1 else self.world.sum([float(flag)])[0] > 0
+    def _ends(self, out_of_time: bool = False) -> bool:
+        """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
+        flags = [float(self.stop.asked), float(out_of_time)]
+        asked, late = flags if self.world.size == 1 else self.world.sum(flags)
+        self.interrupted = asked > 0
+        return asked + late > 0
 
-    def _train_step(self) -> bool:
-        """One optimizer step; returns whether this rank was asked to stop."""
+    def _train_step(self) -> None:
+        """One optimizer step."""
         began = time.monotonic()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
@@ -200,7 +224,6 @@ class Run:
         self.trainable.optimizer.zero_grad()
         self.done += 1
         self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
-        return self.stop.is_set()
 
     def _loss_scale(self, labels: int, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
@@ -247,7 +270,7 @@ class Run:
             "labels": int(labels),
             "step_ms": (time.monotonic() - began) * 1e3,
             "data_ms": waited * 1e3,
-            **self._expert_figures(len(figures) or 1),
+            **self._expert_figures(counts.batches),
         }
         self.log.step(record)
 
@@ -274,11 +297,24 @@ class Run:
         return {f"moe_{name}": float(value) for name, value in totals.items()}
 
     def _evaluate(self) -> dict[str, Any]:
-        figures = evaluate(self.step, self.trainable.chunks, self.eval_set, self.world)
+        """Figures of the held-out rows; none when it was interrupted."""
+        self.log.note(f"evaluating on {len(self.held_out)} rows ...")
+        figures = evaluate(
+            self.step, self.trainable.chunks, self._until_interrupted(self.eval_set), self.world, self.eval_set.spare
+        )
+        if self.interrupted:
+            return {}
         self.log.evaluation(self.done, figures)
         return figures
 
+    def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if self._ends():
+                return
+            yield batch
+
     def _save(self) -> None:
+        self.log.note("saving ...")
         state = {
             "step": self.done,
             "total_steps": self.total_steps,
@@ -289,7 +325,18 @@ class Run:
         self.saved = checkpoint.save(self.trainable, folder, state, self.world, self.recipe.train.keep)
         self.log.event("save", self.done, path=str(self.saved))
 
+    def _export_or_stop(self) -> bool:
+        """Export, which an interrupt ends at once and on each rank by itself; whether it was left to end."""
+        try:
+            self._export()
+        except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
+            if not self.stop.asked:
+                raise
+            self.interrupted = True
+        return not self.interrupted
+
     def _export(self) -> None:
+        self.log.note("exporting ...")
         groups = self.world.groups
         target = export_hf(
             list(self.trainable.chunks),
@@ -303,39 +350,60 @@ class Run:
             processor=self.assembly.processor.hf,
             overwrite=True,
         )
-        self.log.event("export", self.done, path=str(target))
+        self.exported = str(target)
+        self.log.event("export", self.done, path=self.exported)
         self.log.say(f"exported to {target} (a Hugging Face folder)")
 
     def _say_start(self) -> None:
+        recipe = self.recipe
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
         self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+        train, evals = (", ".join(Path(spec).name for spec in specs) for specs in (recipe.data.train, recipe.data.eval))
         self.log.say(
-            f"{parameters / 1e6:.2f} M parameters on this rank | {len(self.source)} training rows, "
-            f"{len(self.held_out)} held out | {self.total_steps} steps"
+            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {len(self.source)} rows of {train}, "
+            f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"
         )
 
-    def _finish(self, metrics: dict[str, Any], seconds: float) -> TrainResult:
+    def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
+        """Write summary.json and the plot, and say how it ended."""
         self.loader.close()
         summary = {
             "steps": self.done,
             "total_steps": self.total_steps,
             "interrupted": self.interrupted,
             "checkpoint": str(self.saved) if self.saved else None,
+            "export": self.exported,
             "final_loss": self.losses[-1] if self.losses else None,
             "seconds": round(seconds, 1),
-            "skipped_rows": dict(self.source.counts),
+            "skipped_rows": dict(self.source.counts + self.held_out.counts),
             "metrics": metrics,
         }
         self.log.finish(summary)
+        self._say_end(summary)
+
+    def _say_end(self, summary: dict[str, Any]) -> None:
+        if summary["skipped_rows"]:
+            rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
+            self.log.say(f"rows left out: {rows}; {self.folder / 'bad_rows.jsonl'} lists them")
+        if self.losses and not self.interrupted:
+            self.log.say(
+                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {self.done} steps; "
+                f"plot: {self.folder / 'plots' / 'loss.png'}"
+            )
         if self.interrupted:
-            self.log.say(f"stopped at step {self.done}, saved {self.saved}; run the same command again to go on")
-        dist.barrier()
+            what = "train on" if self.done < self.total_steps else "evaluate and export"
+            self.log.say(
+                f"stopped at step {self.done} of {self.total_steps}, saved in {self.saved}; "
+                f"run the same command again to {what}"
+            )
+
+    def _result(self, metrics: dict[str, Any]) -> TrainResult:
         return TrainResult(
             steps=self.done,
             losses=self.losses,
-            checkpoint=summary["checkpoint"],
+            checkpoint=str(self.saved) if self.saved else None,
             metrics=metrics,
             run_dir=str(self.folder),
             interrupted=self.interrupted,

@@ -29,11 +29,10 @@ class TrainResult:
             UserError: the folder holds no `summary.json`, so no run has ended there.
         """
         folder = Path(path)
-        file = folder / "summary.json"
-        if not file.is_file():
+        summary = read_summary(folder)
+        if summary is None:
             raise UserError(f"{folder}: no summary.json, so no run has ended there")
-        summary = json.loads(file.read_text(encoding="utf-8"))
-        losses = _losses(folder / "train.jsonl")
+        losses = list(losses_by_step(folder).values())
         return cls(
             steps=summary.get("steps", len(losses)),
             losses=losses,
@@ -44,13 +43,21 @@ class TrainResult:
         )
 
 
-def _losses(log: Path) -> list[float]:
-    """Loss by step; of a step that was done again after a resume, the later line counts."""
-    if not log.is_file():
-        return []
+def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+    """`summary.json` of a run folder; None where no run has ended."""
+    file = Path(run_dir) / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def losses_by_step(run_dir: str | Path) -> dict[int, float]:
+    """Step -> training loss from `train.jsonl`; of a step that was done again after a resume, the later line counts."""
+    log = Path(run_dir) / "train.jsonl"
     by_step: dict[int, float] = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if "loss" in record and "step" in record:
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:  # a line that a killed run left half-written
+            continue
+        if "event" not in record:
             by_step[record["step"]] = record["loss"]
-    return [by_step[step] for step in sorted(by_step)]
+    return dict(sorted(by_step.items()))

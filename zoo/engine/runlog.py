@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
+from zoo.engine.plot import plot_losses
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "triton",
@@ -112,6 +113,11 @@ class RunLog:
         if self.main:
             self.progress.say(text)
 
+    def note(self, text: str) -> None:
+        """What is going on, for the person watching a terminal; gone with the next line."""
+        if self.main:
+            self.progress.show(text)
+
     def _line(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
@@ -165,17 +171,25 @@ class Progress:
             f"ETA {clock(rate * (self.total - step))}"
         )
         if self.live:
-            width = shutil.get_terminal_size().columns
-            self.stream.write("\r\x1b[2K" + text[: width - 1])
-            self.stream.flush()
-            self.shown = text
+            self.show(text)
+            if step == self.total:  # stays
+                self.stream.write("\n")
+                self.shown = ""
         elif step % self.every == 0 or step == self.total or step == self.first + 1:
             print(text, file=self.stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """The live line, on a terminal alone."""
+        if self.live:
+            self.stream.write("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])
+            self.stream.flush()
+            self.shown = text
 
     def say(self, text: str) -> None:
         """A line of its own, above the live one."""
         if self.live and self.shown:
             self.stream.write("\r\x1b[2K")
+            self.shown = ""
         print(text, file=self.stream, flush=True)
 
 
@@ -184,51 +198,3 @@ def clock(seconds: float) -> str:
     minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
-
-
-def plot_losses(folder: Path) -> Path | None:
-    """plots/loss.png from train.jsonl: training loss, evaluation loss and exact match by step."""
-    records = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in records if "event" not in r]
-    evals = [r for r in records if r.get("event") == "eval"]
-    if not steps:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
-    axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training loss")
-    axis.plot(x, _smooth(y), color="tab:blue", linewidth=2, label="training loss, smoothed")
-    axis.set_xlabel("optimizer step")
-    axis.set_ylabel("loss (nats a label)")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
-    handles, labels = axis.get_legend_handles_labels()
-    if evals:
-        axis.plot([r["step"] for r in evals], [r["loss"] for r in evals], "o-", color="tab:orange", label="eval loss")
-        right = axis.twinx()
-        for kind in sorted({k for r in evals for k in r["by_kind"]}):
-            points = [(r["step"], r["by_kind"][kind]["exact_match"]) for r in evals if kind in r["by_kind"]]
-            right.plot(*zip(*points, strict=True), ".--", linewidth=1, label=f"exact match: {kind}")
-        right.set_ylim(0, 1.02)
-        right.set_ylabel("exact match on held-out rows")
-        handles, labels = (a + b for a, b in zip(axis.get_legend_handles_labels(), right.get_legend_handles_labels(), strict=True))
-    axis.legend(handles, labels, fontsize=8, loc="center right")
-    axis.set_title(folder.name)
-    path = folder / "plots" / "loss.png"
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return path
-
-
-def _smooth(values: list[float], weight: float = 0.95) -> list[float]:
-    """Exponential moving average, corrected for its start."""
-    smoothed, average = [], 0.0
-    for i, value in enumerate(values, start=1):
-        average = weight * average + (1 - weight) * value
-        smoothed.append(average / (1 - weight**i))
-    return smoothed

@@ -1,7 +1,8 @@
 """One rank of a run: `python -m zoo.engine.worker <resolved config.yaml>`, started by :mod:`zoo.engine.launch`.
 
-Exit codes: 0 done, 2 a user's mistake (one line on stderr), 130 interrupted (after saving), 1 with a traceback
-for anything else.
+Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted (after saving), 1 for anything else (a traceback).
+Line and traceback go to the file that ZOO_LAST_WORDS names, else to stderr: a rank can't know whether it failed by
+itself or because of another one, the launcher can.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 
-from zoo.errors import UserError
+from zoo.errors import UserError, file_error
 
 _POLL_SECONDS = 2.0
 
@@ -27,10 +29,29 @@ def main(argv: list[str] | None = None) -> int:
 
         return 130 if train(load_recipe(path)).interrupted else 0
     except UserError as error:
-        print(f"zoo: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(error)
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        mistake = file_error(error) if isinstance(error, OSError) else None
+        if mistake is not None:
+            return _refuse(mistake)
+        _leave(traceback.format_exc())
+        return 1
+
+
+def _refuse(mistake: UserError) -> int:
+    _leave(f"zoo: error: {mistake}\n")
+    return 2
+
+
+def _leave(words: str) -> None:
+    path = os.environ.get("ZOO_LAST_WORDS")
+    if path is None:
+        sys.stderr.write(words)
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(words)
 
 
 def end_with_parent() -> None:

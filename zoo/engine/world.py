@@ -74,7 +74,9 @@ def world(recipe: Recipe) -> Iterator[World]:
         yield _init_model_parallel(recipe, device)
     finally:
         from megatron.core import parallel_state
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
+        destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

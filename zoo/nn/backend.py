@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from zoo.nn.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.experts import GroupedExperts
 from zoo.nn.norm import RMSNorm
+from zoo.nn.router import Router
 
 
 class TorchBackend(BackendSpecProvider):
@@ -126,7 +127,7 @@ def decoder_layer(config: TransformerConfig, backend: BackendSpecProvider, exper
     mlp: Any = partial(MLP.as_mlp_submodule, submodules=dense)
     if experts:
         shared = partial(SharedExpertMLP, submodules=dense)
-        parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared)
+        parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared, router=Router)
         mlp = partial(MoELayer, submodules=parts)
     return ModuleSpec(
         module=TransformerLayer,

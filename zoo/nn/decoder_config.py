@@ -58,6 +58,10 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
         bf16=precision == "bf16",
         variable_seq_lengths=True,  # packed rows differ in length
         deallocate_pipeline_outputs=True,
+        # Interleaved, both neighbours of a rank are the same one where there are two stages: a batch of sends and
+        # receives would mix up the two directions, so megatron-core wants them one by one.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,

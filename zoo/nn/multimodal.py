@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
@@ -187,7 +188,9 @@ class MultimodalModel(LanguageModule):
             mask = mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
         hidden = self.decoder(hidden, self.rotary(inputs.positions), inputs.seq_params, mask, deepstack)
         if not self.post_process:
-            return _join(hidden, deepstack.after(self.decoder.last_layer) if deepstack else None)
+            sent = _join(hidden, deepstack.after(self.decoder.last_layer) if deepstack else None)
+            # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
+            return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
         return self._head(hidden, inputs)
 
     def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None]:

@@ -127,7 +127,7 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         raise launch.WorkerError(2)
 
     told = "zoo: a rank of the run failed with exit code 7\n"
-    for fake, code, err in ((interrupted, 130, ""), (failed, 7, told), (stopped, 130, ""), (mistaken, 2, "")):
+    for fake, code, err in ((interrupted, 130, ""), (failed, 7, told), (stopped, 130, "zoo: interrupted\n"), (mistaken, 2, "")):
         monkeypatch.setattr(launch, "launch", fake)
         assert main(["train", f"recipe={NAME}"]) == code
         assert capsys.readouterr().err == err

@@ -209,7 +209,10 @@ def test_an_unknown_family_is_named_before_its_sizes() -> None:
 
 def test_a_file_without_a_family(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", "train: {steps: 1}\n")
-    assert error_of(name=file) == "size=tiny: model.family is not set; `zoo list` shows the families"
+    wanted = "model.family is not set; write `base: qwen3_omni_sft` (or another recipe) as its first line"
+    assert error_of(name=file) == f"{file}: {wanted}"
+    write(tmp_path / "mine.yaml", "trian: {steps: 1}\n")
+    assert error_of(name=file).startswith(f"{file}: trian.steps: no such key; nearest: train.steps")
 
 
 def test_an_unknown_recipe() -> None:
@@ -265,3 +268,20 @@ def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
     assert "is no valid JSON" in error_of(f"model.init={tmp_path}")
     write(tmp_path / "config.json", "[]")
     assert "holds no JSON object" in error_of(f"model.init={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("thinker_config.text_config.hiden_size", "model.arch.thinker_config.text_config.hidden_size"),
+        ("text_config.hidden_size", "model.arch.thinker_config"),
+    ],
+)
+def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
+    message = error_of(f"model.arch.{key}=64")
+    assert message == f"model.arch.{key}: no such key; nearest: {nearest}"
+
+
+def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
+    arch = load_recipe(NAME, ["size=tiny", "model.arch.thinker_config.audio_config.dropout=0.1"]).model.arch
+    assert arch["thinker_config"]["audio_config"]["dropout"] == 0.1

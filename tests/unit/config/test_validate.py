@@ -197,7 +197,7 @@ def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None
         (1, {"train.lr": float("nan")}, "train.lr=nan: wanted 0 or more"),
         (1, {"train.beta2": 1}, "train.beta2=1.0: wanted a number below 1"),
         (1, {"data.train": []}, "data.train=[]: nothing to train on; name a JSONL file or a bundled set"),
-        (1, {"model.init": "./no/folder"}, "model.init=./no/folder: no such folder"),
+        (1, {"model.init": "./no/folder"}, "model.init=./no/folder: no such folder; wanted random, a checkpoint folder or a hub id"),
     ],
 )
 def test_a_recipe_that_cannot_run(ranks: int, changes: dict[str, Any], message: str) -> None:

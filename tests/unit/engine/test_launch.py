@@ -85,7 +85,8 @@ def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_same_mistake_on_all_ranks_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     text = """
         time.sleep(0 if rank else 0.3)
-        print("zoo: error: the mistake", file=sys.stderr)
+        with open(os.environ["ZOO_LAST_WORDS"], "a") as file:
+            file.write("zoo: error: the mistake\\n")
         sys.exit(2)
     """
     assert run_ranks(program(text), 2) == 2
@@ -274,8 +275,10 @@ def test_the_worker_maps_what_happens_to_exit_codes(
     assert outcome(KeyboardInterrupt()) == 130
     assert outcome(UserError("one sentence")) == 2
     assert capsys.readouterr().err == "zoo: error: one sentence\n"
-    with pytest.raises(ZeroDivisionError):
-        outcome(ZeroDivisionError())
+    assert outcome(FileNotFoundError(2, "No such file or directory", "rows.jsonl")) == 2
+    assert capsys.readouterr().err == "zoo: error: rows.jsonl: no such file or folder\n"
+    assert outcome(ZeroDivisionError()) == 1
+    assert capsys.readouterr().err.endswith("ZeroDivisionError\n")
 
 
 def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""What users get wrong: one sentence and exit code 2, or the bad rows left out, counted and listed."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Zoo, bundled, summary, text_row, write_rows
+
+RECIPE = "recipe=qwen3_omni_sft"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "trian: no such verb; nearest: zoo train"),
+        (["train"], "no recipe is given: zoo train recipe=NAME; recipes: qwen3_omni_sft"),
+        (["train", RECIPE, RECIPE], "recipe is given 2 times (qwen3_omni_sft, qwen3_omni_sft); give one"),
+        (["train", "recipe=qwen3_omi_sft"], "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft"),
+        (["train", "recipe=my.yaml"], "recipe=my.yaml: no such file; recipes by name: qwen3_omni_sft"),
+        (["train", RECIPE, "train.stepz=3"], "train.stepz: no such key; nearest: train.steps"),
+        (["train", RECIPE, "size=tny"], "size=tny: no such size; nearest: tiny"),
+        (["train", RECIPE, "hardware=cpuu"], "hardware=cpuu: no such hardware; nearest: cpu"),
+        (["train", RECIPE, "train.steps=many"], "train.steps=many: wanted a whole number or null"),
+        (["train", RECIPE, "data.on_error=ignore"], "data.on_error=ignore: wanted one of raise, skip"),
+        (
+            ["train", RECIPE, "nproc=2", "parallel.tp=3"],
+            "parallel.tp=3 * pp=1 * cp=1 = 3 does not divide the 2 ranks of the run; 1 or 2 would, or nproc=3",
+        ),
+        (
+            ["train", RECIPE, "nproc=3", "parallel.ep=3"],
+            "parallel.ep=3 does not divide the 4 experts of the model; 1, 2 or 4 would",
+        ),
+        (
+            ["train", RECIPE, "data.train=rows.jsonl"],
+            "data.train=rows.jsonl: is neither a file nor a bundled set; bundled sets: digits:train, digits:heldout.",
+        ),
+        (
+            ["train", RECIPE, "data.eval=digits:train2"],
+            "data.eval=digits:train2: is neither a file nor a bundled set; did you mean digits:train?",
+        ),
+        (
+            ["train", RECIPE, "model.init=checkpoint"],
+            "model.init=checkpoint: no such folder; wanted random, a checkpoint folder or a hub id",
+        ),
+        (["train", RECIPE, "run.dir=train.jsonl"], "run.dir=train.jsonl: {cwd}/train.jsonl is a file; wanted a folder, "
+         "which need not exist yet"),
+        (["train", RECIPE, "run.dir=train.jsonl/x"], "run.dir=train.jsonl/x: {cwd}/train.jsonl is a file; wanted a "
+         "folder, which need not exist yet"),
+    ],
+)  # fmt: skip
+def test_mistakes_found_before_anything_starts(zoo: Zoo, arguments: list[str], message: str) -> None:
+    before = sorted(zoo.folder.rglob("*"))
+    done = zoo(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert done.err == f"zoo: error: {message.format(cwd=zoo.folder)}\n"
+    left = [path for path in zoo.folder.rglob("*") if path not in before and not path.name.startswith("out")]
+    assert not left
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_wandb_that_is_not_installed(zoo: Zoo) -> None:
+    message = zoo.refused("train", RECIPE, "log.wandb=zoo")
+    assert message.startswith(
+        "log.wandb=zoo: Weights & Biases is not installed; pip install 'zoo-train[wandb]'"
+    )
+
+
+def test_a_recipe_file_that_is_no_yaml(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("base: qwen3_omni_sft\ntrain:\n  steps: [1\n")
+    assert zoo.refused("train", f"recipe={tmp_path}/r.yaml").startswith(
+        f"{tmp_path}/r.yaml:4: no valid YAML: "
+    )
+
+
+def test_a_folder_that_is_no_run_folder_keeps_its_config(zoo: Zoo, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    message = zoo.refused(*zoo.train_arguments(tmp_path))
+    assert message.startswith(f"run.dir={tmp_path}: its config.yaml was not written by a run")
+    assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
+
+
+# --- rows
+
+
+def cut(kind: str, key: str, folder: Path) -> dict[str, Any]:
+    """A bundled row whose medium is cut in half."""
+    row = bundled(kind)
+    whole = Path(row[key][0])
+    half = folder / f"half{whole.suffix}"
+    half.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    return {**row, key: [str(half)]}
+
+
+def bad_rows(folder: Path) -> dict[str, tuple[Any, str, str]]:
+    """Name -> row (or line), cause, and a part of what is said of it."""
+    image = bundled("image")
+    sentence = " and so on" * 40
+    long = {"messages": [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": sentence}]}
+    return {
+        "json": ('{"messages": [', "bad_json", "broken JSON at column 15"),
+        "key": ({**text_row(1), "imagess": []}, "bad_row", "unknown key 'imagess'; did you mean 'images'?"),
+        "missing": ({**image, "images": ["no.png"]}, "missing_file", f"no file {folder}/no.png; "),
+        "count": ({**image, "images": image["images"] * 2}, "placeholder_mismatch", "1 <image> in the messages but 2"),
+        "image": (cut("image", "images", folder), "corrupt_media", f"image {folder}/half.png can't be used: "),
+        "sound": (cut("audio", "audios", folder), "corrupt_media", f"audio {folder}/half.ogg can't be used: "),
+        "video": (cut("video", "videos", folder), "corrupt_media", f"video {folder}/half.mp4 can't be used: "),
+        "long": (long, "overlong", "tokens, 0 of them media, are over packing.budget 96; "),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["json", "key", "missing", "count", "image", "sound", "video", "long"])
+def test_a_bad_row_ends_the_run_where_it_is_not_to_be_skipped(zoo: Zoo, tmp_path: Path, name: str) -> None:
+    row, _, text = bad_rows(tmp_path)[name]
+    data = write_rows(tmp_path / "rows.jsonl", [text_row(1), text_row(2), row])
+    message = zoo.refused(*zoo.train_arguments(tmp_path / "run", f"data.train={data}"))
+    assert message.startswith(f"{data}:3: ") and text in message
+    assert "data.on_error=skip leaves out and lists such rows" in message
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_bad_rows_are_left_out_counted_and_listed(zoo: Zoo, tmp_path: Path) -> None:
+    bad = bad_rows(tmp_path)
+    rows = [row for number, entry in enumerate(bad.values()) for row in (text_row(number), entry[0])]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    folder = tmp_path / "run"
+    arguments = [f"data.train={data}", "data.on_error=skip", "train.steps=4", "export=false"]
+    done = zoo.train(folder, *arguments)
+    assert (done.code, done.err) == (0, ""), done
+    counts = {
+        "bad_json": 1,
+        "bad_row": 1,
+        "missing_file": 1,
+        "placeholder_mismatch": 1,
+        "corrupt_media": 3,
+        "overlong": 1,
+    }
+    assert summary(folder)["skipped_rows"] == counts
+    assert "rows left out: 1 bad_json, 1 bad_row, " in done.out
+    listed = {e["source"]: e for e in map(json.loads, (folder / "bad_rows.jsonl").read_text().splitlines())}
+    assert sorted(listed) == sorted(f"{data}:{2 * number + 2}" for number in range(len(bad)))
+    for number, (_, cause, text) in enumerate(bad.values()):
+        entry = listed[f"{data}:{2 * number + 2}"]
+        assert entry["cause"] == cause and text in entry["message"]
+
+
+def test_overlong_rows_are_dropped_or_cut(zoo: Zoo, tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", [text_row(1), bad_rows(tmp_path)["long"][0]])
+    for overlong, counts in (("drop", {"overlong": 1}), ("truncate_text", {})):
+        folder = tmp_path / overlong
+        arguments = [f"data.train={data}", f"data.overlong={overlong}", "train.steps=1", "export=false"]
+        assert zoo.train(folder, *arguments).code == 0
+        assert summary(folder)["skipped_rows"] == counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "rows.jsonl has no rows; each line should be a JSON object with 'messages'."),
+        (["{", "["], "rows.jsonl: no usable row (2 bad_json); see bad_rows.jsonl."),
+    ],
+)
+def test_a_file_without_usable_rows(zoo: Zoo, tmp_path: Path, rows: list[Any], message: str) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    for key in ("data.train", "data.eval"):
+        arguments = zoo.train_arguments(tmp_path / "run", f"{key}={data}", "data.on_error=skip")
+        assert zoo.refused(*arguments).endswith(message)

@@ -1,0 +1,88 @@
+"""Ctrl-C at every stage of a run, and what the same command does afterwards."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.commands import STEPS, Ended, Zoo, events, figures, logged, summary, weights
+
+
+def test_while_training_it_saves_and_the_same_command_goes_on(
+    zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder)
+    running.until(lambda: "step" in events(folder))
+    running.interrupt()
+    done = running.ended()
+    at = summary(folder)["steps"]
+    assert done.code == 130 and 0 < at < STEPS
+    assert done.err == "zoo: ending this step and saving; Ctrl-C again stops at once, without saving\n"
+    assert done.out.splitlines()[-1] == (
+        f"stopped at step {at} of 6, saved in {folder}/checkpoints/iter_{at}; run the same command again to train on"
+    )
+    assert summary(folder)["interrupted"] is True
+    assert not (folder / "export").exists()
+
+    done = zoo.train(folder)
+    assert done.code == 0, done
+    assert f"resuming {folder}/checkpoints/iter_{at} at step {at} of 6" in done.out
+    assert figures(folder) == figures(finished[0])  # to the bit
+    assert weights(folder) == weights(finished[0])
+    assert (summary(folder)["interrupted"], summary(folder)["steps"]) == (False, STEPS)
+
+
+@pytest.mark.parametrize("stage", ["recipe", "start"])
+def test_before_the_first_step_nothing_is_written(zoo: Zoo, tmp_path: Path, stage: str) -> None:
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder)
+    running.until(lambda: "zoo: recipe" in running.said())
+    if stage == "start":  # torch.distributed has started its threads
+        running.until(lambda: len(os.listdir(f"/proc/{running.pid}/task")) > 1)
+    running.interrupt()
+    done = running.ended()
+    assert (done.code, done.err) == (130, "zoo: interrupted\n")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "reached"),
+    [
+        ("evaluation", lambda folder: events(folder)[-1:] == ["save"]),
+        ("export", lambda folder: (folder / ".export.partial").exists()),
+    ],
+)
+def test_after_the_last_step_only_the_rest_is_left_to_do(
+    zoo: Zoo, tmp_path: Path, stage: str, reached: Callable[[Path], bool]
+) -> None:
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder, "train.steps=1")
+    running.until(lambda: reached(folder))
+    running.interrupt()
+    done = running.ended()
+    assert done.code == 130, (stage, done)
+    assert done.out.splitlines()[-1].endswith("run the same command again to evaluate and export")
+    assert (summary(folder)["interrupted"], summary(folder)["export"]) == (True, None)
+    assert not (folder / "export").exists() and not (folder / ".export.partial").exists()
+
+    done = zoo.train(folder, "train.steps=1")
+    assert done.code == 0 and "step 1/1" not in done.out
+    assert (folder / "export" / "config.json").is_file()
+    assert len(logged(folder)) == 1
+    assert (summary(folder)["interrupted"], summary(folder)["final_loss"]) == (
+        False,
+        logged(folder)[0]["loss"],
+    )
+
+
+def test_a_second_one_stops_at_once(zoo: Zoo, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder, "train.steps=500")
+    running.until(lambda: "step" in events(folder))
+    running.interrupt()
+    running.until(lambda: "Ctrl-C again" in running.said())
+    running.interrupt()
+    assert running.ended().code == 130
+    assert not (folder / "summary.json").exists()
+    assert not list((folder / "checkpoints").glob("iter_*"))

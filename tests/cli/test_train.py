@@ -1,0 +1,121 @@
+"""`zoo train` from the first line it prints to the last file it writes; once more, further, from its own config."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.commands import STEPS, Ended, Zoo, events, figures, logged, summary, weights
+
+
+def times(folder: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_what_a_run_prints(finished: tuple[Path, Ended]) -> None:
+    folder, done = finished
+    lines = done.out.splitlines()
+    assert lines[0] == (
+        "zoo: recipe qwen3_omni_sft | size tiny (given) | family qwen3_omni | weights random | 1 rank (dp=1) | "
+        f"{folder}"
+    )
+    assert "trains on 11 rows of train.jsonl, evaluates on 2 of heldout.jsonl | 6 steps" in lines[1]
+    assert [line.split("  ")[0] for line in lines[2 : 2 + STEPS]] == [
+        f"step {n}/{STEPS}" for n in range(1, 7)
+    ]
+    assert lines[8].startswith("eval at step 6: loss ") and "image " in lines[8] and "text " in lines[8]
+    assert lines[9] == f"exported to {folder}/export (a Hugging Face folder)"
+    assert lines[10].startswith("loss ") and lines[10].endswith(f"plot: {folder}/plots/loss.png")
+    assert "\r" not in done.out and "\x1b" not in done.out
+    assert done.err == ""  # nothing that torch, megatron-core or transformers have to say
+
+
+def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
+    folder, _ = finished
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints", "config.yaml", "env.json", "export", "plots", "summary.json", "tensorboard", "train.jsonl",
+    ]  # fmt: skip
+    steps = logged(folder)
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    wanted = {"loss", "grad_norm", "lr", "real_tokens", "pad_fraction", "step_ms", "moe_load_balancing_loss"}
+    assert all(wanted <= record.keys() for record in steps)
+    assert events(folder) == ["start", *["step"] * STEPS, "save", "eval", "export"]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"iter_{STEPS}"]
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((folder / "env.json").read_text())["packages"]["megatron-core"]
+    ended = summary(folder)
+    assert (ended["steps"], ended["total_steps"], ended["interrupted"]) == (STEPS, STEPS, False)
+    assert ended["skipped_rows"] == {} and ended["final_loss"] == steps[-1]["loss"] < steps[0]["loss"]
+    assert ended["metrics"]["by_kind"].keys() == {"image", "text"}
+
+
+def test_a_finished_run_is_left_as_it_is(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
+    folder, _ = finished
+    before = times(folder)
+    done = zoo.train(folder)
+    assert (done.code, done.err) == (0, "")
+    assert f"{folder} is finished: 6 steps are done and train.steps asks for 6. " in done.out
+    assert "more train.steps" in done.out and "another run.dir" in done.out
+    assert times(folder) == before
+
+
+def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
+    done = zoo.train(copied, f"train.steps={STEPS + 2}", "train.lr=1e-3", "log.tensorboard=false")
+    assert done.code == 0, done
+    assert f"resuming {copied}/checkpoints/iter_6 at step 6 of 8" in done.out
+    assert [record["step"] for record in logged(copied)] == list(range(1, STEPS + 3))
+    assert (
+        logged(copied)[-1]["lr"] < logged(copied)[-2]["lr"] < 1e-3
+    )  # the schedule is that of the recipe as it is now
+    assert summary(copied)["steps"] == STEPS + 2
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["iter_6", "iter_8"]
+
+
+def test_the_saved_config_repeats_the_run_to_the_bit(
+    zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    folder, _ = finished
+    done = zoo("train", f"recipe={folder}/config.yaml", f"run.dir={tmp_path}/again", "log.tensorboard=false")
+    assert done.code == 0, done
+    assert "size tiny (as resolved in " in done.out
+    assert figures(tmp_path / "again") == figures(folder)
+    assert weights(tmp_path / "again") == weights(folder)
+    assert not (tmp_path / "again" / "tensorboard").exists()
+
+
+def test_another_models_run_folder_is_refused(zoo: Zoo, copied: Path) -> None:
+    before = times(copied)
+    key = "thinker_config.text_config.moe_intermediate_size"
+    message = zoo.refused(*zoo.train_arguments(copied, f"model.arch.{key}=64"))
+    assert message == (
+        f"{copied}/checkpoints/iter_6 is a checkpoint of another model (arch.{key}: 96 there, 64 here); "
+        "use another run.dir, or move that folder away to start anew"
+    )
+    message = zoo.refused(*zoo.train_arguments(copied, "run.seed=1", "train.steps=9"))
+    assert "run.seed" in message and "use a new run.dir" in message
+    message = zoo.refused(*zoo.train_arguments(copied, "run.resume=false"))
+    assert message.startswith(
+        f"run.resume=false: {copied} holds iter_6 of an earlier run; give another run.dir"
+    )
+    assert times(copied) == before
+
+
+def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
+    done = zoo.train(tmp_path / "run", "train.steps=3", "export=false", tty=True)
+    assert done.code == 0, done
+    shown = done.out.split("\r\n")
+    assert [part[: len("step 1/3")] for part in shown[2].split("\r\x1b[2K")[1:]] == [
+        f"step {n}/3" for n in (1, 2, 3)
+    ]
+    assert shown[3].startswith(
+        "\r\x1b[2Ksaving ...\r\x1b[2Kevaluating on 2 rows ...\r\x1b[2Keval at step 3: "
+    )
+    assert all(len(part) < 100 for part in shown[2].split("\r\x1b[2K"))  # the terminal's width
+
+
+@pytest.mark.parametrize(
+    "verb", [[], ["--help"], ["train", "--help"], ["list"], ["show", "recipe=qwen3_omni_sft"]]
+)
+def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
+    done = zoo(*verb)
+    assert (done.code, done.err) == (0, "") and done.out

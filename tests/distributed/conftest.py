@@ -1,0 +1,57 @@
+"""The pool of ranks, a tiny Qwen3-Omni that every parallel size divides, and rows in micro-batches."""
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engine import Batch
+from support.pool import Pool
+from support.rows import make_examples
+from support.tiny_omni import thinker_config, write_tiny_omni
+
+# 4 layers for 2 stages of 2 chunks; 6 experts for 2 expert-parallel ranks.
+TEXT = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 6}
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Four ranks, started when first asked to run."""
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def even_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny thinker with the sizes of TEXT."""
+    return write_tiny_omni(tmp_path_factory.mktemp("even_omni"), whole=False, **TEXT).thinker
+
+
+@pytest.fixture(scope="session")
+def tied_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, with embedding and head in one weight."""
+    return write_tiny_omni(tmp_path_factory.mktemp("tied_omni"), whole=False, tied=True, **TEXT).thinker
+
+
+@pytest.fixture(scope="session")
+def samples() -> dict[str, Any]:
+    """Samples of rows of every kind and mixtures, by the names in support.rows.NAMES."""
+    from zoo.models.qwen3_omni.processor import build_processor
+
+    examples = make_examples(build_processor(thinker_config(**TEXT)))
+    return {name: example.sample for name, example in examples.items()}
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[Batch]], str]:
+    """Writes micro-batches where ranks can read them, and says where."""
+    folder = tmp_path_factory.mktemp("batches")
+
+    def write(batches: list[Batch]) -> str:
+        path = folder / f"{len(list(folder.iterdir()))}.pickle"
+        path.write_bytes(pickle.dumps(batches))
+        return str(path)
+
+    return write

@@ -1,0 +1,105 @@
+"""Whole runs through zoo.engine.loop.train: each parallel layout takes the same steps to the same weights."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_tasks
+from support.pool import Pool
+
+LIMIT = 1e-5
+# eps above the gradients' rounding noise, which Adam would otherwise blow up to steps of size lr.
+COMMON = (
+    "train.steps=3",
+    "train.global_batch=4",
+    "train.warmup_steps=0",
+    "train.lr=1e-3",
+    "train.eps=1e-4",
+    "train.eval_rows=4",
+    "data.lookahead=8",
+    "packing.budget=512",
+    "packing.align=4",  # what CP2 needs, for all: the bins are the same
+    "log.tensorboard=false",
+)
+PARALLEL: dict[str, tuple[int, tuple[str, ...]]] = {
+    "dp2": (2, ("train.save_every=2",)),
+    "ep2": (2, ("parallel.ep=2",)),
+    "tp2": (2, ("parallel.tp=2",)),
+    "pp2": (2, ("parallel.pp=2",)),
+    "pp2 vpp2": (2, ("parallel.pp=2", "parallel.vpp=2")),
+    "cp2": (2, ("parallel.cp=2",)),
+    "tp2 ep2 etp2": (4, ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")),
+}
+Train = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Runs COMMON under a layout's name, each name once; `folder` is added to what the first rank returns."""
+    root, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(name: str) -> dict[str, Any]:
+        if name not in done:
+            size, overrides = PARALLEL.get(name, (1, ()))
+            folder = root / name.replace(" ", "_")
+            ranks = pool.run(
+                size, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=180.0
+            )
+            assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
+            done[name] = {**ranks[0], "folder": folder}
+        return done[name]
+
+    return run
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = sorted((folder / "export").glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def relative(found: float, wanted: float) -> float:
+    return abs(found - wanted) / max(abs(wanted), 1e-12)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_same_steps_and_same_weights(
+    name: str, train: Train, record_property: Callable[[str, object], None]
+) -> None:
+    serial, parallel = train("serial"), train(name)
+    assert len(parallel["steps"]) == len(serial["steps"]) == 3
+    assert serial["losses"][2] < 0.999 * serial["losses"][0]
+    errors: dict[str, float] = {}
+    for mine, wanted in zip(parallel["steps"], serial["steps"], strict=True):
+        assert mine["labels"] == wanted["labels"] and mine["real_tokens"] == wanted["real_tokens"]
+        for key in ("loss", "grad_norm", "moe_load_balancing_loss", "pad_fraction"):
+            errors[key] = max(errors.get(key, 0.0), relative(mine[key], wanted[key]))
+    errors["eval loss"] = relative(parallel["metrics"]["loss"], serial["metrics"]["loss"])
+    weights, originals = exported(parallel["folder"]), exported(serial["folder"])
+    assert set(weights) == set(originals)
+    moved = 0.0
+    for key, tensor in originals.items():
+        difference = float((weights[key] - tensor).norm() / tensor.norm().clamp(min=1e-3))
+        moved = max(moved, difference)
+    errors["weights"] = moved
+    record_property("errors", {key: f"{error:.1e}" for key, error in errors.items()})
+    assert all(error < LIMIT for error in errors.values()), errors
+
+
+def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Train, tmp_path: Path) -> None:
+    whole = train("dp2")
+    resumed = tmp_path / "resumed"
+    (resumed / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole["folder"] / "checkpoints" / "iter_2", resumed / "checkpoints" / "iter_2")
+    found = pool.run(2, rank_tasks.train, [*COMMON, f"run.dir={resumed}"], timeout=180.0)[0]
+    assert [step["step"] for step in found["steps"]] == [3]
+    for key in ("loss", "grad_norm", "lr", "labels"):
+        assert found["steps"][0][key] == whole["steps"][2][key]
+    assert found["metrics"] == whole["metrics"]
+    weights = exported(resumed)
+    for name, tensor in exported(whole["folder"]).items():
+        assert torch.equal(weights[name], tensor), name

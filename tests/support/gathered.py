@@ -1,0 +1,71 @@
+"""Full gradients from what the ranks hold, with every replica checked against the others; and their comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.rank_tasks import Held
+
+LIMIT = 1e-5
+# See tests/parity/test_qwen3_omni_gradients.py: these gradients are zero in exact arithmetic, what is left is rounding.
+NOISE = 1e-6
+
+
+def total_loss(held: Sequence[Held]) -> float:
+    """The mean over all labels."""
+    return sum(part.loss for part in held)
+
+
+def full_gradients(held: Sequence[Held]) -> dict[str, Tensor]:
+    """Global parameter name -> full gradient. Asserts that ranks with the same part have it to the bit."""
+    from zoo.bridge.parallel import join
+
+    full = {}
+    for name in dict.fromkeys(name for part in held for name in part.gradients):
+        shard = next(part.shards[name] for part in held if name in part.shards)
+        pieces: dict[tuple[int, int], Tensor] = {}
+        for rank, part in enumerate(held):
+            if name not in part.gradients:
+                continue  # of another pipeline stage
+            where, gradient = _place(part.info, shard), part.gradients[name]
+            same = pieces.setdefault(where, gradient)
+            assert torch.equal(same, gradient), (
+                f"{name}: rank {rank} differs from another rank that holds {where}"
+            )
+        experts = sorted({expert for expert, _ in pieces})
+        stacks = [[pieces[key] for key in sorted(pieces) if key[0] == expert] for expert in experts]
+        full[name] = torch.cat([_join(stack, shard, join) for stack in stacks])
+    return full
+
+
+def _place(info: Any, shard: str | None) -> tuple[int, int]:
+    """(expert-parallel rank, rank along the axis a tensor is cut on) of the part that a rank holds."""
+    if shard in ("expert1", "expert2"):
+        return info.ep_rank, info.etp_rank
+    return 0, info.tp_rank if shard is not None else 0
+
+
+def _join(pieces: list[Tensor], shard: Any, join: Any) -> Tensor:
+    if shard not in ("expert1", "expert2"):
+        return join(pieces, shard)
+    return torch.stack([join(list(parts), shard) for parts in zip(*pieces, strict=True)])
+
+
+def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
+    """(largest relative error of a gradient, its name), by norms; asserts that both have the same gradients.
+
+    One whose norm is below NOISE counts by its absolute error, in units of NOISE times LIMIT.
+    """
+    assert set(found) == set(wanted)
+    errors = {}
+    for name, want in wanted.items():
+        assert found[name].shape == want.shape, name
+        size, error = float(want.norm()), float((found[name] - want).norm())
+        assert bool(found[name].isfinite().all()), name
+        errors[name] = error / size if size > NOISE else error / NOISE * LIMIT
+    name = max(errors, key=lambda name: errors[name])
+    return errors[name], name

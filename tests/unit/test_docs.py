@@ -1,0 +1,173 @@
+"""The documentation speaks of what is there: links, files, tests, keys, commands, rows and Python of its examples."""
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zoo
+from zoo.cli.arguments import split_flags, split_recipe
+from zoo.cli.main import VERBS
+from zoo.config.compose import load_recipe
+from zoo.config.reference import keys, sections
+from zoo.data.rows import KEYS, MEDIA, PLACEHOLDER
+
+REPO = Path(__file__).parents[2]
+PAGES = [
+    path
+    for path in (
+        REPO / "README.md",
+        *sorted((REPO / "docs").glob("**/*.md")),
+        *sorted(REPO.glob("models/*/README.md")),
+    )
+    if path.is_file()
+]
+FLAGS = {"show": ("--schema",), "list": ("--json",)}
+FOLDERS = (
+    "bridges",
+    "docs",
+    "models",
+    "recipes",
+    "scripts",
+    "tests",
+    "zoo",
+)  # paths that start so are files here
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Texts of the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Every command of the page, in words: lines of bash blocks, and `zoo ...` or `make ...` in the prose."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    lines += [code for code in re.findall(r"`([^`\n]+)`", prose(page)) if re.match(r"(zoo|make) \w", code)]
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words:
+            yield words
+
+
+def test_there_are_pages() -> None:
+    assert {"README.md", "architecture.md", "data.md", "recipes.md"} <= {page.name for page in PAGES}
+
+
+@pages
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" not in target and not target.startswith("#"):
+            path = (page.parent / target.partition("#")[0]).resolve()
+            assert path.exists(), f"{target}: no such file"
+            assert path.is_relative_to(REPO), f"{target} leads out of the repository"
+
+
+@pages
+def test_files_and_tests_named_are_there(page: Path) -> None:
+    sources = "\n".join(path.read_text() for path in (REPO / "tests").rglob("test_*.py"))
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./-]*", code):
+            assert (REPO / code).exists(), f"{code}: no such file"
+        if re.fullmatch(r"test_\w+", code):
+            assert f"def {code}(" in sources, f"{code}: no such test"
+
+
+@pages
+def test_keys_named_are_those_of_the_schema(page: Path) -> None:
+    for code in re.findall(r"`([^`\n]+)`", prose(page)):
+        key = code.partition("=")[0]
+        if re.fullmatch(rf"({'|'.join(sections())})\.[\w.]+", key) and Path(key).suffix not in (".py", ".md", ".jsonl"):
+            assert key in keys() or key.startswith("model.arch."), f"{code}: no such key"
+
+
+@pages
+def test_commands_are_understood(page: Path) -> None:
+    for words in commands(page):
+        program, *rest = words
+        if program == "torchrun":
+            assert rest[:2] == ["--nproc-per-node", "2"] and rest[2:4] == ["-m", "zoo"], words
+            program, rest = "zoo", rest[4:]
+        if program == "zoo":
+            check_zoo(rest)
+        elif program == "make":
+            makefile = (REPO / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in rest), words
+        elif program == "python":
+            paths = [word for word in rest if "/" in word]
+            assert paths and all((REPO / path).exists() for path in paths), words
+        else:
+            assert program == "source", f"{words}: not known to this test"
+
+
+def check_zoo(words: list[str]) -> None:
+    """The verb exists, takes these flags, and the recipe resolves with these overrides."""
+    verb, *rest = words
+    if verb in ("--help", "--version"):
+        return
+    assert verb in VERBS, words
+    flags, rest = split_flags(rest, FLAGS.get(verb, ()))
+    if flags or verb == "list" or not rest:
+        return
+    name, overrides = split_recipe(rest, verb)
+    if not name.endswith(".yaml"):  # a file of the reader's own
+        load_recipe(name, overrides)
+
+
+@pages
+def test_recipe_files_resolve(page: Path, tmp_path: Path) -> None:
+    for text in blocks(page, "yaml"):
+        file = tmp_path / "recipe.yaml"
+        file.write_text(text)
+        load_recipe(file)
+
+
+@pages
+def test_rows_are_rows(page: Path) -> None:
+    for text in blocks(page, "json"):
+        row = json.loads(text)
+        assert set(row) <= set(KEYS), text
+        marks = [mark for turn in row["messages"] for mark in PLACEHOLDER.findall(turn["content"])]
+        for name, key in MEDIA.items():
+            assert marks.count(name) == len(row.get(key, ())), text
+
+
+@pages
+def test_python_uses_names_that_are_there(page: Path) -> None:
+    for text in blocks(page, "python"):
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+                continue
+            if node.value.id == "zoo":
+                assert hasattr(zoo, node.attr), f"zoo.{node.attr}"
+            if node.value.id in ("layout", "PackedLayout"):
+                from zoo.packing import PackedLayout
+
+                assert hasattr(PackedLayout, node.attr), f"PackedLayout.{node.attr}"
+
+
+def test_python_of_the_readme_resolves() -> None:
+    calls = [
+        node
+        for text in blocks(REPO / "README.md", "python")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "load_recipe"
+    ]
+    assert calls
+    for call in calls:
+        (name,) = call.args
+        load_recipe(
+            ast.literal_eval(name), **{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+        )

@@ -1,0 +1,73 @@
+"""plots/loss.png of a run folder: the losses by step, and exact match on the held-out rows by kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def plot_losses(folder: Path) -> Path | None:
+    """Draw `folder`/plots/loss.png from its train.jsonl; returns the file, or None where no step was logged."""
+    records = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [r for r in records if "event" not in r]
+    evals = [r for r in records if r.get("event") == "eval"]
+    if not steps:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(
+        1, 2 if evals else 1, figsize=(11 if evals else 7, 4), layout="constrained", squeeze=False
+    )
+    _losses(panels[0, 0], steps, evals)
+    if evals:
+        _exact_match(panels[0, 1], evals)
+    figure.suptitle(folder.resolve().name)
+    path = folder / "plots" / "loss.png"
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
+    x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
+    axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
+    axis.plot(x, _smooth(y), color="tab:blue", linewidth=2, label="training, smoothed")
+    if evals:
+        axis.plot(
+            [r["step"] for r in evals], [r["loss"] for r in evals], "o-", color="tab:orange", label="held out"
+        )
+    axis.set(xlabel="optimizer step", ylabel="loss (nats a label)", ylim=(0, None), title="loss")
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
+    """Lines over the steps, or bars where there is a single evaluation."""
+    kinds = sorted({kind for r in evals for kind in r["by_kind"]})
+    axis.set_title("exact match on held-out rows")
+    if len(evals) == 1:
+        shares = [evals[0]["by_kind"][kind] for kind in kinds]
+        names = [f"{kind} ({share['rows']})" for kind, share in zip(kinds, shares, strict=True)]
+        bars = axis.barh(names, [share["exact_match"] for share in shares], color="tab:green")
+        axis.bar_label(bars, [f"{share['exact_match']:.0%}" for share in shares], padding=3)
+        axis.set(xlim=(0, 1.1), xlabel=f"share of rows, at step {evals[0]['step']}")
+        axis.invert_yaxis()
+        return
+    for kind in kinds:
+        points = [(r["step"], r["by_kind"][kind]["exact_match"]) for r in evals if kind in r["by_kind"]]
+        axis.plot(*zip(*points, strict=True), "o-", linewidth=1, markersize=4, label=kind)
+    axis.set(xlabel="optimizer step", ylabel="share of rows", ylim=(-0.02, 1.02))
+    axis.grid(alpha=0.3)
+    axis.legend()
+
+
+def _smooth(values: list[float]) -> list[float]:
+    """Mean over a centred window of a twentieth of the steps, cut off at both ends."""
+    reach = len(values) // 40
+    windows = (values[max(i - reach, 0) : i + reach + 1] for i in range(len(values)))
+    return [sum(window) / len(window) for window in windows]

@@ -1,0 +1,46 @@
+"""The router of an MoE layer: mcore's, with a z-loss that is the same however the tokens are spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+
+class Router(TopKRouter):
+    """Top-k routing and its auxiliary losses.
+
+    megatron-core 0.19.2 takes the z-loss of each TP and CP rank's tokens and then the mean over ranks. Padding
+    lies unevenly on them, so tokens that share a rank with padding would weigh more than others. Here it is the
+    mean over all real tokens of the micro-batch. Costs one all-reduce of a number where there is padding.
+    """
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """logits (N, E) with the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) attached to their gradient.
+
+        padding_mask: (N,) bool, True on padding, and given on all ranks of a micro-batch or on none.
+        """
+        coefficient, group = self.config.moe_z_loss_coeff, self.tp_cp_group
+        alone = group.size() == 1 or self.config.calculate_per_token_loss or self.is_mtp_layer
+        if (
+            padding_mask is None
+            or coefficient is None
+            or alone
+            or not (self.training and torch.is_grad_enabled())
+        ):
+            return super().apply_z_loss(logits, padding_mask)
+        real = ~padding_mask
+        count = real.sum().to(logits.dtype)
+        torch.distributed.all_reduce(count, group=group)
+        share = (torch.logsumexp(logits, dim=-1).square() * real).sum() / count.clamp(min=1.0)
+        get_moe_metrics_tracker().record(
+            "z_loss",
+            share * group.size(),  # which is averaged over the ranks
+            self.layer_number,
+            self.config.num_layers + (self.config.mtp_num_layers or 0),
+            avg_group=self.tp_dp_cp_group,
+        )
+        scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, share * coefficient)
+        return scaled
