@@ -103,9 +103,9 @@ def bad_rows(folder: Path) -> dict[str, tuple[Any, str, str]]:
         "key": ({**text_row(1), "imagess": []}, "bad_row", "unknown key 'imagess'; did you mean 'images'?"),
         "missing": ({**image, "images": ["no.png"]}, "missing_file", f"no file {folder}/no.png; "),
         "count": ({**image, "images": image["images"] * 2}, "placeholder_mismatch", "1 <image> in the messages but 2"),
-        "image": (cut("image", "images", folder), "corrupt_media", f"image {folder}/half.png can't be used: "),
-        "sound": (cut("audio", "audios", folder), "corrupt_media", f"audio {folder}/half.ogg can't be used: "),
-        "video": (cut("video", "videos", folder), "corrupt_media", f"video {folder}/half.mp4 can't be used: "),
+        "image": (cut("image", "images", folder), "corrupt_media", f"image {folder}/half."),
+        "sound": (cut("audio", "audios", folder), "corrupt_media", f"audio {folder}/half."),
+        "video": (cut("video", "videos", folder), "corrupt_media", f"video {folder}/half."),
         "long": (long, "overlong", "tokens, 0 of them media, are over packing.budget 96; "),
     }  # fmt: skip
 

@@ -28,6 +28,7 @@ PARALLEL: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, ("train.save_every=2",)),
     "ep2": (2, ("parallel.ep=2",)),
     "tp2": (2, ("parallel.tp=2",)),
+    "tp4": (4, ("parallel.tp=4",)),  # more ranks than key-value heads
     "pp2": (2, ("parallel.pp=2",)),
     "pp2 vpp2": (2, ("parallel.pp=2", "parallel.vpp=2")),
     "cp2": (2, ("parallel.cp=2",)),

@@ -87,7 +87,11 @@ def test_files_and_tests_named_are_there(page: Path) -> None:
 def test_keys_named_are_those_of_the_schema(page: Path) -> None:
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         key = code.partition("=")[0]
-        if re.fullmatch(rf"({'|'.join(sections())})\.[\w.]+", key) and Path(key).suffix not in (".py", ".md", ".jsonl"):
+        if re.fullmatch(rf"({'|'.join(sections())})\.[\w.]+", key) and Path(key).suffix not in (
+            ".py",
+            ".md",
+            ".jsonl",
+        ):
             assert key in keys() or key.startswith("model.arch."), f"{code}: no such key"
 
 

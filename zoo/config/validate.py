@@ -141,7 +141,9 @@ def _check_model(recipe: Recipe) -> None:
     init = recipe.model.init
     is_hub_id = init.count("/") == 1 and not init.startswith((".", "/", "~"))
     if init != "random" and not is_hub_id and not Path(init).expanduser().exists():
-        raise ConfigError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
+        raise ConfigError(
+            f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id"
+        )
     if init == "random" and not recipe.model.arch:
         raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
 
@@ -173,6 +175,11 @@ def _check_ranks(recipe: Recipe, world_size: int) -> None:
             f"parallel.etp={parallel.etp} * ep={parallel.ep} * pp={parallel.pp} = {expert} does not divide the "
             f"{fitting}, or nproc={_next_multiple(world_size, expert)}"
         )
+    if parallel.sp and parallel.tp == 1:
+        raise ConfigError(
+            "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel "
+            "ranks; give parallel.tp=2 or more, or leave parallel.sp open"
+        )
     if parallel.vpp > 1 and parallel.pp == 1:
         raise ConfigError(
             f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1"
@@ -192,6 +199,17 @@ def _check_arch(recipe: Recipe) -> None:
             raise ConfigError(
                 f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
                 f"heads of the model; {_listed(fitting)} would"
+            )
+    sparse = (
+        text.get("num_experts")
+        and not text.get("mlp_only_layers")
+        and text.get("decoder_sparse_step", 1) == 1
+    )
+    for key in ("vocab_size",) if sparse else ("vocab_size", "intermediate_size"):
+        size = text.get(key)
+        if size and size % parallel.tp:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the model's {key} {size}; {_listed(_divisors(size))} would"
             )
     if layers and layers % (parallel.pp * parallel.vpp):
         raise ConfigError(

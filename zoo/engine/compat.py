@@ -55,7 +55,23 @@ def _mend_expert_bias_mask() -> None:
     router._apply_expert_bias = apply_expert_bias
 
 
+def _save_without_a_manager() -> None:
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    module: Any = filesystem_async
+    module._results_queue = queue.Queue()
+
+
 SHIMS = (
+    Shim(
+        name="save-without-a-manager",
+        fault="a save in this process's own threads starts a spawned manager process for its results: half a GiB "
+        "a rank, and EOFError in a script without `if __name__ == '__main__':`, which the process imports again",
+        last_broken="0.19.2",
+        apply=_save_without_a_manager,
+    ),
     Shim(
         name="expert-bias-mask",
         fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",

@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
     """Versions and machine, as far as they can matter for a result."""
     import torch
 
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -160,6 +160,17 @@ def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None
         ),
         (
             2,
+            {"parallel.tp": 2, "model.arch.thinker_config.text_config.vocab_size": 385},
+            "parallel.tp=2 does not divide the model's vocab_size 385; 1, 5, 7, 11, 35, 55, 77 or 385 would",
+        ),
+        (
+            1,
+            {"parallel.sp": True},
+            "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel ranks; "
+            "give parallel.tp=2 or more, or leave parallel.sp open",
+        ),
+        (
+            2,
             {"parallel.tp": 2, "parallel.sp": False},
             "parallel.sp=false with parallel.tp=2: a model with experts needs sequence parallel under tensor parallel; "
             "leave parallel.sp open or set it to true",
@@ -197,7 +208,11 @@ def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None
         (1, {"train.lr": float("nan")}, "train.lr=nan: wanted 0 or more"),
         (1, {"train.beta2": 1}, "train.beta2=1.0: wanted a number below 1"),
         (1, {"data.train": []}, "data.train=[]: nothing to train on; name a JSONL file or a bundled set"),
-        (1, {"model.init": "./no/folder"}, "model.init=./no/folder: no such folder; wanted random, a checkpoint folder or a hub id"),
+        (
+            1,
+            {"model.init": "./no/folder"},
+            "model.init=./no/folder: no such folder; wanted random, a checkpoint folder or a hub id",
+        ),
     ],
 )
 def test_a_recipe_that_cannot_run(ranks: int, changes: dict[str, Any], message: str) -> None:
@@ -214,6 +229,14 @@ def test_steps_and_epochs_both_given() -> None:
 def test_expert_parallel_of_a_dense_model() -> None:
     message = "parallel.ep=2, etp=1: the model has no experts; set both to 1"
     assert error_of(DENSE, {"parallel.ep": 2}, 2) == message
+
+
+def test_width_of_dense_layers() -> None:
+    odd = {"parallel.tp": 2, "model.arch.thinker_config.text_config.intermediate_size": 51}
+    message = "parallel.tp=2 does not divide the model's intermediate_size 51; 1, 3, 17 or 51 would"
+    assert error_of(DENSE, odd, 2) == message
+    assert error_of(MOE, {**odd, "model.arch.thinker_config.text_config.mlp_only_layers": [1]}, 2) == message
+    assert validate(replace_in(MOE, odd), 2).parallel.tp == 2  # no layer has that width
 
 
 def test_key_value_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
