@@ -47,7 +47,7 @@ def train(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Train:
             size, overrides = PARALLEL.get(name, (1, ()))
             folder = root / name.replace(" ", "_")
             ranks = pool.run(
-                size, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=180.0
+                size, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=300.0
             )
             assert all(rank["losses"] == ranks[0]["losses"] for rank in ranks)
             done[name] = {**ranks[0], "folder": folder}
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Trai
     resumed = tmp_path / "resumed"
     (resumed / "checkpoints").mkdir(parents=True)
     shutil.copytree(whole["folder"] / "checkpoints" / "iter_2", resumed / "checkpoints" / "iter_2")
-    found = pool.run(2, rank_tasks.train, [*COMMON, f"run.dir={resumed}"], timeout=180.0)[0]
+    found = pool.run(2, rank_tasks.train, [*COMMON, f"run.dir={resumed}"], timeout=300.0)[0]
     assert [step["step"] for step in found["steps"]] == [3]
     for key in ("loss", "grad_norm", "lr", "labels"):
         assert found["steps"][0][key] == whole["steps"][2][key]

@@ -11,8 +11,11 @@ from torch import Tensor
 from support.rank_tasks import Held
 
 LIMIT = 1e-5
-# See tests/parity/test_qwen3_omni_gradients.py: these gradients are zero in exact arithmetic, what is left is rounding.
-NOISE = 1e-6
+# Rounding leaves an absolute error of about 1e-8 in tensors of any size, most of it by the cancellation in a softmax's
+# gradient: the audio tower's key biases have no other gradient (tests/parity/test_qwen3_omni_gradients.py says why),
+# queries and keys of its last layer little. So tensors below this share of the whole gradient's norm are held to the
+# absolute error of one that size.
+FLOOR = 1e-3
 
 
 def total_loss(held: Sequence[Held]) -> float:
@@ -56,16 +59,16 @@ def _join(pieces: list[Tensor], shard: Any, join: Any) -> Tensor:
 
 
 def worst(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> tuple[float, str]:
-    """(largest relative error of a gradient, its name), by norms; asserts that both have the same gradients.
+    """(largest error of a gradient relative to its norm, its name); asserts that both have the same gradients.
 
-    One whose norm is below NOISE counts by its absolute error, in units of NOISE times LIMIT.
+    A norm counts as no less than FLOOR times that of the whole gradient.
     """
     assert set(found) == set(wanted)
+    floor = FLOOR * sum(float(want.norm()) ** 2 for want in wanted.values()) ** 0.5
     errors = {}
     for name, want in wanted.items():
         assert found[name].shape == want.shape, name
-        size, error = float(want.norm()), float((found[name] - want).norm())
         assert bool(found[name].isfinite().all()), name
-        errors[name] = error / size if size > NOISE else error / NOISE * LIMIT
+        errors[name] = float((found[name] - want).norm()) / max(float(want.norm()), floor)
     name = max(errors, key=lambda name: errors[name])
     return errors[name], name
