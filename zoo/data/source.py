@@ -68,6 +68,7 @@ class SampleSource:
         self._bad_rows = bad_rows
         self._listed = _listed(bad_rows)
         self._lengths: dict[int, int | None] = {}
+        self._bad: set[int] = set()
         self._cache: OrderedDict[int, Sample] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.RLock()
@@ -115,37 +116,46 @@ class SampleSource:
         with self._lock:
             key = self._key(visit)
             if key not in self._lengths:
-                self.sample(visit)
+                self._remembered(key)
             return self._lengths[key]
 
     def sample(self, visit: int) -> Sample | None:
         """The sample of row `visit % len(self)` in epoch `visit // len(self)`; None for a row that is left out.
 
-        Epochs differ under data.augment alone.
+        Epochs differ under data.augment (in one of data.augment_variants ways) and data.blank_answers alone.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
         """
         with self._lock:
-            key, index = self._key(visit), visit % len(self.rows)
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-            if self._lengths.get(key, 0) is None:
-                return None
-            sample = self._encode(index, self._augment(visit))
-            self._lengths[key] = None if sample is None else sample.length
-            if sample is not None:
-                self._keep(key, sample)
+            sample = self._remembered(self._key(visit))
+        if sample is None or not self.blank:
             return sample
+        draw = Augment(0.0, (self.seed, *divmod(visit, len(self.rows))))
+        ids = draw.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
+        return replace(sample, input_ids=ids)
 
     def _key(self, visit: int) -> int:
-        """What a sample is remembered under."""
-        return visit if self.strength or self.blank else visit % len(self.rows)
-
-    def _augment(self, visit: int) -> Augment | None:
+        """What a sample is remembered under: variant * rows + row."""
         epoch, index = divmod(visit, len(self.rows))
-        return Augment(self.strength, (self.seed, epoch, index)) if self.strength or self.blank else None
+        return epoch % self.data.augment_variants * len(self.rows) + index if self.strength else index
+
+    def _remembered(self, key: int) -> Sample | None:
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
+        variant, index = divmod(key, len(self.rows))
+        if self._lengths.get(key, 0) is None or index in self._bad:
+            self._lengths[key] = None
+            return None
+        augment = Augment(self.strength, (self.seed, variant, index)) if self.strength else None
+        sample = self._encode(index, augment)
+        self._lengths[key] = None if sample is None else sample.length
+        if sample is None:
+            self._bad.add(index)
+        else:
+            self._keep(key, sample)
+        return sample
 
     def settle(self, error: RowError) -> None:
         """Raise, or count and list, a bad row as data.on_error says."""
@@ -175,9 +185,6 @@ class SampleSource:
                 sample.length > self.limit and augment is not None
             ):  # a pause too much is no fault of the row's
                 sample = self.processor.encode(row, **how)
-            if self.blank and augment is not None:
-                ids = augment.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
-                sample = replace(sample, input_ids=ids)
             if sample.length <= self.limit:
                 return sample
             if data.overlong == "truncate_text":
