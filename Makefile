@@ -1,7 +1,7 @@
 # make help lists the targets. Everything runs in .venv, which is made at first need and then reused.
 VENV ?= .venv
 EXTRAS ?= dev
-DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 run.dir=runs/demo
+DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 train.eval_every=100 train.max_minutes=3.5 run.dir=runs/demo
 PYTEST_ARGS ?=
 PYTHON := $(VENV)/bin/python
 

@@ -79,7 +79,7 @@ class Zoo:
     def train_arguments(self, run_dir: Path, *overrides: str) -> list[str]:
         """The small run: STEPS steps of one short packed row, evaluated on two rows."""
         fixed = {
-            "recipe": "qwen3_omni_sft", "size": "tiny", "hardware": "cpu", "run.dir": run_dir,
+            "recipe": "qwen3_omni_sft", "size": "tiny", "nproc": "1", "hardware": "cpu", "run.dir": run_dir,
             "data.train": self.data / "train.jsonl", "data.eval": self.data / "heldout.jsonl",
             "packing.budget": 96, "train.global_batch": 2, "train.warmup_steps": 2, "train.log_every": 1,
             "train.steps": STEPS, "engine.threads": 1,

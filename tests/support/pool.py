@@ -32,6 +32,7 @@ from typing import Any
 
 import pytest
 
+CALLS = 8  # after which the ranks are replaced: gloo leaves the threads of each call's groups behind
 START_SECONDS = 300.0  # imports of all ranks
 SETTLE_SECONDS = 3.0  # after a rank failed: time for the others to end too
 _LAST_LINES = 25
@@ -60,6 +61,7 @@ class Pool:
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self._ranks: list[_Rank] = []
+        self._calls = 0
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         atexit.register(self.close)  # in case nobody does: multiprocessing waits for its processes
 
@@ -71,7 +73,10 @@ class Pool:
         Raises PoolError where a rank raises or dies, or after `timeout` seconds.
         """
         assert size <= self.size, f"{size} ranks of a pool of {self.size}"
+        if self._calls >= CALLS:
+            self.close()
         self._start()
+        self._calls += 1
         message = pickle.dumps((size, _free_port(), function, arguments))
         ranks = self._ranks[:size]
         for rank in ranks:
@@ -114,6 +119,7 @@ class Pool:
 
     def close(self) -> None:
         """End all processes; the next `run` starts others."""
+        self._calls = 0
         for rank in self._ranks:
             rank.end()
         self._ranks = []

@@ -100,6 +100,6 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
     assert where.startswith(str(site))
     assert "train" in run("zoo", "--help")
     assert "qwen3_omni" in run("zoo", "list")
-    demo = ["recipe=qwen3_omni_sft", "size=tiny", "train.steps=2", f"run.dir={tmp_path}/run"]
+    demo = ["recipe=qwen3_omni_sft", "size=tiny", "nproc=1", "train.steps=2", f"run.dir={tmp_path}/run"]
     run("zoo", "train", *demo)
     assert (tmp_path / "run" / "train.jsonl").exists()

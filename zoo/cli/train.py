@@ -5,7 +5,7 @@ Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (
 
   size=SIZE          a size of the family; default: the published size on a GPU, tiny without
   hardware=NAME      settings for a kind of machine
-  nproc=N            ranks on this machine; default: one a GPU, or 1 without
+  nproc=N            ranks on this machine; default: one a GPU, or nproc_cpu without
   train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100
   run.dir=FOLDER     the run folder; a run that was stopped goes on from there
 

@@ -63,7 +63,9 @@ class DataConfig:
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
     lookahead: int = 64  # samples the packer may choose from
-    augment: float = 0.0  # strength, 0 to 1, of random changes to training media (warp, speed, noise); 0: none
+    augment: float = (
+        0.0  # strength, 0 to 1, of random changes to training media (warp, speed, noise); 0: none
+    )
     augment_variants: int = 8  # different changes of a row; later epochs take them again, from the cache
     blank_answers: float = 0.0  # share of answer tokens blanked in what the model reads back; labels stay
     cache_mb: int = 512  # memory for processed samples, per rank, in MiB
@@ -123,7 +125,8 @@ class Recipe:
     recipe: str = "custom"  # name or path of the recipe file it came from
     size: str | None = None  # a size that `zoo list` shows; default: published size on a GPU, tiny without
     hardware: str | None = None  # a hardware overlay
-    nproc: int | None = None  # ranks started on this machine; default: one a GPU, or 1 without
+    nproc: int | None = None  # ranks started on this machine; default: one a GPU, or nproc_cpu without
+    nproc_cpu: int = 1  # ranks started where there is no GPU, at most one a core
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -20,7 +20,7 @@ from zoo.errors import ConfigError
 from zoo.registry import get_family
 
 _POSITIVE = (
-    "nproc", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "nproc", "nproc_cpu", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
     "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
     "train.log_every", "train.max_minutes", "train.eps", "engine.threads",

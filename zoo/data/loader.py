@@ -95,9 +95,7 @@ class BinStream:
             length = self.source.length(visit)
             if length is not None:
                 return visit, length
-        raise UserError(
-            f"data.train: no usable row is left ({self.source.left_out()}); see bad_rows.jsonl."
-        )
+        raise UserError(f"data.train: no usable row is left ({self.source.left_out()}); see bad_rows.jsonl.")
 
     def _make_order(self) -> np.ndarray:
         if not self.shuffle:

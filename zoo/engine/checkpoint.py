@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
+from zoo.engine import compat
 from zoo.engine.runlog import write_atomically
 from zoo.engine.world import World
 from zoo.errors import UserError
@@ -68,7 +69,9 @@ def read_state(checkpoint: Path, model: dict[str, Any]) -> dict[str, Any]:
 def _differences(theirs: Any, ours: Any, prefix: str = "") -> Any:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         for key in sorted({*theirs, *ours}):
-            yield from _differences(theirs.get(key), ours.get(key), f"{prefix}{key}." if prefix or key else key)
+            yield from _differences(
+                theirs.get(key), ours.get(key), f"{prefix}{key}." if prefix or key else key
+            )
     elif theirs != ours:
         yield prefix.rstrip("."), theirs, ours
 
@@ -103,45 +106,15 @@ def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
     """Put a checkpoint's weights, optimizer state and schedule into what was built for this run."""
     from megatron.core import dist_checkpointing
 
-    _allocate_optimizer_state(trainable.optimizer)
+    compat.allocate_optimizer_state(trainable.optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = dist_checkpointing.load(_sharded(trainable, _metadata(world), True), str(checkpoint))
     for index, chunk in enumerate(trainable.chunks):
         chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
     step = loaded["scheduler"]["num_steps"]
-    _load_optimizer(trainable.optimizer, loaded["optimizer"], step)
+    compat.load_optimizer_state(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
-
-
-def _allocate_optimizer_state(optimizer: Any) -> None:
-    """Give torch's AdamW a state to load into: megatron-core 0.19.2 cannot describe an optimizer that never stepped.
-
-    The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
-    """
-    for one in optimizer.chained_optimizers:
-        if not one.optimizer.state:
-            one._init_optimizer_states_with_dummy_values()
-
-
-def _load_optimizer(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
-    """Moments and fp32 weights from the checkpoint, learning rate and the like as the recipe has them now.
-
-    In the place of `optimizer.load_state_dict(loaded)`, which can't load into other hyper-parameters or another number
-    of chained optimizers (one for the experts where they are sharded otherwise). With torch's AdamW, megatron-core
-    0.19.2 hands one step counter to all parameters, which each of them would advance, and expects it among the tensors.
-    """
-    chained = optimizer.chained_optimizers
-    parts = [loaded] if len(chained) == 1 else [loaded[i] for i in range(len(chained))]
-    for one, part in zip(chained, parts, strict=True):
-        groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
-        one.load_state_dict({"optimizer": {"param_groups": groups}})
-        states = one.optimizer.state.values()
-        counters = [state.pop("step", None) for state in states]
-        one.load_parameter_state_from_fully_reshardable(part["param_state"])
-        for state, counter in zip(states, counters, strict=True):
-            if counter is not None:
-                state["step"] = counter.clone()
 
 
 def _metadata(world: World) -> dict[str, Any]:
@@ -153,7 +126,9 @@ def _metadata(world: World) -> dict[str, Any]:
 
 
 def _sharded(trainable: Trainable, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    chunks = {f"model{i}": c.module.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainable.chunks)}
+    chunks = {
+        f"model{i}": c.module.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainable.chunks)
+    }
     everything = chunks["model0"] if len(chunks) == 1 else chunks
     optimizer = trainable.optimizer.sharded_state_dict(everything, is_loading=is_loading, metadata=metadata)
     return {**chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}

@@ -3,7 +3,7 @@
 A shim says what is wrong, in which versions, and is applied to those alone. tests/unit/engine/test_compat.py
 shows each fault without its shim, and asks for the shim's removal where the installed version no longer has it.
 Faults that zoo avoids by other modules (rotary angles of packed rows, torch's norm without sequence parallelism)
-need no shim.
+need no shim. Below the shims stand the functions that are called in the place of faulty ones.
 """
 
 from __future__ import annotations
@@ -79,3 +79,33 @@ SHIMS = (
         apply=_mend_expert_bias_mask,
     ),
 )
+
+
+def allocate_optimizer_state(optimizer: Any) -> None:
+    """Give torch's AdamW a state to load into: megatron-core 0.19.2 cannot describe an optimizer that never stepped.
+
+    The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
+    """
+    for one in optimizer.chained_optimizers:
+        if not one.optimizer.state:
+            one._init_optimizer_states_with_dummy_values()
+
+
+def load_optimizer_state(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
+    """Moments and fp32 weights from the checkpoint, learning rate and the like as the recipe has them now.
+
+    In the place of `optimizer.load_state_dict(loaded)`, which can't load into other hyper-parameters or another number
+    of chained optimizers (one for the experts where they are sharded otherwise). With torch's AdamW, megatron-core
+    0.19.2 hands one step counter to all parameters, which each of them would advance, and expects it among the tensors.
+    """
+    chained = optimizer.chained_optimizers
+    parts = [loaded] if len(chained) == 1 else [loaded[i] for i in range(len(chained))]
+    for one, part in zip(chained, parts, strict=True):
+        groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
+        one.load_state_dict({"optimizer": {"param_groups": groups}})
+        states = one.optimizer.state.values()
+        counters = [state.pop("step", None) for state in states]
+        one.load_parameter_state_from_fully_reshardable(part["param_state"])
+        for state, counter in zip(states, counters, strict=True):
+            if counter is not None:
+                state["step"] = counter.clone()

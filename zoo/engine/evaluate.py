@@ -41,7 +41,9 @@ def evaluate(
         given = batch if batch is not None else spare()
         figures = get_forward_backward_func()(
             forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
-            data_iterator=[itertools.repeat(given) for _ in chunks] if len(chunks) > 1 else itertools.repeat(given),
+            data_iterator=[itertools.repeat(given) for _ in chunks]
+            if len(chunks) > 1
+            else itertools.repeat(given),
             model=list(chunks),
             num_microbatches=_smallest_count(world, chunks),
             seq_length=given.input_ids.shape[1],
@@ -93,7 +95,11 @@ class _Sums:
             "exact_match": match / max(rows, 1.0),
             "rows": int(rows),
             "by_kind": {
-                kind: {"exact_match": sums[3] / sums[2], "rows": int(sums[2]), "loss": sums[0] / max(sums[1], 1.0)}
+                kind: {
+                    "exact_match": sums[3] / sums[2],
+                    "rows": int(sums[2]),
+                    "loss": sums[0] / max(sums[1], 1.0),
+                }
                 for kind, sums in sorted(total.items())
             },
         }

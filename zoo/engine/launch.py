@@ -102,12 +102,12 @@ def under_torchrun() -> bool:
 
 
 def world_size(recipe: Recipe) -> int:
-    """Ranks the run will have: those of torchrun, else `nproc`, else one a GPU, else one."""
+    """Ranks the run will have: those of torchrun, else `nproc`, else one a GPU, else `nproc_cpu`."""
     if under_torchrun():
         return int(os.environ["WORLD_SIZE"])
     gpus = gpu_count()
     if recipe.nproc is None:
-        return max(gpus, 1)
+        return gpus or min(recipe.nproc_cpu, _cores())
     if gpus and recipe.nproc > gpus:
         raise ConfigError(
             f"nproc={recipe.nproc}: a rank needs a GPU of its own and {gpus} can be seen; nproc={gpus} would work"

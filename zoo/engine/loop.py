@@ -191,7 +191,9 @@ class Run:
         metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
             self._train_step()
-            out_of_time = train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
+            out_of_time = (
+                train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
+            )
             if self._ends(out_of_time):
                 break
             if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
@@ -233,7 +235,9 @@ class Run:
         dist.all_reduce(total, group=self.world.groups.dp)
         return self.world.dp_size * micro_batches / total.clamp(min=1.0)
 
-    def _forward_backward(self, batches: list[Any], scale: torch.Tensor | float) -> list[dict[str, torch.Tensor]]:
+    def _forward_backward(
+        self, batches: list[Any], scale: torch.Tensor | float
+    ) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         chunks = list(self.trainable.chunks)
@@ -281,7 +285,14 @@ class Run:
             return {}
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        names = [n for n, c in (("load_balancing_loss", config.moe_aux_loss_coeff), ("z_loss", config.moe_z_loss_coeff)) if c]
+        names = [
+            n
+            for n, c in (
+                ("load_balancing_loss", config.moe_aux_loss_coeff),
+                ("z_loss", config.moe_z_loss_coeff),
+            )
+            if c
+        ]
         if not names:
             return {}
         totals: dict[str, torch.Tensor] = {}
@@ -300,7 +311,11 @@ class Run:
         """Figures of the held-out rows; none when it was interrupted."""
         self.log.note(f"evaluating on {len(self.held_out)} rows ...")
         figures = evaluate(
-            self.step, self.trainable.chunks, self._until_interrupted(self.eval_set), self.world, self.eval_set.spare
+            self.step,
+            self.trainable.chunks,
+            self._until_interrupted(self.eval_set),
+            self.world,
+            self.eval_set.spare,
         )
         if self.interrupted:
             return {}
@@ -360,7 +375,9 @@ class Run:
         self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
-        train, evals = (", ".join(Path(spec).name for spec in specs) for specs in (recipe.data.train, recipe.data.eval))
+        train, evals = (
+            ", ".join(Path(spec).name for spec in specs) for specs in (recipe.data.train, recipe.data.eval)
+        )
         self.log.say(
             f"{parameters / 1e6:.2f} M parameters on this rank | trains on {len(self.source)} rows of {train}, "
             f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"

@@ -40,7 +40,12 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"python": platform.python_version(), "system": platform.platform(), "gpus": gpus, "packages": versions}
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "gpus": gpus,
+        "packages": versions,
+    }
 
 
 class RunLog:
@@ -97,7 +102,9 @@ class RunLog:
             return
         self._line({"event": "eval", "step": step, **figures})
         flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in figures["by_kind"].items()}
-        self._track("eval", {"step": step, "loss": figures["loss"], "exact_match": figures["exact_match"], **flat})
+        self._track(
+            "eval", {"step": step, "loss": figures["loss"], "exact_match": figures["exact_match"], **flat}
+        )
         kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in figures["by_kind"].items())
         self.say(
             f"eval at step {step}: loss {figures['loss']:.4f}, exact match {figures['exact_match']:.1%} ({kinds})"

@@ -82,12 +82,13 @@ def world(recipe: Recipe) -> Iterator[World]:
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:
+    options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
+    if not on_cpu:
+        options["device_id"] = device
     if "RANK" not in os.environ:
-        backend = "gloo" if on_cpu else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-        return
-    options: dict[str, Any] = {} if on_cpu else {"device_id": device}
-    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=TIMEOUT, **options)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has it, without saying so
+        options |= {"store": store, "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
 
 
 def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:

@@ -69,7 +69,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["train", f"recipe={NAME}", "--stepz"], "--stepz: no such option; nearest: train.steps=VALUE"),
         (["train", f"recipe={NAME}", "train.stepz=4"], "train.stepz: no such key; nearest: train.steps"),
         (
-            ["train", f"recipe={NAME}", "parallel.tp=3"],
+            ["train", f"recipe={NAME}", "nproc=1", "parallel.tp=3"],
             "parallel.tp=3 * pp=1 * cp=1 = 3 does not divide the 1 rank of the run; 1 would, or nproc=3",
         ),
         (["show", "recipe=nope"], f"recipe=nope: no such recipe; nearest: {NAME}"),
@@ -127,7 +127,12 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         raise launch.WorkerError(2)
 
     told = "zoo: a rank of the run failed with exit code 7\n"
-    for fake, code, err in ((interrupted, 130, ""), (failed, 7, told), (stopped, 130, "zoo: interrupted\n"), (mistaken, 2, "")):
+    for fake, code, err in (
+        (interrupted, 130, ""),
+        (failed, 7, told),
+        (stopped, 130, "zoo: interrupted\n"),
+        (mistaken, 2, ""),
+    ):
         monkeypatch.setattr(launch, "launch", fake)
         assert main(["train", f"recipe={NAME}"]) == code
         assert capsys.readouterr().err == err
