@@ -143,8 +143,9 @@ class _Rank:
 
     def stacks(self) -> None:
         """Have a rank that is stuck write to its log where it stands."""
+        assert self.process.pid is not None  # 0 would be pytest's own group
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, signal.SIGUSR1)
+            os.kill(self.process.pid, signal.SIGUSR1)
         time.sleep(0.3)
 
     def end(self) -> None:
@@ -152,8 +153,10 @@ class _Rank:
         self.connection.close()
         self.process.join(timeout=3.0)
         if self.process.exitcode is None:
+            assert self.process.pid is not None
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid or 0, signal.SIGKILL)
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()  # where it died before it had a group of its own
             self.process.join()
 
 

@@ -25,9 +25,9 @@ class ModelConfig:
     """Which model, and where its weights come from."""
 
     family: str = ""  # a name that `zoo list` shows; a recipe sets it
-    init: str = "random"  # random | a Hugging Face folder | a hub id | a zoo checkpoint folder
+    init: str = "random"  # random | a Hugging Face folder | a hub id
     arch: dict[str, Any] = field(default_factory=dict)  # Hugging Face config of the architecture (from size=)
-    freeze: list[str] = field(default_factory=list)  # parts not trained: vision, audio, projector, language
+    freeze: list[str] = field(default_factory=list)  # parts that are not trained, of the family: vision, say
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,9 +125,9 @@ def layout(rng: np.random.Generator) -> tuple[int, int, int]:
     """A strip's lines, digits a line, and cell side in px."""
     style = rng.random()
     if style < 0.60:
-        return 1, 1 + rng.choice(8, p=(0.20, 0.28, 0.22, 0.13, 0.08, 0.05, 0.02, 0.02)), CELL
+        return 1, 1 + rng.choice(6, p=(0.18, 0.25, 0.22, 0.16, 0.11, 0.08)), CELL
     if style < 0.85:
-        return 2, 1 + rng.choice(4, p=(0.50, 0.35, 0.10, 0.05)), CELL
+        return 2, 1 + rng.choice(3, p=(0.45, 0.35, 0.20)), CELL
     return 1, 1 + rng.choice(3, p=(0.35, 0.45, 0.20)), 2 * CELL
 
 
