@@ -47,7 +47,8 @@ PROMPTS = {
     ),
     "text": ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse."),
 }
-VARIANTS = {  # accent -> espeak-ng's variants of it; "" is the plain voice
+# accent -> espeak-ng's variants of it; "" is the plain voice
+VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "train": {
         "en-us": ("", "f1", "f2", "f3", "m1", "m2", "m7", "Annie", "Alicia", "ed", "grandma", "Storm"),
         "en-gb": ("",),
