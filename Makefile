@@ -16,6 +16,12 @@ env: ## make or renew the environment in .venv (EXTRAS=dev,media,wandb adds more
 
 demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
 	@$(VENV)/bin/zoo train $(DEMO_ARGS)
+	@echo
+	@echo "Next:"
+	@echo "  open runs/demo/plots/loss.png                                            the loss, and what was learnt"
+	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft                              the whole recipe: it learns the task"
+	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft nproc=2 parallel.ep=2 run.dir=runs/ep   experts over two ranks"
+	@echo "  $(VENV)/bin/zoo show recipe=qwen3_omni_sft                               every key of the recipe"
 
 test: env ## run the tests (PYTEST_ARGS="-m slow" runs the slow ones)
 	@$(PYTHON) -m pytest $(PYTEST_ARGS)
