@@ -6,7 +6,7 @@ pauses stretched where it is quiet, silence before and after, gain, noise. What 
 Answers: some tokens that the model reads back are blanked (Bowman et al. 2016, "Generating Sentences from a
 Continuous Space", word dropout), so that it can't complete a known answer without looking at the media.
 
-Every draw comes from (seed, epoch, row), so a run can be repeated and resumed.
+Media are drawn from (seed, variant, row), blanks from (seed, epoch, row), so a run can be repeated and resumed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CONTRAST = 0.4  # share by which contrast changes; brightness by half of it
 
 
 class Augment:
-    """Draws of one visit to one row.
+    """Draws for one row.
 
     Args:
-        strength: above 0 to 1, factor of every range above.
+        strength: 0 to 1, factor of every range above.
         key: integers that the draws follow from.
     """
 

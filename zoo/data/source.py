@@ -181,9 +181,8 @@ class SampleSource:
         how: dict[str, Any] = {"video_fps": data.video_fps, "max_frames": data.max_frames}
         try:
             sample = self.processor.encode(row, **how, augment=augment)
-            if (
-                sample.length > self.limit and augment is not None
-            ):  # a pause too much is no fault of the row's
+            if sample.length > self.limit and augment is not None:
+                # A pause too much is no fault of the row's.
                 sample = self.processor.encode(row, **how)
             if sample.length <= self.limit:
                 return sample
