@@ -67,6 +67,10 @@ class Qwen3OmniConfig:
         """Whether embedding and head share their weight."""
         return bool(self.thinker.tie_word_embeddings)
 
+    def mtp_layers(self, recipe: Any) -> int:
+        """None: the thinker predicts one token."""
+        return 0
+
     @property
     def rotary(self) -> RotaryShape:
         """Interleaved multimodal rotary embedding."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from zoo.models.qwen3_omni.audio import audio_tokens
 from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
 from zoo.packing import PackedLayout
-from zoo.steps import PackedStep
+from zoo.steps import MediaStream, PackedStep, frames
 
 
 class Qwen3OmniStep(PackedStep):
@@ -23,6 +23,18 @@ class Qwen3OmniStep(PackedStep):
             "vision": (thinker.image_token_id, thinker.video_token_id),
             "audio": (thinker.audio_token_id,),
         }
+
+    def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
+        """Images, then frames of videos; clips and soundtracks."""
+        merge = self.config.thinker.vision_config.spatial_merge_size
+        names = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+        streams = {"vision": tuple(frames(*pair, media, merge) for pair in names if pair[0] in media)}
+        if "feature_lens" in media:
+            lengths = tuple(media["feature_lens"].tolist())
+            n_window = self.config.thinker.audio_config.n_window
+            outputs = tuple(audio_tokens(n, n_window) for n in lengths)
+            streams["audio"] = (MediaStream("input_features", "feature_lens", lengths, outputs),)
+        return streams
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
         """(3, 1, T) float32, each segment from 0; alignment padding counts on as text."""

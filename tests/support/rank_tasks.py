@@ -67,8 +67,7 @@ def _step(recipe: Any, world: Any, batches: Sequence[Any], plan: Plan) -> Held:
     for chunk in wrapped:
         chunk.train()
         chunk.zero_grad_buffer()
-    cp_group = world.groups.cp if world.groups.cp.size() > 1 else None
-    step = assembly.family.load("step")(assembly.config, recipe.packing, world.device, cp_group)
+    step = build.build_step(assembly, recipe, world)
     mine = batches[world.dp_rank :: world.dp_size]
     scale = world.dp_size * len(mine) / plan.labels
     figures = get_forward_backward_func()(

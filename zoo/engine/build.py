@@ -86,6 +86,20 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
     return chunks
 
 
+def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
+    """The family's PackedStep for this rank."""
+    groups = world.groups
+    return assembly.family.load("step")(
+        assembly.config,
+        recipe.packing,
+        world.device,
+        cp_group=groups.cp if groups.cp.size() > 1 else None,
+        media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
+        mtp_depths=assembly.config.mtp_layers(recipe),
+        mtp_weight=recipe.train.mtp_loss,
+    )
+
+
 def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
     """Weights from the source folder, or random ones that don't depend on the parallel layout."""
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
@@ -105,15 +119,19 @@ def model_dims(assembly: Assembly) -> Dims:
 def randomise(chunks: list[Any], bridge: Any, shard: ShardInfo, seed: int, std: float) -> None:
     """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
 
-    So a run from random weights starts from the same model under any parallel layout. Vectors (norms) and
-    towers keep what they were made with.
+    So a run from random weights starts from the same model under any parallel layout. A parameter may bring its
+    own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with.
     """
     parameters = dict(model_parameters(chunks))
     for name, entry in bridge.publish(parameters).items():
         parameter = parameters[name]
-        if parameter.ndim < 2 or "{rest}" in entry.rule.zoo:
+        initial = getattr(parameter, "initial", None)
+        if "{rest}" in entry.rule.zoo or (parameter.ndim < 2 and initial is None):
             continue
         shape = full_shape(parameter.shape, entry.rule.shard, shard)
+        if initial is not None:
+            parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), entry.rule.shard, shard))
+            continue
         if not entry.rule.stacked:
             parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}"), entry.rule.shard, shard))
             continue
@@ -124,8 +142,11 @@ def randomise(chunks: list[Any], bridge: Any, shard: ShardInfo, seed: int, std: 
 
 
 def _normal(shape: Any, std: float, name: str) -> Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.randn(*shape, generator=generator) * std
+    return torch.randn(*shape, generator=_generator(name)) * std
+
+
+def _generator(name: str) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
 def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:

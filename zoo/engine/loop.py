@@ -143,8 +143,7 @@ class Run:
             self.loader.load_state_dict(self.state["data"])
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
-        cp_group = world.groups.cp if world.groups.cp.size() > 1 else None
-        self.step = family.load("step")(self.assembly.config, recipe.packing, world.device, cp_group)
+        self.step = build.build_step(self.assembly, recipe, world)
 
     def run(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where all of that was done before."""

@@ -120,14 +120,15 @@ class VarlenCoreAttention(torch.nn.Module):
     def _padded_over_ranks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """(T/cp, B, H, D) of a padded batch: B segments of T tokens, each cut in zigzag over the ranks."""
         tokens, batch = query.shape[:2]
-        layout = _uniform_layout(batch, tokens * self.cp_size).to(query.device)
+        layout = uniform_layout(batch, tokens * self.cp_size).to(query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = gathered_attention(q, k, v, layout, self.scale, self.cp_group)
         return out.unflatten(0, (batch, tokens)).transpose(0, 1)
 
 
 @lru_cache(maxsize=8)
-def _uniform_layout(rows: int, length: int) -> PackedLayout:
+def uniform_layout(rows: int, length: int) -> PackedLayout:
+    """`rows` segments of `length` tokens: what a padded batch is to code that works on packed rows."""
     return PackedLayout.from_lengths([length] * rows)
 
 

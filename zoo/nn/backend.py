@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -25,6 +26,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from zoo.nn.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.experts import GroupedExperts
+from zoo.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.norm import RMSNorm
 from zoo.nn.router import Router
 
@@ -107,10 +109,9 @@ def get_backend(name: str) -> BackendSpecProvider:
     raise ValueError(f"engine.backend={name!r}: wanted auto, te or torch")
 
 
-def decoder_layer(config: TransformerConfig, backend: BackendSpecProvider, experts: bool) -> ModuleSpec:
-    """One pre-norm decoder layer: attention, then an MLP or (with `experts`) an MoE layer."""
-    norm = backend.layer_norm(rms_norm=True)
-    attention = ModuleSpec(
+def self_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
+    """Softmax attention, with norms of queries and keys and an output gate where the config has them."""
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -121,6 +122,26 @@ def decoder_layer(config: TransformerConfig, backend: BackendSpecProvider, exper
             k_layernorm=backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None,
         ),
     )
+
+
+def linear_attention(backend: BackendSpecProvider) -> ModuleSpec:
+    """Gated DeltaNet."""
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(
+            in_proj=backend.column_parallel_linear(),
+            out_norm=GatedRMSNorm,
+            out_proj=backend.row_parallel_linear(),
+        ),
+    )
+
+
+def decoder_layer(
+    config: TransformerConfig, backend: BackendSpecProvider, *, experts: bool, linear: bool = False
+) -> ModuleSpec:
+    """One pre-norm decoder layer: (`linear`) attention, then an MLP or (with `experts`) an MoE layer."""
+    norm = backend.layer_norm(rms_norm=True)
+    attention = linear_attention(backend) if linear else self_attention(config, backend)
     dense = MLPSubmodules(
         linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
     )

@@ -44,6 +44,28 @@ def add_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return flat.index_add(0, rows, values.to(flat.dtype)).view(hidden.shape)
 
 
+def run_layer(
+    layer: Any,
+    hidden: Tensor,
+    rotary: tuple[Tensor, Tensor],
+    seq_params: PackedSeqParams | None,
+    padding_mask: Tensor | None,
+) -> Tensor:
+    """One transformer layer of mcore, made again in the backward pass under full recompute."""
+
+    def run(states: Tensor) -> Tensor:
+        return layer(
+            hidden_states=states,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            packed_seq_params=seq_params,
+            padding_mask=padding_mask,
+        )[0]
+
+    recompute = layer.config.recompute_granularity == "full" and layer.training
+    return tensor_parallel.checkpoint(run, False, hidden) if recompute else run(hidden)
+
+
 class Decoder(TransformerBlock):
     """The decoder layers of this pipeline stage, and the final norm on the last."""
 
@@ -61,19 +83,8 @@ class Decoder(TransformerBlock):
         deepstack: Deepstack | None,
     ) -> Tensor:
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding."""
-        recompute = self.config.recompute_granularity == "full" and self.training
         for layer in self.layers:
-
-            def run(states: Tensor, layer: Any = layer) -> Tensor:
-                return layer(
-                    hidden_states=states,
-                    attention_mask=None,
-                    rotary_pos_emb=rotary,
-                    packed_seq_params=seq_params,
-                    padding_mask=padding_mask,
-                )[0]
-
-            hidden = tensor_parallel.checkpoint(run, False, hidden) if recompute else run(hidden)
+            hidden = run_layer(layer, hidden, rotary, seq_params, padding_mask)
             features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
             if deepstack and features is not None:
                 hidden = add_rows(hidden, deepstack.rows, features)

@@ -14,11 +14,21 @@ from zoo.errors import UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> TransformerConfig:
+def transformer_config(
+    text: Any,
+    recipe: Recipe,
+    *,
+    qk_norm: bool = False,
+    output_gate: bool = False,
+    zero_centered: bool = False,
+    mtp_layers: int = 0,
+) -> TransformerConfig:
     """The decoder of a Hugging Face text config (`hidden_size`, `num_hidden_layers`, ...) under a recipe.
 
-    Sizes come from `text`, everything about execution from `recipe`, which has been validated. `qk_norm`:
-    RMSNorm of queries and keys per head, which Qwen3's configs don't say.
+    Sizes come from `text`, everything about execution from `recipe`, which has been validated. What follows
+    is what a family has and its configs don't say: `qk_norm`, RMSNorm of queries and keys per head; `output_gate`,
+    a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `mtp_layers`, layers
+    that predict further tokens.
 
     Raises UserError for what a config asks and this decoder doesn't have, rather than train another model.
     """
@@ -38,6 +48,9 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
         gated_linear_unit=True,
         add_bias_linear=False,
         qk_layernorm=qk_norm,
+        attention_output_gate=output_gate,
+        layernorm_zero_centered_gamma=zero_centered,
+        mtp_num_layers=mtp_layers or None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_activation_fusion=False,
@@ -46,6 +59,7 @@ def transformer_config(text: Any, recipe: Recipe, *, qk_norm: bool = False) -> T
         recompute_method="uniform" if recipe.engine.recompute == "full" else None,
         recompute_num_layers=1 if recipe.engine.recompute == "full" else None,
         **_expert_settings(text, recipe),
+        **_linear_attention_settings(text),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -91,6 +105,23 @@ def _refuse_unknown(text: Any) -> None:
 def _normalised(text: Any) -> bool:
     """Whether the weights of a token's experts sum to one."""
     return bool(getattr(text, "norm_topk_prob", True))
+
+
+def _linear_attention_settings(text: Any) -> dict[str, Any]:
+    """Settings of the Gated DeltaNet layers; empty for a decoder without any."""
+    kinds = list(getattr(text, "layer_types", None) or [])
+    for kind in set(kinds) - {"linear_attention", "full_attention"}:
+        raise UserError(f"text_config.layer_types has {kind!r}; wanted linear_attention or full_attention")
+    if "linear_attention" not in kinds:
+        return {}
+    return {
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in kinds],
+        "linear_conv_kernel_dim": text.linear_conv_kernel_dim,
+        "linear_key_head_dim": text.linear_key_head_dim,
+        "linear_value_head_dim": text.linear_value_head_dim,
+        "linear_num_key_heads": text.linear_num_key_heads,
+        "linear_num_value_heads": text.linear_num_value_heads,
+    }
 
 
 def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:

@@ -38,7 +38,9 @@ from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder import Decoder, Deepstack
+from zoo.nn.mtp import Ahead, MultiTokenPrediction
 from zoo.nn.rotary import Rotary
+from zoo.nn.tower_share import GatherEncoded, sum_over_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ class ModelInputs:
     positions: Tensor  # (A, B, T) positions, A axes
     padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
     seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
-    media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of the media, on the device
+    media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of the media that this rank encodes
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
+    shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
     targets: Tensor | None = None  # (N,) int64 the token each such row should predict
     count_correct: bool = False  # also say whether each target was the most likely token
+    ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 
 
 @dataclass(frozen=True)
@@ -112,13 +116,17 @@ class MultimodalModel(LanguageModule):
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
         self.share_embeddings_and_output_weights = tied
+        self.mtp_process = stage.last and bool(
+            config.mtp_num_layers
+        )  # mcore's name: the embedding is here too
         self.deepstack_layers = deepstack_layers
         self.vocab_size = vocab_size
         self.input_tensor: Tensor | None = None
         assert config.kv_channels is not None
         width = int(config.kv_channels * rotary.fraction)
         self.rotary = Rotary(width, rotary.base, rotary.sections, rotary.interleaved)
-        if stage.first:
+        self.groups = groups
+        if stage.first or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
                 vocab_size=vocab_size,
@@ -127,8 +135,11 @@ class MultimodalModel(LanguageModule):
                 scatter_to_sequence_parallel=False,  # media are placed first
                 tp_group=groups.tp,
             )
+        if stage.first:
             for name, tower in towers.items():
                 self.add_module(name, tower)
+                if groups.tp.size() > 1:
+                    sum_over_tensor_parallel(tower)
         self.decoder = self._make_decoder(config, backend, stage, groups)
         if stage.last:
             head_config = copy.copy(config)
@@ -140,20 +151,24 @@ class MultimodalModel(LanguageModule):
                 init_method=config.init_method,
                 bias=False,
                 gather_output=False,
-                skip_weight_param_allocation=stage.first and tied,
+                skip_weight_param_allocation=tied and (stage.first or self.mtp_process),
                 tp_group=groups.tp,
             )
+        if self.mtp_process:
+            self.mtp = self._make_mtp(config, backend, groups)
         if stage.first or stage.last:
             self.setup_embeddings_and_output_layer()
 
     @staticmethod
     def _make_decoder(config: TransformerConfig, backend: str, stage: Stage, groups: Any) -> Decoder:
         provider = get_backend(backend)
-        sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-        assert isinstance(sparse, list)
+        sparse, linear = _layer_kinds(config)
         first = get_transformer_layer_offset(config, stage.vp_stage)
         count = get_num_layers_to_build(config, stage.vp_stage)
-        specs = [decoder_layer(config, provider, bool(sparse[i])) for i in range(first, first + count)]
+        specs = [
+            decoder_layer(config, provider, experts=bool(sparse[i]), linear=bool(linear[i]))
+            for i in range(first, first + count)
+        ]
         parts = TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))
         return Decoder(
             config,
@@ -163,6 +178,13 @@ class MultimodalModel(LanguageModule):
             pg_collection=groups,
             vp_stage=stage.vp_stage,
         )
+
+    @staticmethod
+    def _make_mtp(config: TransformerConfig, backend: str, groups: Any) -> MultiTokenPrediction:
+        """Depths of softmax attention, with experts where the decoder's last layer has them."""
+        provider = get_backend(backend)
+        layer = decoder_layer(config, provider, experts=bool(_layer_kinds(config)[0][-1]))
+        return MultiTokenPrediction(config, provider, layer, groups)
 
     def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
         """Tower outputs by tower name; towers without media in this batch are left out."""
@@ -175,27 +197,57 @@ class MultimodalModel(LanguageModule):
     def forward(self, inputs: ModelInputs) -> Tensor:
         """One pipeline stage.
 
-        Last stage: negative log likelihood (N,) fp32 of the targets; with `count_correct` (2, N), the second
-        row 1.0 where the target was the most likely token; without `label_rows` all logits (B, T, vocab).
-        Other stages: what the next one needs, (T', B, hidden).
+        Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
+        prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token;
+        without `label_rows` all logits (B, T, vocab). Other stages: what the next one needs, (T', B, hidden).
         """
         if self.pre_process:
-            hidden, deepstack = self._embed(inputs)
+            hidden, deepstack, ahead = self._embed(inputs)
         else:
-            hidden, deepstack = self._receive(inputs)
-        mask = inputs.padding_mask
-        if mask is not None and self.config.sequence_parallel:
-            mask = mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
-        hidden = self.decoder(hidden, self.rotary(inputs.positions), inputs.seq_params, mask, deepstack)
+            hidden, deepstack, ahead = self._receive(inputs)
+        rotary = self.rotary(inputs.positions)
+        mask = self._local_mask(inputs.padding_mask)
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack)
         if not self.post_process:
-            sent = _join(hidden, deepstack.after(self.decoder.last_layer) if deepstack else None)
+            features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
+            sent = _join(hidden, (*features, *ahead))
             # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
             return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
-        return self._head(hidden, inputs)
+        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs.count_correct)
+        if not inputs.ahead:
+            return out
+        return torch.cat([out, *self._predict_ahead(hidden, rotary, inputs, ahead)], dim=-1)
 
-    def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None]:
+    def _predict_ahead(
+        self, hidden: Tensor, rotary: tuple[Tensor, Tensor], inputs: ModelInputs, media: tuple[Tensor, ...]
+    ) -> list[Tensor]:
+        """Negative log likelihoods of each depth's targets; `media`: each depth's embeddings of media."""
+        losses = []
+        for depth, (ahead, values) in enumerate(zip(inputs.ahead, media, strict=True)):
+            embedded = self.embedding(input_ids=ahead.input_ids, position_ids=None)
+            rows = [placement.rows for placement in ahead.placements.values()]
+            if rows:
+                embedded = _put_rows(embedded, _to(torch.cat(rows), embedded), values)
+            if self.config.sequence_parallel:
+                embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
+            mask = self._local_mask(ahead.padding_mask)
+            assert mask is not None
+            hidden = self.mtp(depth, hidden, embedded, rotary, inputs.seq_params, mask)
+            losses.append(self._head(hidden, ahead.label_rows, ahead.targets))
+        return losses
+
+    def _local_mask(self, mask: Tensor | None) -> Tensor | None:
+        """(B, T) of this context-parallel rank -> its share under sequence parallelism."""
+        if mask is None or not self.config.sequence_parallel:
+            return mask
+        return mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
+
+    def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
+        """Hidden states, deepstack features, and each depth's embeddings of media for multi-token prediction."""
         hidden = self.embedding(input_ids=inputs.input_ids, position_ids=None)
         encoded = self.encode(inputs.media) if inputs.media else {}
+        for name, longest in inputs.shared.items():
+            encoded[name] = self._gather(name, encoded.get(name), longest, hidden)
         deepstack: Deepstack | None = None
         for name, placement in inputs.placements.items():
             rows = _to(placement.rows, hidden)
@@ -206,7 +258,20 @@ class MultimodalModel(LanguageModule):
         hidden = self._anchor_idle_towers(hidden, encoded)
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        return hidden, deepstack
+        media = tuple(_media_rows(ahead.placements, encoded, hidden) for ahead in inputs.ahead)
+        return hidden, deepstack, media
+
+    def _gather(self, name: str, mine: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
+        """What all ranks of the group encoded with a tower, `longest` rows a rank; `mine` is None without an item."""
+        width = hidden.shape[-1]
+        layers = self.deepstack_layers if name == "vision" else 0
+        if mine is None:  # part of the graph all the same: the backward pass is collective
+            local = hidden.new_zeros(0, width * (1 + layers)) + self._nothing(name)
+        else:
+            local = torch.cat((mine.embeddings, *mine.deepstack), dim=-1)
+        everyone: Tensor = GatherEncoded.apply(local, longest, self.groups)
+        embeddings, *deepstack = everyone.split(width, dim=-1)
+        return Encoded(embeddings, tuple(deepstack))
 
     def _local_deepstack(self, placement: Placement, encoded: Encoded, hidden: Tensor) -> Deepstack:
         """Features of the rows that this rank holds, as its share of the sequence counts them."""
@@ -235,31 +300,38 @@ class MultimodalModel(LanguageModule):
             return hidden
         for name in self.tower_names():
             if name not in encoded:
-                parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
-                if parameters:
-                    hidden = hidden + sum(p.flatten()[:1].sum() * 0.0 for p in parameters)
+                hidden = hidden + self._nothing(name)
         return hidden
+
+    def _nothing(self, name: str) -> Tensor | float:
+        """Zero, with every parameter of a tower that is trained behind it."""
+        parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
+        return sum((p.flatten()[0] * 0.0 for p in parameters), start=0.0)
 
     def tower_names(self) -> tuple[str, ...]:
         """Names of the towers that `encode` may return; a family says which."""
         return ()
 
-    def _receive(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None]:
-        """Take apart what the previous stage sent: hidden states, then what is left of deepstack."""
+    def _receive(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
+        """Take apart what the previous stage sent: hidden states, what is left of deepstack, depths' media."""
         assert self.input_tensor is not None
         batch, tokens = inputs.input_ids.shape
         local = tokens // self.tp_group.size() if self.config.sequence_parallel else tokens
         hidden, rest = self.input_tensor[:local], self.input_tensor[local:]
         placement = next((p for n, p in inputs.placements.items() if n == "vision"), None)
         first = get_transformer_layer_offset(self.config, self.vp_stage)
-        count = max(0, self.deepstack_layers - first)
-        if placement is None or count == 0:
-            return hidden, None
-        rows, _ = self._local_rows(placement, tokens, batch)
-        features = rest.reshape(-1, hidden.shape[-1])[: count * len(rows)].chunk(count)
-        return hidden, Deepstack(_to(rows, hidden), tuple(features), first)
+        count = max(0, self.deepstack_layers - first) if placement is not None else 0
+        rows = self._local_rows(placement, tokens, batch)[0] if placement is not None else torch.empty(0)
+        media = [sum(len(p.rows) for p in ahead.placements.values()) for ahead in inputs.ahead]
+        sizes = [len(rows)] * count + media
+        pieces = rest.reshape(-1, hidden.shape[-1])[: sum(sizes)].split(sizes)
+        deepstack = Deepstack(_to(rows, hidden), tuple(pieces[:count]), first) if count else None
+        return hidden, deepstack, tuple(pieces[count:])
 
-    def _head(self, hidden: Tensor, inputs: ModelInputs) -> Tensor:
+    def _head(
+        self, hidden: Tensor, rows: Tensor | None, targets: Tensor | None, count_correct: bool = False
+    ) -> Tensor:
+        """Losses of the rows that predict a label, as `forward` says; all logits where `rows` is None."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -267,11 +339,10 @@ class MultimodalModel(LanguageModule):
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
-        if inputs.label_rows is None:
+        if rows is None:
             logits, _ = self.output_layer(hidden, weight=weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return logits.transpose(0, 1)
-        rows, targets = inputs.label_rows, inputs.targets
         assert targets is not None
         count = rows.shape[0]
         if count == 0:  # the head runs all the same: its gradient is waited for
@@ -279,7 +350,7 @@ class MultimodalModel(LanguageModule):
         logits, _ = self.output_layer(
             hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight
         )
-        hits = most_likely(logits, self.tp_group) == targets if inputs.count_correct else None
+        hits = most_likely(logits, self.tp_group) == targets if count_correct else None
         loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=self.tp_group)
         out = loss if hits is None else torch.stack((loss, hits.to(loss.dtype)))
         return out if count else out[..., :0] + loss.sum() * 0.0
@@ -308,12 +379,27 @@ def _put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     return flat.index_copy(0, rows, values.to(flat.dtype)).view(hidden.shape)
 
 
-def _join(hidden: Tensor, deepstack: Deepstack | None) -> Tensor:
-    """Hidden states and the features that later stages need, in one tensor for the pipeline."""
-    if deepstack is None or not deepstack.features:
+def _layer_kinds(config: TransformerConfig) -> tuple[list[int], list[int]]:
+    """Per decoder layer, whether it has experts, and whether its attention is linear."""
+    none = [0] * config.num_layers
+    sparse = config.moe_layer_freq if config.num_moe_experts else none
+    linear = config.linear_attention_freq or none
+    assert isinstance(sparse, list) and isinstance(linear, list)
+    return sparse, linear
+
+
+def _media_rows(placements: Mapping[str, Placement], encoded: Mapping[str, Encoded], like: Tensor) -> Tensor:
+    """(N, hidden) embeddings in the order of the placements' rows, one tower after the other."""
+    rows = [encoded[name].embeddings.index_select(0, _to(p.source, like)) for name, p in placements.items()]
+    return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])
+
+
+def _join(hidden: Tensor, carried: tuple[Tensor, ...]) -> Tensor:
+    """Hidden states and the rows (N, hidden) that later stages need, in one tensor for the pipeline."""
+    if not carried:
         return hidden
     batch, width = hidden.shape[1:]
-    features = torch.cat(deepstack.features)
+    features = torch.cat([rows.to(hidden.dtype) for rows in carried])
     short = -len(features) % batch
     if short:
         features = torch.cat((features, features.new_zeros(short, width)))

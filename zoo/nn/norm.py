@@ -13,14 +13,21 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), accumulated in fp32."""
+    """y = x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), accumulated in fp32.
+
+    Zero-centred (layernorm_zero_centered_gamma), the weight is what is added to 1.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centered else torch.ones
+        self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden_size), any float dtype; the result has x's dtype."""
+        if self.zero_centered:  # in fp32: 1 + weight has too few digits in bf16
+            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -23,7 +23,7 @@ class Router(TopKRouter):
         padding_mask: (N,) bool, True on padding, and given on all ranks of a micro-batch or on none.
         """
         coefficient, group = self.config.moe_z_loss_coeff, self.tp_cp_group
-        alone = group.size() == 1 or self.config.calculate_per_token_loss or self.is_mtp_layer
+        alone = group.size() == 1 or self.config.calculate_per_token_loss
         if (
             padding_mask is None
             or coefficient is None
@@ -38,7 +38,7 @@ class Router(TopKRouter):
         get_moe_metrics_tracker().record(
             "z_loss",
             share * group.size(),  # which is averaged over the ranks
-            self.layer_number,
+            self.layer_number + (self.config.num_layers if self.is_mtp_layer else 0),
             self.config.num_layers + (self.config.mtp_num_layers or 0),
             avg_group=self.tp_dp_cp_group,
         )

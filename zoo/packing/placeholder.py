@@ -143,6 +143,49 @@ def already_expanded(
     return True in verdicts or not verdicts
 
 
+def segment_counts(
+    layout: PackedLayout, token_ids: Tensor, placeholder_id: int, outputs: Sequence[int]
+) -> list[list[int]]:
+    """Which media belong to which segment, from the placeholders that each holds.
+
+    Args:
+        layout: of the packed row, S segments.
+        token_ids: (1, T) integer ids of the packed row, on the CPU.
+        placeholder_id: the id of the media token.
+        outputs: embeddings of each medium of the row, in order of appearance.
+
+    Returns:
+        S lists of embeddings of each medium, as `already_expanded` and `placeholder_counts` take them.
+
+    Raises:
+        ValueError: the row holds neither one placeholder a medium nor one an embedding, or a segment ends inside a
+            medium.
+    """
+    found = [len(at) for at in _positions_of(layout, token_ids, placeholder_id)]
+    if sum(found) == len(outputs):
+        ends = list(accumulate(found, initial=0))
+        return [list(outputs[start:end]) for start, end in pairwise(ends)]
+    if sum(found) != sum(outputs):
+        raise ValueError(
+            f"The row holds {sum(found)} placeholder tokens (id {placeholder_id}); {len(outputs)} (one per medium) "
+            f"or {sum(outputs)} (one per embedding) are wanted. Check the processor's media sizes, and that no "
+            "truncation cut the media."
+        )
+    counts: list[list[int]] = []
+    left = list(reversed(outputs))
+    for segment, tokens in enumerate(found):
+        mine: list[int] = []
+        while left and sum(mine) < tokens:
+            mine.append(left.pop())
+        if sum(mine) != tokens:
+            raise ValueError(
+                f"Segment {segment} holds {tokens} placeholder tokens (id {placeholder_id}), but its media have "
+                f"{mine} embeddings: a medium would end in another sample."
+            )
+        counts.append(mine)
+    return counts
+
+
 def _segment_expanded(segment: int, at: list[int], media: list[int], placeholder_id: int) -> bool | None:
     """True or False as `already_expanded`, None where both readings are the same."""
     for order, number in enumerate(media):

@@ -1,5 +1,6 @@
 """The training step that all families share."""
 
+from zoo.steps.media import MediaStream, frames
 from zoo.steps.packed_step import PackedStep, Parts
 
-__all__ = ["PackedStep", "Parts"]
+__all__ = ["MediaStream", "PackedStep", "Parts", "frames"]

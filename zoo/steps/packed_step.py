@@ -1,28 +1,41 @@
 """`PackedStep`: from a micro-batch on the host to the loss, in small stages a family may override.
 
-    capture -> pack -> positions -> place -> shard -> forward -> loss
+    capture -> pack (expand) -> positions -> place -> shard -> forward -> loss
 
 Everything up to `shard` runs on host tensors whose sizes the host knows, so nothing waits for the device.
 `capture` reads lengths or the mask before anything strips them; a batch whose lengths can't be known is
 refused. One index, `layout.cp_index`, cuts everything that has a token axis.
 
 A step keeps nothing of a call: packed, padded and evaluation calls can alternate on one model.
+
+A foreign loop hands over its own padded (B, T0) batch with its mask, and gets log-probabilities back in that shape:
+
+    inputs, facts = step.prepare(batch, logprobs=True)
+    logprobs = step.logprobs(step.forward(model, inputs), facts)      # (B, T0), differentiable
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from zoo.nn.attention import SeqParams
+from zoo.nn.mtp import Ahead
 from zoo.nn.multimodal import ModelInputs, Placement
 from zoo.packing import PackedLayout
+from zoo.steps.media import MediaStream, Share, share_out
 
 IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
+
+
+FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
 
 class MicroBatchLike(Protocol):
@@ -50,6 +63,9 @@ class Parts:
     padding_mask: Tensor  # (R, T') bool, True on tokens the packer added
     token_index: Tensor  # (R, T') int64 index within the segment, 0 at each start
     segment_ids: Tensor  # (R, T') int64, -1 on padding
+    source: (
+        Tensor  # (R, T') int64 index into the caller's flattened batch, -1 for what the caller doesn't have
+    )
     placements: Mapping[str, Placement]  # rows counted over the whole micro-batch, seq-major: t * R + r
 
 
@@ -59,19 +75,41 @@ class StepOutput:
 
     label_segments: Tensor  # (N,) int64 on the host: the segment of each label row of this rank
     num_segments: int
+    label_source: Tensor  # (N,) int64 on the host: the label's place in the caller's flattened batch
+    caller_shape: tuple[int, ...]  # of the caller's batch: (B, T0), or (1, T) packed
 
 
 class PackedStep:
-    """One step of a family: subclass and override the stages that differ (`positions`, `tower_tokens`)."""
+    """One step of a family: subclass and override the stages that differ.
 
-    def __init__(self, config: Any, packing: Any, device: torch.device | str, cp_group: Any = None) -> None:
-        """`config`: the family's config; `packing`: zoo.config.schema.PackingConfig; `cp_group`: or None."""
+    Those are `positions`, `tower_tokens`, `media_streams`, and `expand` where placeholders come as one token each.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        packing: Any,
+        device: torch.device | str,
+        cp_group: Any = None,
+        media_group: Any = None,
+        mtp_depths: int = 0,
+        mtp_weight: float = 0.0,
+    ) -> None:
+        """What a run gives its step; `zoo.engine.build.build_step` takes it from a recipe.
+
+        `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
+        None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
+        all; `mtp_depths`: depths of multi-token prediction of the model, whose mean loss counts `mtp_weight` times.
+        """
         self.config = config
         self.packing = packing
         self.device = torch.device(device)
         self.cp_group = cp_group
         self.cp_rank = cp_group.rank() if cp_group is not None else 0
         self.cp_size = cp_group.size() if cp_group is not None else 1
+        self.media_group = media_group
+        self.mtp_depths = mtp_depths
+        self.mtp_weight = mtp_weight
 
     def __call__(
         self,
@@ -94,11 +132,20 @@ class PackedStep:
         return output, loss_func
 
     def prepare(
-        self, batch: MicroBatchLike, *, evaluate: bool = False, logits: bool = False
+        self, batch: MicroBatchLike, *, evaluate: bool = False, logits: bool = False, logprobs: bool = False
     ) -> tuple[ModelInputs, StepOutput]:
-        """All host stages: capture, pack, positions, place, shard."""
-        layout = self.capture(batch)
-        return self.shard(self.pack(batch, layout), batch.media, evaluate=evaluate, logits=logits)
+        """All host stages: capture, pack, positions, place, shard.
+
+        `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, in the place of
+        losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
+        """
+        parts = self.pack(batch, self.capture(batch))
+        if logprobs and batch.labels is None:  # every real token is one to predict
+            labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
+            parts = replace(parts, labels=labels)
+        training = not (evaluate or logits or logprobs)
+        inputs, facts = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
+        return inputs, replace(facts, caller_shape=tuple(batch.input_ids.shape))
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
         """The layout of the micro-batch, from its lengths or its mask.
@@ -130,27 +177,44 @@ class PackedStep:
     def pack(self, batch: MicroBatchLike, layout: PackedLayout) -> Parts:
         """Tokens and labels in a row (packing.mode=thd), or back in padded rows (none)."""
         labels = batch.labels if batch.labels is not None else torch.full_like(batch.input_ids, IGNORE)
+        source = torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
+        tokens = (batch.input_ids, labels, source)
         if batch.attention_mask is not None:
-            ids, labels = layout.pack(batch.input_ids), layout.pack(labels, fill=IGNORE)
+            ids, labels, source = (layout.pack(x, fill) for x, fill in zip(tokens, FILLS, strict=True))
         elif batch.input_ids.shape[1] == layout.total:
-            ids, labels = batch.input_ids, labels.masked_fill(layout.padding_mask, IGNORE)
+            ids = batch.input_ids
+            labels, source = (
+                x.masked_fill(layout.padding_mask, f) for x, f in ((labels, IGNORE), (source, -1))
+            )
         else:
-            ids = layout.pack_list(batch.input_ids[0].split(list(layout.lengths)))
-            labels = layout.pack_list(labels[0].split(list(layout.lengths)), fill=IGNORE)
+            ids, labels, source = (
+                layout.pack_list(x[0].split(list(layout.lengths)), fill)
+                for x, fill in zip(tokens, FILLS, strict=True)
+            )
+        layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
         positions = self.positions(ids, layout, batch.media)
-        rows = [ids, labels, positions, layout.padding_mask, layout.positions, layout.segment_ids]
+        rows = [ids, labels, positions, layout.padding_mask, layout.positions, layout.segment_ids, source]
         if self.packing.mode == "none":
             rows = self._padded_rows(rows, layout)
-        ids, labels, positions, padding, index, segments = rows
+        ids, labels, positions, padding, index, segments, source = rows
         placements = self.place(ids, padding)
-        return Parts(layout, ids, labels, positions, padding, index, segments, placements)
+        return Parts(layout, ids, labels, positions, padding, index, segments, source, placements)
+
+    def expand(
+        self, layout: PackedLayout, ids: Tensor, labels: Tensor, source: Tensor, media: Mapping[str, Tensor]
+    ) -> tuple[PackedLayout, Tensor, Tensor, Tensor]:
+        """Placeholders as many tokens as their media have embeddings; by default the processor has done so.
+
+        A family whose processor may leave one token a medium calls `zoo.steps.expansion.expand_row` here.
+        """
+        return layout, ids, labels, source
 
     def _padded_rows(self, rows: list[Tensor], layout: PackedLayout) -> list[Tensor]:
         """Packed (1, T) tensors as right-padded (B, W); W is the longest length, aligned, or pad_to."""
         align = self.packing.align or 1
         width = self.packing.pad_to or -(-max(layout.lengths) // align) * align
         plain = PackedLayout(layout.lengths, layout.padded_lengths, layout.align, layout.pad_to)
-        ids, labels, positions, padding, _, segments = rows
+        ids, labels, positions, padding, _, segments, source = rows
         wide = plain.unpack(positions.permute(1, 2, 0), width).permute(2, 0, 1)
         index = torch.arange(width).expand(layout.num_segments, width)
         return [
@@ -160,6 +224,7 @@ class PackedStep:
             plain.unpack(padding, width, fill=True),
             index,
             plain.unpack(segments, width, fill=-1),
+            plain.unpack(source, width, fill=-1),
         ]
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
@@ -168,6 +233,10 @@ class PackedStep:
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Tower name -> token ids of its placeholders, in the order in which it encodes their media."""
+        return {}
+
+    def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
+        """Tower name -> its media in the order in which it encodes them, of towers that have any in this batch."""
         return {}
 
     def place(self, ids: Tensor, padding: Tensor) -> dict[str, Placement]:
@@ -185,7 +254,13 @@ class PackedStep:
         return placements
 
     def shard(
-        self, parts: Parts, media: Mapping[str, Tensor], *, evaluate: bool, logits: bool
+        self,
+        parts: Parts,
+        media: Mapping[str, Tensor],
+        *,
+        evaluate: bool,
+        logits: bool,
+        training: bool = True,
     ) -> tuple[ModelInputs, StepOutput]:
         """This context-parallel rank's share of everything, by one index, on the device."""
         rows, width = parts.input_ids.shape
@@ -194,39 +269,94 @@ class PackedStep:
         index = layout.cp_index(self.cp_rank, self.cp_size)
         local = torch.full((width,), -1, dtype=torch.int64)
         local[index] = torch.arange(len(index))
-        label_rows, targets, segments = self._labels(parts, local)
+        label_rows, targets, labelled = self._labels(parts, local)
         padding = parts.padding_mask.index_select(1, index)
         has_padding = bool(parts.padding_mask.any())
         seq_params = None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group)
+        shares = self._shares(media)
+        if shares:
+            media = {name: rows for share in shares.values() for name, rows in share.media.items()}
+        depths = self.mtp_depths if training else 0
         inputs = ModelInputs(
             input_ids=self._move(parts.input_ids.index_select(1, index)),
             positions=self._move(parts.positions.index_select(2, index)),
             padding_mask=self._move(padding) if has_padding else None,
             seq_params=seq_params,
             media={name: self._move(tensor) for name, tensor in media.items()},
-            placements={n: self._local_placement(p, local, rows) for n, p in parts.placements.items()},
+            placements=self._local_placements(parts.placements, local, rows, shares),
+            shared={name: share.longest for name, share in shares.items()},
             label_rows=None if logits else self._move(label_rows),
             targets=None if logits else self._move(targets),
             count_correct=evaluate,
+            ahead=tuple(self._ahead(parts, depth, index, local, shares) for depth in range(1, depths + 1)),
         )
-        return inputs, StepOutput(segments, parts.layout.num_segments)
+        segments, source = (x[labelled] for x in (parts.segment_ids, parts.source))
+        return inputs, StepOutput(segments, parts.layout.num_segments, source, ())
 
-    def _labels(self, parts: Parts, local: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows, targets, segments) of this rank's tokens whose successor in their segment has a label."""
-        follows = (parts.labels[:, 1:] != IGNORE) & (parts.token_index[:, 1:] > 0)
+    def _shares(self, media: Mapping[str, Tensor]) -> dict[str, Share]:
+        """This rank's share of each tower's media; {} where there is nobody to share them with."""
+        if self.media_group is None or self.media_group.size() == 1:
+            return {}
+        rank, size = self.media_group.rank(), self.media_group.size()
+        return {
+            name: share_out(streams, media, rank, size)
+            for name, streams in self.media_streams(media).items()
+            if streams
+        }
+
+    def _labels(
+        self, parts: Parts, local: Tensor, ahead: int = 1
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """(rows, targets, (row, column) of the labels) of this rank's tokens that predict the one `ahead` of them."""
+        follows = (parts.labels[:, ahead:] != IGNORE) & (parts.token_index[:, ahead:] >= ahead)
         row, column = follows.nonzero(as_tuple=True)
         here = local[column]
         keep = here >= 0
         row, column, here = row[keep], column[keep], here[keep]
-        flat = here * parts.labels.shape[0] + row
-        return flat, parts.labels[row, column + 1], parts.segment_ids[row, column]
+        label = (row, column + ahead)
+        assert bool((parts.segment_ids[label] == parts.segment_ids[row, column]).all()), (
+            "a label out of its segment"
+        )
+        return here * parts.labels.shape[0] + row, parts.labels[label], label
+
+    def _ahead(
+        self, parts: Parts, depth: int, index: Tensor, local: Tensor, shares: Mapping[str, Share]
+    ) -> Ahead:
+        """What depth `depth` of multi-token prediction reads and predicts; `zoo.nn.mtp` shows it by an example."""
+        rows = parts.input_ids.shape[0]
+        there = (parts.token_index >= depth) & ~parts.padding_mask  # as somebody's token t + depth
+        there = F.pad(there[:, depth:], (0, depth))
+        ids = F.pad(parts.input_ids[:, depth:], (0, depth)).masked_fill(~there, 0)
+        placements = {}
+        for name, placement in parts.placements.items():
+            column, row = placement.rows // rows, placement.rows % rows
+            keep = parts.token_index[row, column] >= depth
+            flat = (column - depth) * rows + row
+            placements[name] = Placement(flat[keep], placement.source[keep])
+        label_rows, targets, _ = self._labels(parts, local, depth + 1)
+        return Ahead(
+            input_ids=self._move(ids.index_select(1, index)),
+            padding_mask=self._move(~there.index_select(1, index)),
+            placements=self._local_placements(placements, local, rows, shares),
+            label_rows=self._move(label_rows),
+            targets=self._move(targets),
+        )
 
     @staticmethod
-    def _local_placement(placement: Placement, local: Tensor, rows: int) -> Placement:
-        column, row = placement.rows // rows, placement.rows % rows
-        here = local[column]
-        keep = here >= 0
-        return Placement(here[keep] * rows + row[keep], placement.source[keep])
+    def _local_placements(
+        placements: Mapping[str, Placement], local: Tensor, rows: int, shares: Mapping[str, Share]
+    ) -> dict[str, Placement]:
+        """Rows as this rank counts them, of embeddings as they stand once gathered."""
+        found = {}
+        for name, placement in placements.items():
+            column, row = placement.rows // rows, placement.rows % rows
+            here = local[column]
+            keep = here >= 0
+            source = placement.source[keep]
+            if name in shares:
+                source = shares[name].place[source]
+            found[name] = Placement(here[keep] * rows + row[keep], source)
+        return found
 
     def _move(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":
@@ -243,15 +373,23 @@ class PackedStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum over this rank's labels times `loss_scale`, and figures for the log.
 
-        Figures: `nll` and `labels`, sums over this rank; under `evaluate` also per segment (S,) `segment_nll`,
+        The mean over depths of multi-token prediction is added `mtp_weight` times, each depth's sum over its labels
+        scaled like the decoder's (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25: divided by the same count).
+
+        Figures: `nll` and `labels`, sums over this rank, and `mtp_nll`; under `evaluate` also per segment (S,) `segment_nll`,
         `segment_labels` and `segment_correct`.
         """
         nll = output[0] if evaluate else output
+        nll, ahead = nll.tensor_split([len(facts.label_segments)])
         total = nll.sum()
         figures = {
             "nll": total.detach().float(),
             "labels": torch.tensor(float(nll.shape[0]), device=nll.device),
         }
+        if self.mtp_depths and not evaluate:
+            further = ahead.sum() / self.mtp_depths
+            total = total + self.mtp_weight * further
+            figures["mtp_nll"] = further.detach().float()
         if evaluate:
             segments = facts.label_segments.to(nll.device)
             zeros = nll.new_zeros(facts.num_segments)
@@ -259,3 +397,18 @@ class PackedStep:
             figures["segment_labels"] = zeros.index_add(0, segments, torch.ones_like(nll))
             figures["segment_correct"] = zeros.index_add(0, segments, output[1])
         return total * loss_scale, figures
+
+    def logprobs(self, output: Tensor, facts: StepOutput) -> Tensor:
+        """Log-probability of each token given those before it in its sample, in the caller's shape.
+
+        `output` and `facts` of a batch that was prepared with `logprobs=True`, on the last pipeline stage. The result is
+        (B, T0) fp32 ((1, T) for a packed batch), its entry at a token that token's own, and 0 where there is none: on
+        padding, at a sample's first token and, where the batch has labels, at tokens without. Whole on every
+        context-parallel rank, and differentiable: a loss of it that all of them compute alike has the right gradient.
+        """
+        size = math.prod(facts.caller_shape)
+        rows = facts.label_source.to(output.device, non_blocking=True)
+        flat = output.new_zeros(size).index_copy(0, rows, -output)
+        if self.cp_size > 1:
+            flat = reduce_from_tensor_model_parallel_region(flat, group=self.cp_group)
+        return flat.view(facts.caller_shape)

@@ -1,0 +1,45 @@
+"""What the ranks of a tensor and context parallel group encoded, gathered on each of them.
+
+Backward, context-parallel ranks have each the gradient of their own tokens, which are summed, while tensor-parallel
+ranks have the same gradient of all tokens, of which each keeps its own part. A tower's parameters then have on every
+rank the gradient of that rank's media: DDP sums it over context-parallel ranks, and megatron-core over
+tensor-parallel ones, as a mean (`average_gradients_across_tp_domain`), for which the gradient is scaled up here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def sum_over_tensor_parallel(tower: torch.nn.Module) -> None:
+    """Have megatron-core add up the tower's gradients over tensor-parallel ranks: each encodes other media."""
+    for parameter in tower.parameters():
+        parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+
+
+class GatherEncoded(torch.autograd.Function):
+    """(n, W) of this rank -> (ranks * longest, W) of all, n at most `longest`; see the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, longest: int, groups: Any) -> Tensor:
+        """`groups`: a ProcessGroupCollection with tp, cp and tp_cp, tensor-parallel ranks next to one another."""
+        ctx.groups, ctx.count = groups, local.shape[0]
+        mine = local.new_zeros(longest, local.shape[1])
+        mine[: ctx.count] = local
+        gathered = mine.new_empty(groups.tp_cp.size() * longest, local.shape[1])
+        dist.all_gather_into_tensor(gathered, mine, group=groups.tp_cp)
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        tp, cp = ctx.groups.tp, ctx.groups.cp
+        parts = grads[0].unflatten(0, (cp.size(), tp.size(), -1))[:, tp.rank()].contiguous()
+        mine = parts[0]
+        if cp.size() > 1:
+            mine = torch.empty_like(parts[0])
+            dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=cp)
+        return mine[: ctx.count] * tp.size(), None, None
