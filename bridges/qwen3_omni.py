@@ -7,6 +7,7 @@ code2wav are not trained and are carried through.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from zoo.bridge.mapping import Bridge, Layout, Rule, per_expert_down, per_expert_gate_up, rule
@@ -19,7 +20,7 @@ _ATTENTION = f"{_HF}.self_attn"
 _EXPERTS = f"{_HF}.mlp.experts"
 
 
-def _export_config(config: dict[str, Any], carried: bool) -> dict[str, Any]:
+def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The full model's config.json; without a talker in the weights, HF must not build one (enable_audio_output).
 
     A thinker's own config is wrapped, as only Qwen3OmniMoeForConditionalGeneration reads `thinker.` names
@@ -33,7 +34,7 @@ def _export_config(config: dict[str, Any], carried: bool) -> dict[str, Any]:
     return {
         **config,
         "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
-        "enable_audio_output": carried,
+        "enable_audio_output": any(name.startswith("talker.") for name in names),
     }
 
 

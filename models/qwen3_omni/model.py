@@ -39,6 +39,7 @@ class Qwen3OmniModel(MultimodalModel):
         pixels = [media[k] for k in ("pixel_values", "pixel_values_videos") if k in media]
         if pixels:
             grids = torch.cat([media[k] for k in ("image_grid_thw", "video_grid_thw") if k in media])
+            grids = grids.to(pixels[0].device, non_blocking=True)
             tower = self.vision
             seen = tower(torch.cat(pixels).to(tower.dtype), grid_thw=grids)
             encoded["vision"] = Encoded(seen.pooler_output, tuple(seen.deepstack_features))

@@ -1,8 +1,7 @@
 """Qwen3-Omni's processor: images, videos, speech and videos with their sound, as the thinker's towers take them.
 
-Media tensors of a sample (each joined along dim 0 over samples):
-    pixel_values (P, C * tp * p * p) float32 and image_grid_thw (n, 3) int64, in patches;
-    pixel_values_videos, video_grid_thw likewise, and video_second_per_grid (n,) float32, seconds of a temporal patch;
+Media tensors of a sample (each joined along dim 0 over samples), beside those of `zoo.data.vision`:
+    video_second_per_grid (n,) float32, seconds of a temporal patch;
     input_features (frames, mel) float32, padding removed, and feature_lens (n,) int64, mel frames of each clip.
 """
 
@@ -10,20 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.data.errors import RowError
-from zoo.data.processor import ChatMarkers, Processor, as_tensor
+from zoo.data.processor import Processor, as_tensor
 from zoo.data.rows import Row
-from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
+from zoo.data.vision import (
+    MARKERS,
+    config_field,
+    load_processor,
+    tiny_parts,
+    tiny_settings,
+    vision_geometry,
+    vision_tensors,
+    vision_tokens,
+    wanted_geometry,
+)
 from zoo.errors import ConfigError
 from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 
-MARKERS = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
 # Config key -> attribute of the tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
 TOKENS = {
     "image_token_id": "image_token",
@@ -35,8 +42,10 @@ TOKENS = {
     "audio_end_token_id": "audio_eos_token",
 }
 CHUNK_TOKENS = 13  # tokens of a full audio chunk, fixed in _get_feat_extract_output_lengths of modeling_qwen3_omni_moe.py
-TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
-TINY_FRAME_TOKENS = (1, 256)  # the same of a video's frame
+TINY_FRAME_TOKENS = (
+    1,
+    256,
+)  # least and most tokens of a video's frame, for the processor without published files
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:
@@ -56,22 +65,22 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniPro
     Raises:
         ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
     """
-    thinker = _field(arch_config, "thinker_config", arch_config)
-    vision, audio = _field(thinker, "vision_config"), _field(thinker, "audio_config")
-    geometry = {
-        "patch_size": _field(vision, "patch_size"),
-        "merge_size": _field(vision, "spatial_merge_size"),
-        "temporal_patch_size": _field(vision, "temporal_patch_size"),
-    }
-    n_window = _field(audio, "n_window")
+    thinker = config_field(arch_config, "thinker_config", arch_config)
+    vision, audio = config_field(thinker, "vision_config"), config_field(thinker, "audio_config")
+    geometry = vision_geometry(vision)
+    n_window = config_field(audio, "n_window")
     if tokens_of_chunk(2 * n_window) != CHUNK_TOKENS:
         raise ConfigError(
             f"audio_config.n_window is {n_window}: transformers counts {CHUNK_TOKENS} tokens for each full audio "
             f"chunk, but chunks of {2 * n_window} frames give {tokens_of_chunk(2 * n_window)}; use 50."
         )
-    mel_bins = _field(audio, "num_mel_bins")
-    hf = _make(geometry, mel_bins) if source is None else _load(source, geometry, mel_bins)
-    return Qwen3OmniProcessor(hf, n_window, _field(thinker, "position_id_per_seconds"))
+    mel_bins = config_field(audio, "num_mel_bins")
+    if source is None:
+        hf = _make(geometry, mel_bins)
+    else:
+        wanted = wanted_geometry(geometry) | {"feature_extractor.feature_size": mel_bins}
+        hf = load_processor(source, "Qwen3OmniMoeProcessor", wanted)
+    return Qwen3OmniProcessor(hf, n_window, config_field(thinker, "position_id_per_seconds"))
 
 
 class Qwen3OmniProcessor(Processor):
@@ -89,7 +98,7 @@ class Qwen3OmniProcessor(Processor):
         self.position_id_per_seconds = position_id_per_seconds
         self.video_size = _video_size(hf)
 
-    def call_options(self, row: Row, fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Arguments of the HF call that must agree with the architecture and with how the frames were taken."""
         options: dict[str, Any] = {}
         if row.videos:
@@ -107,13 +116,9 @@ class Qwen3OmniProcessor(Processor):
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The towers' tensors; see the module's docstring."""
-        media: dict[str, Tensor] = {}
-        for name in ("pixel_values", "pixel_values_videos", "video_second_per_grid"):
-            if name in features:
-                media[name] = as_tensor(features[name], torch.float32)
-        for name in ("image_grid_thw", "video_grid_thw"):
-            if name in features:
-                media[name] = as_tensor(features[name], torch.int64)
+        media = vision_tensors(features)
+        if "video_second_per_grid" in features:
+            media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
         if "input_features" in features:
             mel = as_tensor(features["input_features"], torch.float32)  # (n, mel, longest)
             mask = as_tensor(features["feature_attention_mask"], torch.bool)  # (n, longest)
@@ -128,13 +133,9 @@ class Qwen3OmniProcessor(Processor):
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that the towers' outputs replace."""
-        merge = self.hf.image_processor.merge_size**2
-        counts = {}
-        for token, name in ((self.hf.image_token, "image_grid_thw"), (self.hf.video_token, "video_grid_thw")):
-            counts[token] = int(media[name].prod(-1).sum()) // merge if name in media else 0
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
-        counts[self.hf.audio_token] = sum(audio_tokens(count, self.n_window) for count in frames)
-        return counts
+        heard = sum(audio_tokens(count, self.n_window) for count in frames)
+        return vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
@@ -142,70 +143,18 @@ class Qwen3OmniProcessor(Processor):
         return frozenset(id for key, id in token_ids(self.tokenizer).items() if key != "vocab_size")
 
 
-def _field(config: Any, name: str, default: Any = None) -> Any:
-    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(
-            f"model.arch has no {name!r}; give it as the Hugging Face config of Qwen3-Omni does."
-        )
-    return value
-
-
 def _make(geometry: dict[str, int], mel_bins: int) -> Any:
-    from transformers import (
-        AutoTokenizer,
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3OmniMoeProcessor,
-        WhisperFeatureExtractor,
-    )
+    from transformers import Qwen2VLVideoProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
 
-    unit = (geometry["patch_size"] * geometry["merge_size"]) ** 2  # pixels of a token
-    pixels = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, **geometry}
-    tokenizer = AutoTokenizer.from_pretrained(TINY_TOKENIZER)
+    # cap_pixels_per_frame False is what the published processors do today (without a warning that it may change).
+    video = Qwen2VLVideoProcessor(
+        do_sample_frames=False, cap_pixels_per_frame=False, **tiny_settings(geometry, TINY_FRAME_TOKENS)
+    )
     return Qwen3OmniMoeProcessor(
-        image_processor=Qwen2VLImageProcessor(size=_edges(TINY_IMAGE_TOKENS, unit), **pixels),
-        # cap_pixels_per_frame False is what the published processors do today (without a warning that it may change).
-        video_processor=Qwen2VLVideoProcessor(
-            size=_edges(TINY_FRAME_TOKENS, unit), do_sample_frames=False, cap_pixels_per_frame=False, **pixels
-        ),
+        video_processor=video,
         feature_extractor=WhisperFeatureExtractor(feature_size=mel_bins, return_attention_mask=True),
-        tokenizer=tokenizer,
-        chat_template=tokenizer.chat_template,
+        **tiny_parts(geometry),
     )
-
-
-def _edges(tokens: tuple[int, int], unit: int) -> dict[str, int]:
-    return {"shortest_edge": tokens[0] * unit, "longest_edge": tokens[1] * unit}
-
-
-def _load(source: str, geometry: dict[str, int], mel_bins: int) -> Any:
-    from transformers import AutoProcessor
-
-    try:
-        hf = AutoProcessor.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.init: no processor can be loaded from {Path(source)}: {error}; its folder should hold "
-            "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
-        ) from error
-    if type(hf).__name__ != "Qwen3OmniMoeProcessor":
-        raise ConfigError(
-            f"model.init: {source} has a {type(hf).__name__}; a Qwen3OmniMoeProcessor is wanted."
-        )
-    found = {
-        f"{part}.{name}": (getattr(getattr(hf, part), name), wanted)
-        for part in ("image_processor", "video_processor")
-        for name, wanted in geometry.items()
-    }
-    found["feature_extractor.feature_size"] = (hf.feature_extractor.feature_size, mel_bins)
-    for name, (seen, wanted) in found.items():
-        if seen != wanted:
-            raise ConfigError(
-                f"model.init: {name} of {source} is {seen}, but the architecture wants {wanted}."
-            )
-    return hf
 
 
 def _video_size(hf: Any) -> dict[str, int] | None:

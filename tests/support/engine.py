@@ -96,8 +96,10 @@ class Zoo:
 
     def step(self, **packing: Any) -> Any:
         """The family's step; `packing` replaces keys of the recipe's packing section."""
-        settings = replace(self.recipe.packing, **packing)
-        return self.assembly.family.load("step")(self.assembly.config, settings, self.world.device)
+        from zoo.engine.build import build_step
+
+        recipe = replace(self.recipe, packing=replace(self.recipe.packing, **packing))
+        return build_step(self.assembly, recipe, self.world)
 
     @torch.no_grad()
     def logits(self, batch: Any, **packing: Any) -> list[Tensor]:
@@ -126,14 +128,21 @@ class Zoo:
         return total, found
 
     def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by zoo's parameter names as those of the bridge's published Hugging Face names, one per expert."""
+        """Tensors by zoo's parameter names as those of the bridge's published Hugging Face names."""
         from zoo.engine.build import model_dims
 
         bridge, dims = self.assembly.family.load("bridge"), model_dims(self.assembly)
         out: dict[str, Tensor] = {}
         for name, entry in bridge.publish(tensors).items():
-            stack = tensors[name].unbind() if entry.rule.stacked else [tensors[name]]
-            for expert, tensor in enumerate(stack):
-                names = entry.hf_names(expert if entry.rule.stacked else None)
-                out.update(zip(names, entry.layout.transform.to_hf(tensor, dims), strict=True))
+            transform = entry.layout.transform
+            if not entry.rule.stacked:
+                out.update(zip(entry.hf_names(), transform.to_hf(tensors[name], dims), strict=True))
+                continue
+            experts = [transform.to_hf(tensor, dims) for tensor in tensors[name]]
+            if not entry.layout.per_expert:
+                stacks = map(torch.stack, zip(*experts, strict=True))
+                out.update(zip(entry.hf_names(), stacks, strict=True))
+                continue
+            for expert, parts in enumerate(experts):
+                out.update(zip(entry.hf_names(expert), parts, strict=True))
         return out

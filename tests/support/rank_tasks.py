@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,22 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One forward and backward pass over given micro-batches, under a recipe."""
+    """Forward and backward passes over given micro-batches, under a recipe."""
 
     folder: str  # Hugging Face folder of the model
     batches: str  # pickle file: a list of micro-batches (support.engine.Batch)
     labels: int  # N, labelled tokens of all micro-batches
+    overrides: tuple[str, ...] = ()
+    recipe: str = "qwen3_omni_sft"
+    logprobs: bool = False  # also of every token, in a forward pass of its own
+    layouts: tuple[Layout, ...] = ()  # for `run_layouts`
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to lay out the samples: micro-batches as in Plan, and the overrides that go with them."""
+
+    batches: str
     overrides: tuple[str, ...] = ()
 
 
@@ -29,12 +40,16 @@ class Held:
 
     loss: float  # this rank's share of the loss: the ranks' sum is the mean over N labels
     gradients: dict[str, Tensor]  # parts of the full gradients, by global parameter name
-    shards: dict[str, str | None]  # how each is cut, as zoo.bridge.mapping names it
+    shards: dict[str, Any]  # how each is cut, as zoo.bridge.mapping names it
     info: Any  # zoo.bridge.parallel.ShardInfo: this rank's part
     pp_rank: int
     dp_rank: int
     cp_rank: int
     figures: dict[str, Tensor] = field(default_factory=dict)  # router's auxiliary losses of each layer
+    logprobs: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # micro-batch -> (B, T0); the last stage's ranks
+    encoded: dict[str, int] = field(default_factory=dict)  # tower -> rows of media that this rank encoded
 
 
 @lru_cache(maxsize=8)
@@ -44,55 +59,112 @@ def _read(path: str) -> list[Any]:
 
 def run_step(rank: int, size: int, plan: Plan) -> Held:
     """Loss and gradients through build_model, DDP, the family's step, mcore's schedule and finalize_model_grads."""
-    from support.engine import recipe_for
+    return run_layouts(rank, size, replace(plan, layouts=(Layout(plan.batches),)))[0]
+
+
+def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
+    """`run_step` for each of the plan's layouts, one after the other on one model."""
     from zoo.engine.world import world
 
+    with world(_recipe(plan, plan.layouts[0], size)) as here:
+        built = _Built(_recipe(plan, plan.layouts[0], size), here)
+        return [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
+
+
+def _recipe(plan: Plan, layout: Layout, size: int) -> Any:
+    from support.engine import recipe_for
+
     # global_batch: what validation of the interleaved schedule looks at.
-    batches = _read(plan.batches)
-    recipe = recipe_for(plan.folder, f"train.global_batch={len(batches)}", *plan.overrides, ranks=size)
-    with world(recipe) as here:
-        return _step(recipe, here, batches, plan)
+    count = f"train.global_batch={len(_read(layout.batches))}"
+    return recipe_for(plan.folder, count, *plan.overrides, *layout.overrides, recipe=plan.recipe, ranks=size)
 
 
-def _step(recipe: Any, world: Any, batches: Sequence[Any], plan: Plan) -> Held:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
+class _Built:
+    """A model under DDP, and what it was built from."""
 
-    from zoo.bridge.parallel import ShardInfo, model_parameters
-    from zoo.engine import build
+    def __init__(self, recipe: Any, world: Any) -> None:
+        from zoo.engine import build
 
-    assembly = build.assemble(recipe)
-    chunks = build.build_model(assembly, recipe, world)
-    build.init_weights(chunks, assembly, recipe, world)
-    wrapped = build.wrap_ddp(chunks, recipe)
-    for chunk in wrapped:
-        chunk.train()
-        chunk.zero_grad_buffer()
-    step = build.build_step(assembly, recipe, world)
-    mine = batches[world.dp_rank :: world.dp_size]
-    scale = world.dp_size * len(mine) / plan.labels
-    figures = get_forward_backward_func()(
-        forward_step_func=lambda data, model: step(data, model, loss_scale=scale),
-        data_iterator=iter(mine) if len(wrapped) == 1 else [iter(mine) for _ in wrapped],
-        model=wrapped if len(wrapped) > 1 else wrapped[0],
-        num_microbatches=len(mine),
-        seq_length=mine[0].input_ids.shape[1],
-        micro_batch_size=mine[0].input_ids.shape[0],
-        forward_only=False,
-        force_all_reduce=True,  # else each data-parallel rank would have its slice of the gradient only
-    )
-    nll = sum(float(f["nll"]) for f in figures) if world.counts_loss else 0.0
-    parameters = model_parameters(wrapped)
-    entries = assembly.family.load("bridge").publish([name for name, _ in parameters])
-    return Held(
-        loss=nll / plan.labels,
-        gradients={name: parameter.main_grad.clone() for name, parameter in parameters},
-        shards={name: entry.rule.shard for name, entry in entries.items()},
-        info=ShardInfo.from_groups(world.groups),
-        pp_rank=world.pp_rank,
-        dp_rank=world.dp_rank,
-        cp_rank=world.cp_rank,
-        figures=_router_figures(wrapped[0].config, len(mine)),
-    )
+        self.world, self.assembly = world, build.assemble(recipe)
+        chunks = build.build_model(self.assembly, recipe, world)
+        build.init_weights(chunks, self.assembly, recipe, world)
+        self.wrapped = build.wrap_ddp(chunks, recipe)
+        self.encoded = _count_encoded(chunks[0])
+
+    def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
+        from zoo.bridge.parallel import ShardInfo, model_parameters
+        from zoo.engine import build
+
+        world, batches = self.world, _read(layout.batches)
+        step = build.build_step(self.assembly, recipe, world)
+        for chunk in self.wrapped:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.encoded.clear()
+        mine = batches[world.dp_rank :: world.dp_size]
+        scale = world.dp_size * len(mine) / plan.labels
+        figures = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
+        parameters = model_parameters(self.wrapped)
+        entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
+        dims = build.model_dims(self.assembly)
+        held = Held(
+            loss=sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0,
+            gradients={name: parameter.main_grad.clone() for name, parameter in parameters},
+            shards={name: entry.rule.shard_for(dims) for name, entry in entries.items()},
+            info=ShardInfo.from_groups(world.groups),
+            pp_rank=world.pp_rank,
+            dp_rank=world.dp_rank,
+            cp_rank=world.cp_rank,
+            figures=_router_figures(self.wrapped[0].config, len(mine)),
+            encoded=dict(self.encoded),
+        )
+        if plan.logprobs:
+            held.logprobs = self._logprobs(step, mine)
+        return held
+
+    @torch.no_grad()
+    def _logprobs(self, step: Any, mine: Sequence[Any]) -> dict[int, Tensor]:
+        """Of every token of this rank's micro-batches, whatever carries a label."""
+
+        def forward(data: Iterator[Any], model: Any) -> Any:
+            inputs, facts = step.prepare(replace(next(data), labels=None), logprobs=True)
+            return step.forward(model, inputs), lambda output: (
+                output.sum(),
+                {"logprobs": step.logprobs(output, facts)},
+            )
+
+        found = self._schedule(forward, mine, forward_only=True)
+        first, every = self.world.dp_rank, self.world.dp_size
+        return {first + i * every: figures["logprobs"] for i, figures in enumerate(found)}
+
+    def _schedule(self, forward: Any, mine: Sequence[Any], forward_only: bool = False) -> list[Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        many = len(self.wrapped) > 1
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(mine) for _ in self.wrapped] if many else iter(mine),
+            model=self.wrapped if many else self.wrapped[0],
+            num_microbatches=len(mine),
+            seq_length=mine[0].input_ids.shape[1],
+            micro_batch_size=mine[0].input_ids.shape[0],
+            forward_only=forward_only,
+            force_all_reduce=True,  # else each data-parallel rank would have its slice of the gradient only
+        )
+
+
+def _count_encoded(chunk: Any) -> dict[str, int]:
+    """Rows of media that pass through each tower of a chunk from now on, by tower."""
+    counts: dict[str, int] = {}
+    for name in chunk.tower_names():
+        tower = getattr(chunk, name, None)
+        if tower is not None:
+
+            def count(module: Any, inputs: tuple[Tensor, ...], name: str = name) -> None:
+                counts[name] = counts.get(name, 0) + len(inputs[0])
+
+            tower.register_forward_pre_hook(count)
+    return counts
 
 
 def _router_figures(config: Any, micro_batches: int) -> dict[str, Tensor]:
@@ -103,9 +175,11 @@ def _router_figures(config: Any, micro_batches: int) -> dict[str, Tensor]:
     coefficients = {"load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
     names = [name for name, coefficient in coefficients.items() if coefficient]
     for name in names:
-        tracker.ensure_initialized(name, config.num_layers)
+        tracker.ensure_initialized(name, config.num_layers + (config.mtp_num_layers or 0))
     tracker._sync_metrics(names)
-    return {name: tracker.metrics[name].values.clone() / micro_batches for name in names}
+    found = {name: tracker.metrics[name].values.clone() / micro_batches for name in names}
+    tracker.clear()  # or the next layout's would be added to them
+    return found
 
 
 def train(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 import zoo
 from zoo.cli.arguments import split_flags, split_recipe
+from zoo.cli.bench import BENCHES, packing_options
 from zoo.cli.main import VERBS
 from zoo.config.compose import load_recipe
 from zoo.config.reference import keys, sections
@@ -26,7 +27,7 @@ PAGES = [
     )
     if path.is_file()
 ]
-FLAGS = {"show": ("--schema",), "list": ("--json",)}
+FLAGS = {"show": ("--schema",), "list": ("--json",), "bench": ("--json",)}
 FOLDERS = (
     "bridges",
     "docs",
@@ -61,7 +62,9 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def test_there_are_pages() -> None:
-    assert {"README.md", "architecture.md", "data.md", "recipes.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "architecture.md", "data.md", "packing.md", "recipes.md"} <= {
+        page.name for page in PAGES
+    }
 
 
 @pages
@@ -121,6 +124,10 @@ def check_zoo(words: list[str]) -> None:
         return
     assert verb in VERBS, words
     flags, rest = split_flags(rest, FLAGS.get(verb, ()))
+    if verb == "bench":
+        assert rest[0] in BENCHES, words
+        packing_options(rest[1:])
+        return
     if flags or verb == "list" or not rest:
         return
     name, overrides = split_recipe(rest, verb)

@@ -7,10 +7,18 @@ from zoo.bridge.errors import BridgeError
 from zoo.bridge.export import export_hf
 from zoo.bridge.export_writer import ExportWriter, ShardWriter
 from zoo.bridge.load import load_hf
-from zoo.bridge.mapping import Bridge, Layout, Rule, per_expert_down, per_expert_gate_up, rule
+from zoo.bridge.mapping import (
+    Bridge,
+    Layout,
+    Rule,
+    Sections,
+    per_expert_down,
+    per_expert_gate_up,
+    rule,
+)
 from zoo.bridge.parallel import Comm, ShardInfo, TorchComm
 from zoo.bridge.safetensors_io import CheckpointError, SafetensorsFolder
-from zoo.bridge.transforms import QKV, Copy, Dims, GateUp
+from zoo.bridge.transforms import QKV, Copy, Dims, GatedQKV, GateUp, Rows
 
 __all__ = [
     "QKV",
@@ -22,9 +30,12 @@ __all__ = [
     "Dims",
     "ExportWriter",
     "GateUp",
+    "GatedQKV",
     "Layout",
+    "Rows",
     "Rule",
     "SafetensorsFolder",
+    "Sections",
     "ShardInfo",
     "ShardWriter",
     "TorchComm",

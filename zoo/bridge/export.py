@@ -87,14 +87,16 @@ def export_hf(
     shard, comm = shard or ShardInfo(), comm or default_comm()
     writer = ExportWriter(folder, overwrite=overwrite)
     parameters = together(comm, lambda: model_parameters(model_chunks))
-    everywhere = sorted({n for names in comm.gather_objects([n for n, _ in parameters]) for n in names})
+    held = comm.gather_objects([name for name, _ in parameters])
+    everywhere = sorted({name for names in held for name in names})
     stored = dtype or (parameters[0][1].dtype if source is None else None)
     plan = together(comm, lambda: _plan(bridge, everywhere, dims, config, source, stored))
     together(comm, lambda: _check(plan, parameters, dims, shard))
     together(comm, lambda: writer.begin() if comm.rank == 0 else None)
     try:
         shards = ShardWriter(writer.partial, rank=comm.rank, shard_bytes=shard_bytes)
-        failure = _write_parameters(parameters, plan, dims, shard, comm, shards, dtype)
+        mine = _own(parameters, held)
+        failure = _write_parameters(mine, plan, dims, shard, comm, shards, dtype)
         together(comm, lambda: _finish_shards(shards, failure, plan, comm.rank))
         written = [s for of_rank in comm.gather_objects(shards.shards) for s in of_rank]
         together(comm, lambda: _commit(writer, written, plan, processor) if comm.rank == 0 else None)
@@ -118,10 +120,10 @@ def _plan(
     names = bridge.published_names(entries.values(), dims)
     reader = None if source is None else SafetensorsFolder(source)
     resolution = None if reader is None else bridge.resolve(reader.names(), zoo_names, dims)
-    carried = bool(resolution and resolution.carried)
+    carried = list(resolution.carried) if resolution else []
     plain = _plain_config(config, source)
     if bridge.export_config is not None:
-        plain = bridge.export_config(plain, carried)
+        plain = bridge.export_config(plain, [*names, *carried])
     if dtype is not None:
         plain = {
             **_with_dtype(plain, str(dtype).removeprefix("torch.")),
@@ -158,13 +160,25 @@ def _check(plan: _Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, sh
     problems = []
     for name, parameter in parameters:
         entry = plan.entries[name]
-        zoo_shape = full_shape(parameter.shape, entry.rule.shard, shard)
+        zoo_shape = full_shape(parameter.shape, entry.rule.shard_for(dims), shard)
         try:
             entry.hf_shapes(zoo_shape, dims)
         except ValueError as error:
             problems.append(f"{name}: shape {list(zoo_shape)} does not fit {dims} ({error})")
     if problems:
         raise BridgeError("export: shapes", problems)
+
+
+def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]) -> list[tuple[str, Tensor]]:
+    """The parameters that this rank's pipeline stage writes: not copies of another one's, as of an embedding.
+
+    `held` are the names on each rank; those of one stage are alike. A name is written by the stage of the first rank
+    that has it.
+    """
+    first = {name: rank for rank in reversed(range(len(held))) for name in held[rank]}
+    mine = [name for name, _ in parameters]
+    same_stage = [names == mine for names in held]
+    return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
 def _write_parameters(
@@ -199,7 +213,7 @@ def _dense(
     sharded = entry.rule.shard is not None and shard.tp_size > 1
     pieces = comm.gather(local, "tp") if sharded else [local]
     if shard.tp_rank == 0:
-        full = join(pieces, entry.rule.shard)
+        full = join(pieces, entry.rule.shard_for(dims))
         yield from zip(entry.hf_names(), entry.layout.transform.to_hf(full, dims), strict=True)
 
 
@@ -207,7 +221,8 @@ def _stacked(
     local: Tensor, entry: Entry, dims: Dims, shard: ShardInfo, comm: Comm
 ) -> Iterator[tuple[str, Tensor]]:
     """The HF tensors of this rank's experts, on ETP rank 0 (of a fused layout: of all experts, on EP rank 0 too)."""
-    axis = shard_axis(entry.rule.shard)
+    kind = entry.rule.shard_for(dims)
+    axis = shard_axis(kind)
     fused = not entry.layout.per_expert
     if fused and shard.ep_size > 1:
         local = torch.cat(comm.gather(local, "ep"))
@@ -215,7 +230,7 @@ def _stacked(
     if shard.etp_rank != 0 or (fused and shard.ep_rank != 0):
         return
     first = 0 if fused else shard.ep_rank * local.shape[0]
-    experts = (join([piece[i] for piece in pieces], entry.rule.shard) for i in range(local.shape[0]))
+    experts = (join([piece[i] for piece in pieces], kind) for i in range(local.shape[0]))
     parts = (entry.layout.transform.to_hf(expert, dims) for expert in experts)
     if fused:
         yield from zip(

@@ -54,7 +54,7 @@ def check_shapes(
     problems = []
     for name, parameter in parameters:
         entry = resolution.entries[name]
-        zoo_shape = full_shape(parameter.shape, entry.rule.shard, shard)
+        zoo_shape = full_shape(parameter.shape, entry.rule.shard_for(dims), shard)
         try:
             wanted = entry.hf_shapes(zoo_shape, dims)
         except ValueError as error:
@@ -86,7 +86,7 @@ def _fill_all(
 
     for name, parameter in parameters:
         entry = resolution.entries[name]
-        transform, kind = entry.layout.transform, entry.rule.shard
+        transform, kind = entry.layout.transform, entry.rule.shard_for(dims)
         if not entry.rule.stacked:
             parameter.copy_(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard))
             continue

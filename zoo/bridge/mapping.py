@@ -28,6 +28,16 @@ tp0 rows, tp1 columns, tp0-gateup rows of the gate half then of the up half (all
 [E, 2I, H]) and expert2 (weight2 [E, H, I]) give each EP rank a range of experts and cut I over ETP.
 """
 
+
+@dataclass(frozen=True)
+class Sections:
+    """A shard of rows that lie in sections, each of which TP cuts by itself."""
+
+    sizes: tuple[int, ...]  # rows of each section of the full tensor
+
+
+SectionsOf = Callable[[Dims], Sections]  # where the sections depend on the architecture
+
 _WILDCARDS = {"layer": r"(?P<layer>0|[1-9]\d*)", "expert": r"(?P<expert>0|[1-9]\d*)", "rest": r"(?P<rest>.+)"}
 
 
@@ -81,13 +91,13 @@ class Rule:
 
     zoo: str
     layouts: tuple[Layout, ...]
-    shard: Shard | None = None
+    shard: Shard | SectionsOf | None = None
     tied_to: str | None = (
         None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
     )
 
     def __post_init__(self) -> None:
-        if self.shard is not None and self.shard not in get_args(Shard):
+        if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):
             raise ValueError(f"{self.zoo}: shard {self.shard!r} is none of {get_args(Shard)}")
         wanted = set(re.findall(r"\{(\w+)\}", self.zoo))
         for layout in self.layouts:
@@ -113,12 +123,18 @@ class Rule:
             return (Layout((self.tied_to,)),)
         return self.layouts
 
+    def shard_for(self, dims: Dims) -> Shard | Sections | None:
+        """How ranks share the tensor in a model of these dims."""
+        return self.shard(dims) if callable(self.shard) else self.shard
+
     def writes(self, dims: Dims) -> bool:
         """False where the tensor is stored under the tied one's name alone."""
         return self.tied_to is None or not dims.tied
 
 
-def rule(zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | None = None) -> Rule:
+def rule(
+    zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | SectionsOf | None = None
+) -> Rule:
     """A rule with one layout; without a transform the single HF tensor is copied."""
     return Rule(zoo, (Layout(hf, transform or Copy()),), shard)
 
@@ -170,11 +186,14 @@ class Bridge:
     carry: tuple[
         str, ...
     ] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
+    optional: tuple[
+        str, ...
+    ] = ()  # HF patterns of parts that a model may be built without: carried where it has none of their tensors
     dialects: tuple[
         Mapping[str, str], ...
     ] = ()  # other naming schemes that are read: their prefix -> published
-    export_config: Callable[[dict[str, Any], bool], dict[str, Any]] | None = None
-    """(HF config as a dict, whether carried tensors are exported) -> the config.json of the export."""
+    export_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
 
     @cached_property
     def _carry_regex(self) -> list[re.Pattern[str]]:
@@ -232,10 +251,12 @@ class Bridge:
         Raises BridgeError that lists every tensor that is missing, unmapped, extra or there twice.
         """
         source, problems = self._translate(hf_names)
-        carried = [actual for name, actual in source.items() if self.is_carried(name)]
-        unused = {name for name in source if not self.is_carried(name)}
+        published_entries = self.publish(zoo_names)
+        absent = self._absent(published_entries.values())
+        carried = {n for n in source if self.is_carried(n) or any(part.fullmatch(n) for part in absent)}
+        unused = set(source) - carried
         entries = {}
-        for name, published in self.publish(zoo_names).items():
+        for name, published in published_entries.items():
             layout, wrong = _choose_layout(published, source, dims)
             problems += wrong
             entries[name] = Entry(name, published.rule, layout, published.binding)
@@ -245,7 +266,13 @@ class Bridge:
             problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
         if problems:
             raise BridgeError(f"{self.name}: the checkpoint and the model do not match", problems)
-        return Resolution(entries, carried, source)
+        return Resolution(entries, [actual for name, actual in source.items() if name in carried], source)
+
+    def _absent(self, entries: Iterable[Entry]) -> list[re.Pattern[str]]:
+        """The optional parts that a model with these entries was built without."""
+        built = [entry.hf_names(0)[0] for entry in entries]
+        parts = [_compile(pattern) for pattern in self.optional]
+        return [part for part in parts if not any(part.fullmatch(name) for name in built)]
 
     def _why_unused(self, hf_name: str, entries: Mapping[str, Entry]) -> str:
         target = self.zoo_name(hf_name)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Shard
+from zoo.bridge.mapping import Sections, Shard
 from zoo.errors import UserError
 
 Axis = Literal["tp", "ep", "etp"]
 Cut = Literal["whole", "rows", "columns", "gate-up rows"]
+AnyShard = Shard | Sections | None  # what `Rule.shard_for` says
 
 _CUTS: dict[Shard | None, tuple[Cut, Axis]] = {
     None: ("whole", "tp"),
@@ -189,40 +190,53 @@ def _globalise(name: str, renames: Mapping[str, str]) -> str:
     return name
 
 
-def shard_axis(shard: Shard | None) -> Axis:
+def shard_axis(shard: AnyShard) -> Axis:
     """The group that shares the tensors (of one expert) of a rule."""
-    return _CUTS[shard][1]
+    return _cut_of(shard)[1]
 
 
-def cut(tensor: Tensor, shard: Shard | None, info: ShardInfo) -> Tensor:
+def cut(tensor: Tensor, shard: AnyShard, info: ShardInfo) -> Tensor:
     """This rank's part of a full tensor (of one expert, where the rule stacks them); a view where it can be."""
-    kind, axis = _CUTS[shard]
+    kind, axis = _cut_of(shard)
     rank, size = info.on(axis)
     if kind == "whole" or size == 1:
         return tensor
-    if kind == "gate-up rows":
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
-    return tensor.chunk(size, dim=0 if kind == "rows" else 1)[rank]
+    if kind == "columns":
+        return tensor.chunk(size, dim=1)[rank]
+    parts = [section.chunk(size)[rank] for section in _sections(tensor, shard)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def join(pieces: Sequence[Tensor], shard: Shard | None) -> Tensor:
+def join(pieces: Sequence[Tensor], shard: AnyShard) -> Tensor:
     """The full tensor (of one expert) from the parts of all ranks, in rank order: the inverse of `cut`."""
-    kind, _ = _CUTS[shard]
+    kind, _ = _cut_of(shard)
     if kind == "whole" or len(pieces) == 1:
         return pieces[0]
-    if kind == "gate-up rows":
-        halves = [piece.chunk(2) for piece in pieces]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
-    return torch.cat(list(pieces), dim=0 if kind == "rows" else 1)
+    if kind == "columns":
+        return torch.cat(list(pieces), dim=1)
+    by_section = zip(*(_sections(piece, shard) for piece in pieces), strict=True)
+    return torch.cat([part for parts in by_section for part in parts])
 
 
-def full_shape(local: Iterable[int], shard: Shard | None, info: ShardInfo) -> tuple[int, ...]:
+def full_shape(local: Iterable[int], shard: AnyShard, info: ShardInfo) -> tuple[int, ...]:
     """The shape of the full zoo tensor of which this rank has a part of shape `local`."""
     shape = list(local)
-    kind, axis = _CUTS[shard]
+    kind, axis = _cut_of(shard)
     stacked = shard in ("expert1", "expert2")
     if stacked:
         shape[0] *= info.ep_size
     if kind != "whole":
         shape[(1 if kind == "columns" else 0) + stacked] *= info.on(axis)[1]
     return tuple(shape)
+
+
+def _cut_of(shard: AnyShard) -> tuple[Cut, Axis]:
+    return ("rows", "tp") if isinstance(shard, Sections) else _CUTS[shard]
+
+
+def _sections(tensor: Tensor, shard: AnyShard) -> list[Tensor]:
+    """The sections of rows of a full tensor, or of an equal share of each in a part of it."""
+    if isinstance(shard, Sections):
+        share = sum(shard.sizes) // tensor.shape[0]
+        return list(tensor.split([size // share for size in shard.sizes]))
+    return list(tensor.chunk(2)) if _CUTS[shard][0] == "gate-up rows" else [tensor]

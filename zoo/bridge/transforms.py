@@ -8,7 +8,7 @@ transforms see one expert at a time, whatever the file's layout (`zoo.bridge.map
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ class Dims:
     kv_heads: int  # key/value heads: query groups in Megatron-Core's words
     head_dim: int  # width of a head
     experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
+    linear_keys: int = 0  # of a linear-attention layer: width of all its keys (and of all its queries)
+    linear_values: int = 0  # width of all its values
+    linear_value_heads: int = 0  # value heads
     tied: bool = False  # output layer shares the embedding's weight (the top-level tie_word_embeddings)
 
     @classmethod
@@ -34,11 +37,15 @@ class Dims:
         """
         read = text_config.get if isinstance(text_config, Mapping) else _attribute_reader(text_config)
         heads = read("num_attention_heads", None)
+        value_heads = read("linear_num_value_heads", None) or 0
         return cls(
             heads=heads,
             kv_heads=read("num_key_value_heads", None) or heads,
             head_dim=read("head_dim", None) or read("hidden_size", None) // heads,
             experts=read("num_experts", None) or 0,
+            linear_keys=(read("linear_num_key_heads", None) or 0) * (read("linear_key_head_dim", None) or 0),
+            linear_values=value_heads * (read("linear_value_head_dim", None) or 0),
+            linear_value_heads=value_heads,
             tied=tied,
         )
 
@@ -84,6 +91,43 @@ class QKV:
         ratio, tail = dims.heads // dims.kv_heads, tensor.shape[1:]
         grouped = tensor.reshape(dims.kv_heads, ratio + 2, dims.head_dim, *tail)
         return [part.reshape(-1, *tail) for part in grouped.split([ratio, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True)
+class GatedQKV:
+    """As `QKV`, where q_proj [heads*2*d, ...] holds an output gate behind each query head.
+
+    Per query group: its query heads, then their gates in the same order, then its key head, then its value head
+    (get_query_key_value_tensors with output_gate).
+    """
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        query, key, value = parts
+        tail = query.shape[1:]
+        pairs = query.reshape(dims.kv_heads, -1, 2, dims.head_dim, *tail)  # (group, head, query or gate, ...)
+        grouped = [pairs[:, :, 0], pairs[:, :, 1]]
+        grouped += [part.reshape(dims.kv_heads, 1, dims.head_dim, *tail) for part in (key, value)]
+        return torch.cat(grouped, dim=1).reshape(-1, *tail)
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        ratio, tail = dims.heads // dims.kv_heads, tensor.shape[1:]
+        grouped = tensor.reshape(dims.kv_heads, 2 * ratio + 2, dims.head_dim, *tail)
+        query, gate, key, value = grouped.split([ratio, ratio, 1, 1], dim=1)
+        pairs = torch.stack((query, gate), dim=2)
+        return [part.reshape(-1, *tail) for part in (pairs, key, value)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tensors one below the other; `sizes` says of an architecture how many rows each has."""
+
+    sizes: Callable[[Dims], tuple[int, ...]]
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        return torch.cat(list(parts))
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        return list(tensor.split(self.sizes(dims)))
 
 
 @dataclass(frozen=True)

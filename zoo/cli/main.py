@@ -19,6 +19,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("zoo.cli.train", "train a model from a recipe"),
     "list": ("zoo.cli.list", "show model families, recipes, sizes and hardware overlays"),
     "show": ("zoo.cli.show", "show a resolved recipe, or every key there is"),
+    "bench": ("zoo.cli.bench", "measure parts of zoo on this machine"),
 }
 
 

@@ -40,7 +40,7 @@ __all__ = ["ConfigError", "Resolved", "load_recipe", "replace_in", "resolve", "s
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
-FILE_KEYS = ("description", "published_size", "base", "resolved")
+FILE_KEYS = ("description", "published_size", "tiny_size", "base", "resolved")
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,8 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
     elif gpu_count():
         size, why = published, "the published size: a GPU is here"
     else:
-        size, why = "tiny", "no GPU is here" + (f"; published: size={published}" if published else "")
+        size = root.tree.get("tiny_size", "tiny")
+        why = "no GPU is here" + (f"; published: size={published}" if published else "")
     if size is not None and not family:
         _refuse_no_family(layers)
     return _Choice(family, size and str(size), hardware and str(hardware), why)

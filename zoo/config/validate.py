@@ -27,7 +27,7 @@ _POSITIVE = (
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
-    "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.eval_every",
+    "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.eval_every",
     "train.save_every",
 )  # fmt: skip
 
@@ -86,10 +86,13 @@ def run_folder(recipe: Recipe) -> str:
 
 
 def alignment(recipe: Recipe) -> int:
-    """Tokens a packed sample's length has to be a multiple of: 2*cp chunks each, and tp shards with SP."""
+    """Tokens a packed sample's length has to be a multiple of.
+
+    Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares.
+    """
     parallel = recipe.parallel
-    align = 2 * parallel.cp if parallel.cp > 1 else 1
-    return lcm(align, parallel.tp) if parallel.sp else align
+    shares = parallel.tp if parallel.sp else 1
+    return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
 
 
 def _derived(recipe: Recipe) -> dict[str, Any]:
@@ -211,11 +214,26 @@ def _check_arch(recipe: Recipe) -> None:
             raise ConfigError(
                 f"parallel.tp={parallel.tp} does not divide the model's {key} {size}; {_listed(_divisors(size))} would"
             )
+    if "linear_attention" in (text.get("layer_types") or ()):
+        _check_linear_attention(recipe, text)
     if layers and layers % (parallel.pp * parallel.vpp):
         raise ConfigError(
             f"parallel.pp={parallel.pp} * vpp={parallel.vpp} does not divide the {layers} layers of the model; "
             f"a product of {_listed(_divisors(layers))} would"
         )
+
+
+def _check_linear_attention(recipe: Recipe, text: Mapping[str, Any]) -> None:
+    """Gated DeltaNet gives every tensor and context parallel rank heads of its own."""
+    parallel = recipe.parallel
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):
+        heads = text.get(key)
+        if heads and heads % (parallel.tp * parallel.cp):
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} * cp={parallel.cp} = {parallel.tp * parallel.cp} does not divide the "
+                f"model's {key} {heads}: every rank needs linear attention heads of its own; a product of "
+                f"{_listed(_divisors(heads))} would"
+            )
 
 
 def _check_experts(recipe: Recipe, experts: int) -> None:

@@ -38,7 +38,7 @@ class ChatMarkers:
 
 
 class Processor:
-    """Encodes rows with a Hugging Face processor; families override the hooks at the end.
+    """Encodes rows with a Hugging Face processor; families override `modalities` and the hooks at the end.
 
     Args:
         hf: a `transformers.ProcessorMixin` with a tokenizer and a chat template.
@@ -47,6 +47,8 @@ class Processor:
     Raises:
         ValueError: the markers are not what the tokenizer or the template knows.
     """
+
+    modalities: tuple[str, ...] = ("text", "image", "video", "audio")  # what rows may hold
 
     def __init__(self, hf: Any, markers: ChatMarkers) -> None:
         self.hf = hf
@@ -96,7 +98,7 @@ class Processor:
             media = augmented(media, augment)
         try:
             text = self.hf.apply_chat_template(chat_messages(row), tokenize=False)
-            options = self.call_options(row, fps)
+            options = self.call_options(row, media, fps)
             features = self.hf(text=text, **media, **options, return_tensors="pt")
             input_ids = features["input_ids"][0]
             tensors = self.media_tensors(features)
@@ -114,8 +116,8 @@ class Processor:
 
     # ---------------------------------------------------------------- what a family overrides
 
-    def call_options(self, row: Row, fps: float | None) -> dict[str, Any]:
-        """Further arguments of the HF processor's call; `fps` is that of the row's videos, in Hz."""
+    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+        """Further arguments of the HF processor's call with `media`; `fps` is that of the videos, in Hz."""
         return {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:

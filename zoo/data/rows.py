@@ -50,6 +50,16 @@ class Row:
         """A media file's path."""
         return self.root / name
 
+    @property
+    def media(self) -> set[str]:
+        """Kinds of media in the row: image, video, audio (a video's sound that is heard included)."""
+        heard = bool(self.audios) or self.use_audio_in_video
+        return {
+            kind
+            for kind, there in (("image", self.images), ("video", self.videos), ("audio", heard))
+            if there
+        }
+
 
 def read_rows(spec: str | Path, on_bad: Callable[[RowError], None] | None = None) -> list[Row]:
     """All rows of a JSONL file or of a bundled set.
@@ -125,6 +135,12 @@ def missing_text(path: Path) -> str:
     return f"no file {path}; paths in a row are relative to the folder of its JSONL file."
 
 
+def is_bundled(spec: str) -> bool:
+    """Whether a `data` entry names a bundled set; a file of that name comes first."""
+    name, _, split = spec.partition(":")
+    return split in BUNDLED.get(name, ()) and not Path(spec).expanduser().is_file()
+
+
 def locate(spec: str, key: str = "data") -> Path:
     """The JSONL file of a path or of a bundled set; `key` is the recipe's key that names it.
 
@@ -134,8 +150,8 @@ def locate(spec: str, key: str = "data") -> Path:
     path = Path(spec).expanduser()
     if path.is_file():
         return path
-    name, colon, split = spec.partition(":")
-    if colon and split in BUNDLED.get(name, ()):
+    if is_bundled(spec):
+        name, _, split = spec.partition(":")
         package = importlib.import_module(f"zoo.data.{name}")
         return Path(package.__file__ or "").parent / f"{split}.jsonl"
     known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]

@@ -18,7 +18,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.processor import Processor
-from zoo.data.rows import Row, read_rows
+from zoo.data.rows import Row, is_bundled, read_rows
 from zoo.data.sample import IGNORE, Sample
 from zoo.errors import UserError
 
@@ -85,6 +85,8 @@ class SampleSource:
     ) -> SampleSource:
         """The samples of some files or bundled sets, one after the other.
 
+        Of a bundled set, rows with media that the model doesn't take are passed over.
+
         Args:
             specs: as `read_rows` takes them.
             max_rows: use the first so many good rows only.
@@ -97,11 +99,23 @@ class SampleSource:
         specs = list(specs)
         source = cls([], processor, data, **options)
         for spec in specs:
-            source.rows += read_rows(spec, on_bad=source.settle)
+            rows = read_rows(spec, on_bad=source.settle)
+            source.rows += [row for row in rows if source._takes(row, is_bundled(spec))]
         source.rows = source.rows[:max_rows]
         if not source.rows:
             raise UserError(f"{', '.join(specs)}: no usable row ({source.left_out()}); see bad_rows.jsonl.")
         return source
+
+    def _takes(self, row: Row, bundled: bool) -> bool:
+        """Whether the model takes the row's media; of a file of the user's, a row that it can't take is a bad one."""
+        taken = self.processor.modalities
+        foreign = sorted(row.media.difference(taken))
+        if foreign and not bundled:
+            text = (
+                f"the row has {' and '.join(foreign)}, but this model takes {', '.join(taken)}; leave it out."
+            )
+            self.settle(RowError(row.source, "modality", text))
+        return not foreign
 
     def __len__(self) -> int:
         """Rows, bad ones that are not yet known to be bad included."""

@@ -107,7 +107,7 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
     if assembly.source is not None:
         load_hf(chunks, assembly.source, bridge, dims, shard)
         return
-    randomise(chunks, bridge, shard, recipe.run.seed, assembly.config.text.initializer_range)
+    randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 
 
 def model_dims(assembly: Assembly) -> Dims:
@@ -116,7 +116,7 @@ def model_dims(assembly: Assembly) -> Dims:
 
 
 @torch.no_grad()
-def randomise(chunks: list[Any], bridge: Any, shard: ShardInfo, seed: int, std: float) -> None:
+def randomise(chunks: list[Any], bridge: Any, dims: Dims, shard: ShardInfo, seed: int, std: float) -> None:
     """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
 
     So a run from random weights starts from the same model under any parallel layout. A parameter may bring its
@@ -128,17 +128,18 @@ def randomise(chunks: list[Any], bridge: Any, shard: ShardInfo, seed: int, std: 
         initial = getattr(parameter, "initial", None)
         if "{rest}" in entry.rule.zoo or (parameter.ndim < 2 and initial is None):
             continue
-        shape = full_shape(parameter.shape, entry.rule.shard, shard)
+        how = entry.rule.shard_for(dims)
+        shape = full_shape(parameter.shape, how, shard)
         if initial is not None:
-            parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), entry.rule.shard, shard))
+            parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), how, shard))
             continue
         if not entry.rule.stacked:
-            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}"), entry.rule.shard, shard))
+            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}"), how, shard))
             continue
         first = shard.ep_rank * parameter.shape[0]
         for local in range(parameter.shape[0]):
             full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}")
-            parameter[local].copy_(cut(full, entry.rule.shard, shard))
+            parameter[local].copy_(cut(full, how, shard))
 
 
 def _normal(shape: Any, std: float, name: str) -> Tensor:

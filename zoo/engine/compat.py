@@ -1,9 +1,8 @@
-"""Faults of megatron-core that are mended here, each in a shim of its own.
+"""Faults of megatron-core that zoo meets, in one place: SHIMS mend some, AVOIDED lists those it goes round.
 
-A shim says what is wrong, in which versions, and is applied to those alone. tests/unit/engine/test_compat.py
-shows each fault without its shim, and asks for the shim's removal where the installed version no longer has it.
-Faults that zoo avoids by other modules (rotary angles of packed rows, torch's norm without sequence parallelism)
-need no shim. Below the shims stand the functions that are called in the place of faulty ones.
+Each says what is wrong and in which versions; a shim is applied to those alone. tests/unit/engine/test_compat.py
+shows every fault in the installed version, and asks for the removal of what stands against it once it is gone.
+docs/architecture.md holds the same as a table. Below stand the functions that are called in the place of faulty ones.
 """
 
 from __future__ import annotations
@@ -16,19 +15,32 @@ from typing import Any
 from packaging.version import Version
 
 
-@dataclass(frozen=True)
-class Shim:
-    """One mend: `fault` is a sentence, `last_broken` the newest megatron-core known to have it."""
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`fault` is a sentence; `last_broken` the newest megatron-core known to have it."""
 
     name: str
     fault: str
     last_broken: str
-    apply: Callable[[], None]
 
     @property
     def needed(self) -> bool:
         """Whether the installed megatron-core is one that has the fault."""
         return Version(version("megatron-core")) <= Version(self.last_broken)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shim(Fault):
+    """A fault that `apply` mends."""
+
+    apply: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Avoided(Fault):
+    """A fault that no call of zoo's reaches: `instead` says what does the work, with its file."""
+
+    instead: str
 
 
 _applied: set[str] = set()
@@ -64,6 +76,15 @@ def _save_without_a_manager() -> None:
     module._results_queue = queue.Queue()
 
 
+def _build_gated_delta_net_without_fla() -> None:
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    flags: Any = common
+    flags.HAVE_FLA = True
+    net: Any = gdn
+    net.chunk_gated_delta_rule = net.chunk_gated_delta_rule or net.torch_chunk_gated_delta_rule
+
+
 SHIMS = (
     Shim(
         name="save-without-a-manager",
@@ -77,6 +98,96 @@ SHIMS = (
         fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
         last_broken="0.19.2",
         apply=_mend_expert_bias_mask,
+    ),
+    Shim(
+        name="gated-delta-net-needs-fla",
+        fault="GatedDeltaNet cannot be built without flash-linear-attention, not even by a subclass whose forward "
+        "does not use it",
+        last_broken="0.19.2",
+        apply=_build_gated_delta_net_without_fla,
+    ),
+)
+
+AVOIDED = (
+    Avoided(
+        name="mtp-rolls-by-real-offsets",
+        fault="multi-token prediction shifts tokens by the offsets without padding, so where segments are padded it "
+        "hands one sample's tokens to another",
+        last_broken="0.19.2",
+        instead="rows for every depth are made on the host, by the index within the segment (zoo/nn/mtp.py)",
+    ),
+    Avoided(
+        name="mrope-zigzags-the-pack",
+        fault="MultimodalRotaryEmbedding splits the angles of a packed row over CP ranks as if it were one sample",
+        last_broken="0.19.2",
+        instead="angles are made from positions that the layout's index has sliced (zoo/nn/rotary.py)",
+    ),
+    Avoided(
+        name="mrope-has-blocks-alone",
+        fault="MultimodalRotaryEmbedding gives each axis a block of frequencies (Qwen2); Qwen3 interleaves them",
+        last_broken="0.19.2",
+        instead="an axis for each frequency (zoo/nn/rotary.py)",
+    ),
+    Avoided(
+        name="torch-norm-without-sp",
+        fault="WrappedTorchNorm refuses sequence parallelism",
+        last_broken="0.19.2",
+        instead="an RMSNorm whose weight is marked for it (zoo/nn/norm.py)",
+    ),
+    Avoided(
+        name="local-attention-refuses-packing",
+        fault="DotProductAttention, the attention without Transformer Engine, takes no packed row",
+        last_broken="0.19.2",
+        instead="varlen attention (zoo/nn/attention.py)",
+    ),
+    Avoided(
+        name="padding-mask-not-scattered",
+        fault="GPTModel leaves the padding mask whole under sequence parallelism when it is given embeddings",
+        last_broken="0.19.2",
+        instead="each rank cuts its part on every pipeline stage (zoo/nn/multimodal.py)",
+    ),
+    Avoided(
+        name="gated-delta-rule-refuses-packing",
+        fault="the gated delta rule in plain torch takes no offsets, so a packed row has one state through all samples",
+        last_broken="0.19.2",
+        instead="a varlen rule that starts anew in each segment (zoo/nn/gated_delta_net.py)",
+    ),
+    Avoided(
+        name="gated-delta-net-waits-for-the-device",
+        fault="GatedDeltaNet reads the last offset of a packed row from the device in every layer",
+        last_broken="0.19.2",
+        instead="the layout knows its lengths on the host (zoo/packing/layout.py)",
+    ),
+    Avoided(
+        name="ep-overlap-drops-the-mask",
+        fault="the schedule that overlaps expert exchange with computing routes without the padding mask",
+        last_broken="0.19.2",
+        instead="no key of a recipe switches that schedule on (zoo/config/schema.py)",
+    ),
+    Avoided(
+        name="cp-batch-slices-four-keys",
+        fault="get_batch_on_this_cp_rank leaves the padding mask of a packed row whole, and slices positions "
+        "(axes, 1, T) on the wrong dimension",
+        last_broken="0.19.2",
+        instead="one index slices everything with a token axis (zoo/steps/packed_step.py)",
+    ),
+    Avoided(
+        name="z-loss-averages-ranks",
+        fault="the router's z-loss is a mean over ranks of their means: tokens that share a rank with padding weigh more",
+        last_broken="0.19.2",
+        instead="a mean over all real tokens (zoo/nn/router.py)",
+    ),
+    Avoided(
+        name="llava-keeps-old-offsets",
+        fault="LLaVAModel replaces image tokens by embeddings and leaves the offsets of the packed row as they were",
+        last_broken="0.19.2",
+        instead="expansion gives a new layout (zoo/packing/placeholder.py)",
+    ),
+    Avoided(
+        name="experts-one-by-one",
+        fault="SequentialMLP, the experts without Transformer Engine, calls one expert after another",
+        last_broken="0.19.2",
+        instead="two stacked weights and a grouped product (zoo/nn/experts.py)",
     ),
 )
 

@@ -41,7 +41,8 @@ def transformer_config(
         num_attention_heads=text.num_attention_heads,
         num_query_groups=text.num_key_value_heads,
         kv_channels=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
-        ffn_hidden_size=text.intermediate_size,
+        ffn_hidden_size=getattr(text, "intermediate_size", None)
+        or text.moe_intermediate_size,  # all layers sparse
         normalization="RMSNorm",
         layernorm_epsilon=text.rms_norm_eps,
         activation_func=F.silu,
@@ -71,6 +72,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
         variable_seq_lengths=True,  # packed rows differ in length
+        moe_token_dispatcher_type="alltoall",  # the one that takes them; checked for dense models too
         deallocate_pipeline_outputs=True,
         # Interleaved, both neighbours of a rank are the same one where there are two stages: a batch of sends and
         # receives would mix up the two directions, so megatron-core wants them one by one.
@@ -145,6 +147,5 @@ def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
         "moe_aux_loss_coeff": recipe.train.aux_loss,
         "moe_z_loss_coeff": recipe.train.z_loss or None,
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }

@@ -76,7 +76,9 @@ class ModelInputs:
     positions: Tensor  # (A, B, T) positions, A axes
     padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
     seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
-    media: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of the media that this rank encodes
+    media: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # media that this rank encodes; sizes on the host
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
@@ -155,7 +157,8 @@ class MultimodalModel(LanguageModule):
                 tp_group=groups.tp,
             )
         if self.mtp_process:
-            self.mtp = self._make_mtp(config, backend, groups)
+            # Not `mtp`: megatron-core's schedules look inside what has that name.
+            self.multi_token = self._make_mtp(config, backend, groups)
         if stage.first or stage.last:
             self.setup_embeddings_and_output_layer()
 
@@ -232,7 +235,7 @@ class MultimodalModel(LanguageModule):
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
             mask = self._local_mask(ahead.padding_mask)
             assert mask is not None
-            hidden = self.mtp(depth, hidden, embedded, rotary, inputs.seq_params, mask)
+            hidden = self.multi_token(depth, hidden, embedded, rotary, inputs.seq_params, mask)
             losses.append(self._head(hidden, ahead.label_rows, ahead.targets))
         return losses
 

@@ -10,7 +10,6 @@ The zigzag split: a padded segment is cut in 2 * size equal chunks and rank r ho
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -45,19 +44,26 @@ def zigzag_index(padded_lengths: Sequence[int], rank: int, size: int) -> Tensor:
     Raises:
         ValueError: a segment does not divide, or the rank is outside the group.
     """
+    starts, chunks = zigzag_runs(padded_lengths, rank, size)
+    return index.ragged(chunks, starts)
+
+
+def zigzag_runs(padded_lengths: Sequence[int], rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Starts and lengths, in tokens, of the chunks that one CP rank holds; arguments and errors of `zigzag_index`."""
     check_split(padded_lengths, size)
     if not 0 <= rank < size:
         raise ValueError(f"CP rank is {rank}; it must be at least 0 and below the CP size {size}.")
     if size == 1:
-        return index.arange(sum(padded_lengths))
-    chunks = [length // (2 * size) for length in padded_lengths]
-    starts = accumulate(padded_lengths, initial=0)
-    front_and_back = [
-        start + part * chunk
-        for start, chunk in zip(starts, chunks, strict=False)
-        for part in (rank, 2 * size - 1 - rank)
-    ]
-    return index.ragged([chunk for chunk in chunks for _ in range(2)], front_and_back)
+        return [0], [sum(padded_lengths)]
+    starts: list[int] = []
+    chunks: list[int] = []
+    offset = 0
+    for length in padded_lengths:
+        chunk = length // (2 * size)
+        starts += (offset + rank * chunk, offset + (2 * size - 1 - rank) * chunk)
+        chunks += (chunk, chunk)
+        offset += length
+    return starts, chunks
 
 
 def restore_index(padded_lengths: Sequence[int], size: int) -> Tensor:

@@ -46,16 +46,54 @@ def positions(padded_lengths: Sequence[int]) -> Tensor:
 
 def padding(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
     """(T,) bool, True on padding."""
-    lengths_T = int64(lengths).repeat_interleave(int64(padded_lengths), output_size=sum(padded_lengths))
-    return positions(padded_lengths) >= lengths_T
+    return _alternate([False, True] * len(lengths), torch.bool, lengths, padded_lengths)
+
+
+def segment_ids(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
+    """(T,) int64 segment of each token, -1 on padding."""
+    values = [value for segment in range(len(lengths)) for value in (segment, -1)]
+    return _alternate(values, torch.int64, lengths, padded_lengths)
+
+
+def _alternate(
+    values: Sequence[int], dtype: torch.dtype, lengths: Sequence[int], padded_lengths: Sequence[int]
+) -> Tensor:
+    """(T,) of 2 S values: one for each segment's real tokens, the next for its padding."""
+    sizes = [
+        size for real, padded in zip(lengths, padded_lengths, strict=True) for size in (real, padded - real)
+    ]
+    return torch.tensor(values, dtype=dtype, device=CPU).repeat_interleave(
+        int64(sizes), output_size=sum(padded_lengths)
+    )
 
 
 def ragged(lengths: Sequence[int], starts: Sequence[int]) -> Tensor:
     """The ranges starts[i] .. starts[i] + lengths[i] - 1, end to end: (sum of lengths,) int64."""
-    lengths_S = int64(lengths)
-    shift_S = int64(starts) - (lengths_S.cumsum(0) - lengths_S)
-    size = sum(lengths)
-    return arange(size) + shift_S.repeat_interleave(lengths_S, output_size=size)
+    step = torch.ones(sum(lengths), dtype=torch.int64, device=CPU)
+    firsts, jumps = [], []
+    at, value = 0, 0  # how many are made, and the last of them
+    for length, start in zip(lengths, starts, strict=True):
+        if length:
+            firsts.append(at)
+            jumps.append(start - value)
+            at, value = at + length, start + length - 1
+    step[int64(firsts)] = int64(jumps)
+    return step.cumsum_(0)
+
+
+def take(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`x.index_select(dim, index)`, up to twenty times as fast on a CPU where `dim` is the last of several."""
+    if x.device.type == "cpu" and dim == x.ndim - 1 > 0:
+        return x.gather(dim, index.expand(*x.shape[:-1], -1))
+    return x.index_select(dim, index)
+
+
+def put(x: Tensor, dim: int, index: Tensor, size: int, fill: complex) -> Tensor:
+    """`size` elements of `fill` along `dim`, those at `index` replaced by x's; of equal indices, one counts."""
+    full = x.new_full((*x.shape[:dim], size, *x.shape[dim + 1 :]), fill)
+    if x.device.type == "cpu" and dim == x.ndim - 1:  # twice as fast there
+        return full.scatter_(dim, index.expand(*x.shape[:-1], -1), x)
+    return full.index_copy_(dim, index, x)
 
 
 def host_to_device(host: Tensor, device: torch.device) -> Tensor:

@@ -213,9 +213,9 @@ class PackedStep:
         """Packed (1, T) tensors as right-padded (B, W); W is the longest length, aligned, or pad_to."""
         align = self.packing.align or 1
         width = self.packing.pad_to or -(-max(layout.lengths) // align) * align
-        plain = PackedLayout(layout.lengths, layout.padded_lengths, layout.align, layout.pad_to)
+        plain = layout.without_batch()
         ids, labels, positions, padding, _, segments, source = rows
-        wide = plain.unpack(positions.permute(1, 2, 0), width).permute(2, 0, 1)
+        wide = plain.unpack(positions, width, batch_dim=1)
         index = torch.arange(width).expand(layout.num_segments, width)
         return [
             plain.unpack(ids, width),
@@ -273,16 +273,19 @@ class PackedStep:
         padding = parts.padding_mask.index_select(1, index)
         has_padding = bool(parts.padding_mask.any())
         seq_params = None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group)
-        shares = self._shares(media)
+        streams = self.media_streams(media)
+        shares = self._shares(streams, media)
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
+        # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
+        sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
         depths = self.mtp_depths if training else 0
         inputs = ModelInputs(
             input_ids=self._move(parts.input_ids.index_select(1, index)),
-            positions=self._move(parts.positions.index_select(2, index)),
+            positions=self._move(layout.cp_shard(parts.positions, self.cp_rank, self.cp_size, dim=2)),
             padding_mask=self._move(padding) if has_padding else None,
             seq_params=seq_params,
-            media={name: self._move(tensor) for name, tensor in media.items()},
+            media={name: tensor if name in sizes else self._move(tensor) for name, tensor in media.items()},
             placements=self._local_placements(parts.placements, local, rows, shares),
             shared={name: share.longest for name, share in shares.items()},
             label_rows=None if logits else self._move(label_rows),
@@ -293,16 +296,14 @@ class PackedStep:
         segments, source = (x[labelled] for x in (parts.segment_ids, parts.source))
         return inputs, StepOutput(segments, parts.layout.num_segments, source, ())
 
-    def _shares(self, media: Mapping[str, Tensor]) -> dict[str, Share]:
+    def _shares(
+        self, streams: Mapping[str, tuple[MediaStream, ...]], media: Mapping[str, Tensor]
+    ) -> dict[str, Share]:
         """This rank's share of each tower's media; {} where there is nobody to share them with."""
         if self.media_group is None or self.media_group.size() == 1:
             return {}
         rank, size = self.media_group.rank(), self.media_group.size()
-        return {
-            name: share_out(streams, media, rank, size)
-            for name, streams in self.media_streams(media).items()
-            if streams
-        }
+        return {name: share_out(tower, media, rank, size) for name, tower in streams.items() if tower}
 
     def _labels(
         self, parts: Parts, local: Tensor, ahead: int = 1

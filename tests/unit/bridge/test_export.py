@@ -10,6 +10,7 @@ import bridge_fakes as fakes
 import pytest
 import torch
 from bridge_fakes import DIMS, LAYERS, ThreadWorld, Tiny, read_all, same_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from zoo.bridge import (
@@ -24,6 +25,7 @@ from zoo.bridge import (
     ShardWriter,
     export_hf,
     load_hf,
+    rule,
 )
 from zoo.bridges.qwen3_omni import BRIDGE
 from zoo.errors import UserError
@@ -179,6 +181,34 @@ def test_a_fused_published_layout_gathers_all_experts(tmp_path: Path) -> None:
 
     assert fakes.grid(dp=4, ep=2, etp=2).run(work) == [None] * 4
     assert_same_tensors(tmp_path / "out", {"experts.gate_up": full})
+
+
+def test_a_copy_on_another_stage_is_read_and_not_written_again(tmp_path: Path) -> None:
+    """Two stages of two tensor-parallel ranks; both have the embedding, as with multi-token prediction."""
+    bridge = Bridge(
+        name="copies",
+        rules=(rule("embedding", "embed", shard="tp0"), rule("a", "a"), rule("b", "b", shard="tp1")),
+    )
+    dims = Dims(heads=1, kv_heads=1, head_dim=1)
+    full = {"embed": torch.randn(6, 3), "a": torch.randn(5), "b": torch.randn(3, 4)}
+    (tmp_path / "in").mkdir()
+    save_file(full, tmp_path / "in" / "model.safetensors")
+    world = fakes.grid(tp=2, pp=2)
+
+    def work(rank: int, info: ShardInfo, comm: Comm) -> Tensor:
+        model = torch.nn.Module()
+        fakes.put(model, "embedding", torch.zeros(3, 3))
+        own = ("b", torch.zeros(3, 2)) if world.stages[rank] else ("a", torch.zeros(5))
+        fakes.put(model, *own)
+        load_hf([model], tmp_path / "in", bridge, dims, info, comm)
+        export_hf([model], tmp_path / "out", bridge, dims, info, comm, config={})
+        return model.get_parameter("embedding")
+
+    done = world.run(work)
+    assert [torch.equal(part, full["embed"][rank % 2 * 3 :][:3]) for rank, part in enumerate(done)] == [
+        True
+    ] * 4
+    assert_same_tensors(tmp_path / "out", full)
 
 
 def test_under_gloo(tiny: Tiny, tmp_path: Path) -> None:

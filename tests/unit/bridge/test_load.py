@@ -1,6 +1,7 @@
 """Tiny Qwen3-Omni checkpoints into (parts of) a model with Megatron-Core's names."""
 
 from pathlib import Path
+from typing import Any
 
 import bridge_fakes as fakes
 import pytest
@@ -9,7 +10,7 @@ from bridge_fakes import DIMS, LAYERS, Tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from zoo.bridge import BridgeError, Comm, Dims, SafetensorsFolder, ShardInfo, load_hf
+from zoo.bridge import BridgeError, Comm, Dims, SafetensorsFolder, Sections, ShardInfo, load_hf
 from zoo.bridge.parallel import cut, full_shape, join
 from zoo.bridges.qwen3_omni import BRIDGE
 
@@ -148,8 +149,10 @@ def test_a_broken_folder_stops_every_rank(tiny: Tiny, tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
-@pytest.mark.parametrize("shard", [None, "tp0", "tp1", "tp0-gateup", "expert1", "expert2"])
-def test_cut_and_join_are_inverse(shard: str | None) -> None:
+@pytest.mark.parametrize(
+    "shard", [None, "tp0", "tp1", "tp0-gateup", Sections((3, 6, 3)), "expert1", "expert2"], ids=str
+)
+def test_cut_and_join_are_inverse(shard: Any) -> None:
     full = torch.randn(12, 6)
     infos = [ShardInfo(tp_rank=r, tp_size=3, etp_rank=r, etp_size=3, ep_rank=1, ep_size=2) for r in range(3)]
     pieces = [cut(full, shard, info) for info in infos]
@@ -157,3 +160,11 @@ def test_cut_and_join_are_inverse(shard: str | None) -> None:
     stack = (5,) if shard in ("expert1", "expert2") else ()
     wanted = (10, 12, 6) if stack else (12, 6)
     assert full_shape((*stack, *pieces[0].shape), shard, infos[0]) == wanted
+
+
+def test_each_section_is_cut_by_itself() -> None:
+    full = torch.arange(12)[:, None] * torch.ones(1, 4)
+    pieces = [
+        cut(full, Sections((2, 4, 6)), ShardInfo(tp_rank=rank, tp_size=2))[:, 0].tolist() for rank in range(2)
+    ]
+    assert pieces == [[0, 2, 3, 6, 7, 8], [1, 4, 5, 9, 10, 11]]

@@ -62,6 +62,20 @@ def test_fused_layout_is_read_and_per_expert_written() -> None:
     assert sorted(written) == sorted(hf_names())
 
 
+def test_an_optional_part_is_carried_where_the_model_is_built_without_it() -> None:
+    whole = Bridge(
+        name="whole", rules=(rule("a", "m.a"), rule("mtp.{rest}", "mtp.{rest}")), optional=("mtp.{rest}",)
+    )
+    assert whole.resolve(["m.a", "mtp.b.c"], ["a"], DIMS).carried == ["mtp.b.c"]
+    assert whole.resolve(["m.a"], ["a"], DIMS).carried == []
+    built = whole.resolve(["m.a", "mtp.b.c"], ["a", "mtp.b.c"], DIMS)
+    assert built.carried == [] and built.entries["mtp.b.c"].hf_names() == ["mtp.b.c"]
+    with pytest.raises(BridgeError, match=r"mtp\.b\.c: missing"):
+        whole.resolve(["m.a"], ["a", "mtp.b.c"], DIMS)
+    with pytest.raises(BridgeError, match=r"extra: the model has no mtp\.d"):
+        whole.resolve(["m.a", "mtp.b.c", "mtp.d"], ["a", "mtp.b.c"], DIMS)
+
+
 def test_the_dialect_is_told_from_the_names() -> None:
     found = SMALL.resolve(hf_names("old."), ZOO, DIMS)
     assert found.source["m.head.weight"] == "old.head.weight"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.bridge import QKV, Copy, Dims, GateUp
+from zoo.bridge import QKV, Copy, Dims, GatedQKV, GateUp, Rows
 
 DIMS = Dims(heads=6, kv_heads=2, head_dim=5, experts=3)  # GQA ratio 3
 
@@ -29,6 +29,24 @@ def test_qkv_round_trip_for_mha_and_mqa(dims: Dims) -> None:
     width = dims.head_dim
     parts = [torch.randn(n * width, 11).bfloat16() for n in (dims.heads, dims.kv_heads, dims.kv_heads)]
     assert all(map(torch.equal, QKV().to_hf(QKV().to_zoo(parts, dims), dims), parts))
+
+
+def test_gated_qkv_groups_hold_queries_then_their_gates() -> None:
+    q, k, v = torch.randn(60, 7), torch.randn(10, 7), torch.randn(10, 7)
+    packed = GatedQKV().to_zoo([q, k, v], DIMS)
+    queries, gates = q.split(5)[0::2], q.split(5)[1::2]  # by head
+    wanted = [*queries[:3], *gates[:3], k[:5], v[:5], *queries[3:], *gates[3:], k[5:], v[5:]]
+    assert torch.equal(packed, torch.cat(wanted))
+    assert all(map(torch.equal, GatedQKV().to_hf(packed, DIMS), (q, k, v)))
+
+
+def test_rows_lie_below_one_another() -> None:
+    parts = [torch.randn(6, 7), torch.randn(5, 7)]
+    stack = Rows(lambda dims: (dims.heads, dims.head_dim))
+    assert torch.equal(stack.to_zoo(parts, DIMS), torch.cat(parts))
+    assert all(map(torch.equal, stack.to_hf(torch.cat(parts), DIMS), parts))
+    with pytest.raises(RuntimeError):
+        stack.to_hf(torch.empty(12, 7), DIMS)
 
 
 def test_gate_comes_first() -> None:
@@ -66,5 +84,13 @@ def test_dims_are_read_off_dicts_and_objects() -> None:
         == Dims.from_hf(SimpleNamespace(**full))
         == Dims(heads=8, kv_heads=2, head_dim=16, experts=5)
     )
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 3,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 5,
+    }
+    with_linear = Dims.from_hf(full | linear)
+    assert (with_linear.linear_keys, with_linear.linear_values, with_linear.linear_value_heads) == (6, 20, 4)
     bare = Dims.from_hf({"num_attention_heads": 8, "hidden_size": 40}, tied=True)
     assert bare == Dims(heads=8, kv_heads=8, head_dim=5, tied=True)

@@ -11,11 +11,13 @@ import pytest
 import zoo
 from zoo.cli.main import VERBS, main
 from zoo.config import compose, validate
+from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe
 from zoo.engine import launch
 from zoo.engine.result import TrainResult
 
 NAME = "qwen3_omni_sft"
+RECIPES = ", ".join(recipe_names())
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,13 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["show", "--shema"], "--shema: no such option; nearest: --schema"),
         (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["list", "all"], "all: zoo list takes --json and nothing else"),
-        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {NAME}"),
+        (["bench"], "zoo bench: name what to measure: zoo bench packing"),
+        (["bench", "paking"], "paking: name what to measure: zoo bench packing"),
+        (["bench", "packing", "sample=4"], "sample: no such key; nearest: samples"),
+        (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
+        (["bench", "packing", "repeats=0"], "samples, shortest, cp, threads and repeats must be at least 1"),
+        (["bench", "packing", "--jsn"], "--jsn: no such option; nearest: --json"),
+        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}"),
         (["train", NAME], f"{NAME}: the recipe is given as recipe={NAME}"),
         (
             ["train", f"recipe={NAME}", "--train.steps", "4"],
@@ -72,7 +80,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
             ["train", f"recipe={NAME}", "nproc=1", "parallel.tp=3"],
             "parallel.tp=3 * pp=1 * cp=1 = 3 does not divide the 1 rank of the run; 1 would, or nproc=3",
         ),
-        (["show", "recipe=nope"], f"recipe=nope: no such recipe; nearest: {NAME}"),
+        (["show", "recipe=nope"], f"recipe=nope: no such recipe; nearest: {RECIPES}"),
     ],
 )
 def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
@@ -179,6 +187,17 @@ def test_show_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--schema"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:5] == ["train.steps", "int", "or", "null", "null"] for line in lines)
+
+
+def test_bench_packing(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["bench", "packing", "samples=3", "shortest=4", "longest=9", "repeats=1"]
+    assert main(small) == 0
+    printed = capsys.readouterr().out
+    assert "3 samples of 4 to 9 tokens" in printed and printed.count("all together") == 2
+    assert main([*small, "cp=8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [case["align"] for case in found["cases"]] == [16]
+    assert found["cases"][0]["together"]["bytes_ratio"] > 0
 
 
 def test_names_of_the_package() -> None:

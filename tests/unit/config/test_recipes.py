@@ -28,7 +28,7 @@ def test_a_recipe_says_what_it_is_and_has_a_tiny_size(name: str) -> None:
     sizes = size_names(tree["model"]["family"])
     assert tree["description"]
     assert tree["published_size"] in sizes
-    assert "tiny" in sizes
+    assert tree.get("tiny_size", "tiny") in sizes
 
 
 def omni(size: str) -> Any:
@@ -64,3 +64,48 @@ def test_qwen3_omni_published_size() -> None:
     text = config.thinker_config.text_config
     assert (text.num_hidden_layers, text.num_experts, text.vocab_size) == (48, 128, 152064)
     assert config.talker_config.text_config.num_hidden_layers == 20
+
+
+QWEN35_PARAMETERS = {  # without MTP, tied weights once; of the published files
+    "0.8b": 852_985_920,
+    "2b": 2_213_241_664,
+    "4b": 4_539_265_536,
+    "9b": 9_409_813_744,
+    "27b": 27_356_728_560,
+    "35b-a3b": 35_107_181_936,
+    "122b-a10b": 122_562_817_776,
+    "397b-a17b": 396_802_360_816,
+}
+
+
+def qwen35(size: str) -> Any:
+    """transformers' model of a size, without memory."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    from zoo.models.qwen35_vl.config import Qwen35VLConfig
+
+    config = Qwen35VLConfig.from_arch(load_recipe("qwen35_vl_sft", [f"size={size}"]).model.arch)
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config.hf)
+
+
+@pytest.mark.parametrize("size", QWEN35_PARAMETERS)
+def test_qwen35_vl_published_sizes(size: str) -> None:
+    model = qwen35(size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == QWEN35_PARAMETERS[size]
+    assert model.config.text_config.mtp_num_hidden_layers == 1
+    kinds = model.config.text_config.layer_types
+    assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (len(kinds) // 4)
+
+
+@pytest.mark.parametrize(("size", "parameters"), [("tiny", 1_096_312), ("tiny-moe", 1_246_328)])
+def test_qwen35_vl_tiny_sizes(size: str, parameters: int) -> None:
+    from zoo.models.qwen35_vl.processor import build_processor
+
+    model = qwen35(size)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    processor = build_processor(model.config)
+    assert {key: getattr(model.config, key) for key in processor.token_ids} == processor.token_ids
+    assert model.config.text_config.vocab_size == len(processor.tokenizer)
+    assert set(model.config.text_config.layer_types) == {"linear_attention", "full_attention"}

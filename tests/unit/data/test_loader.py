@@ -18,6 +18,7 @@ class FakeProcessor:
     """A row's text names its samples: "id length", with media tokens up to `media` and labels from there on."""
 
     pad_id = 9
+    modalities = ("text", "image")
     media_ids = frozenset({MEDIA_ID})
 
     def __init__(self) -> None:

@@ -318,3 +318,54 @@ def test_packing_never_waits_for_the_device():
     assert params.seq_idx.is_cuda
     mask = torch.arange(8) < torch.tensor(lengths)[:, None]
     assert torch.equal(back.cpu()[mask], x.detach().cpu()[mask])
+
+
+def test_without_batch_pads_on_the_right() -> None:
+    """What a left-padded batch becomes where segments are laid side by side under a causal mask."""
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 1]])
+    layout = PackedLayout.from_mask(mask, align=2)
+    row = layout.pack(torch.arange(1, 13).view(3, 4))
+    plain = layout.without_batch()
+    assert plain == layout and plain.width is None
+    assert plain.unpack(row).tolist() == [[3, 4, 0], [5, 6, 7], [12, 0, 0]]
+    assert layout.unpack(row).tolist() == [[0, 0, 3, 4], [5, 6, 7, 0], [0, 0, 0, 12]]
+    assert plain.without_batch() is plain
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_positions_pack_unpack_and_split_along_their_own_dimension(align: int, dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 0, 0]])
+    layout = PackedLayout.from_mask(mask, align)
+    x = torch.arange(30).view(2, 3, 5).to(dtype)
+    packed = layout.pack(x, batch_dim=1)
+    assert packed.shape == (2, 1, layout.total)
+    assert torch.equal(packed[1], layout.pack(x[1]))
+    back = layout.unpack(packed, batch_dim=1)
+    assert torch.equal(back, x * mask.to(dtype))
+    assert torch.equal(layout.unpack(packed, 7, batch_dim=1)[0], layout.unpack(packed[0], 7))
+    for size in (1, 2) if align == 4 else (1,):
+        for rank in range(size):
+            index = layout.cp_index(rank, size)
+            assert torch.equal(layout.cp_shard(packed, rank, size, dim=2), packed[:, :, index])
+            assert torch.equal(layout.cp_shard(packed[0], rank, size), packed[0][:, index])
+    with pytest.raises(ValueError, match=r"batch has shape \(3, 5\)"):
+        layout.pack(x[0], batch_dim=1)
+    with pytest.raises(ValueError, match="tokens are wanted at dimension 1"):
+        layout.cp_shard(packed, 0, 1)
+
+
+def test_what_arrives_at_padding_cannot_poison_gradients() -> None:
+    layout = PackedLayout.from_lengths([3, 1], align=4)
+    x = torch.ones(2, 3, requires_grad=True)
+    packed = layout.pack(x)
+    packed.backward(torch.where(layout.padding_mask, float("nan"), 2.0))
+    assert torch.equal(x.grad, torch.tensor([[2.0, 2, 2], [2, 0, 0]]))
+
+    y = torch.ones(1, 8)
+    y[layout.padding_mask] = float("nan")
+    y.requires_grad_()
+    back = layout.unpack(y, width=4)
+    assert torch.equal(back, torch.tensor([[1.0, 1, 1, 0], [1, 0, 0, 0]]))
+    back.backward(torch.where(torch.arange(4) < torch.tensor([[3], [1]]), 2.0, float("nan")))
+    assert torch.equal(y.grad, torch.where(layout.padding_mask, 0.0, 2.0))

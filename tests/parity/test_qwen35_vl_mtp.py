@@ -1,0 +1,153 @@
+"""Multi-token prediction against its definition, sample by sample on transformers' own layers.
+
+transformers has no module for `mtp.*`. The reference joins what its decoder gives at token t with its embedding of token
+t+1 (a medium's, from its tower, where that is one), runs its decoder layer with the published tensors at the positions of
+the tokens t, and predicts token t+2 with its head.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from support.engine import Zoo, packed_batch, padded_batch
+from support.tiny_qwen35 import load_qwen35, write_tiny_qwen35
+from support.vision_rows import vision_examples
+from torch import Tensor
+
+WEIGHT = 0.4
+GRADIENTS = 2e-5  # relative to a tensor's norm; measured 7e-6, as without MTP
+
+
+@dataclass(frozen=True)
+class Pair:
+    zoo: Zoo
+    samples: list[Any]
+    labels: int
+    nll: float  # of the decoder's labels
+    further: float  # of the MTP layer's
+    gradients: dict[str, Tensor]  # by published names
+
+
+@contextmanager
+def seen(decoder: Any) -> Iterator[dict[str, Tensor]]:
+    """What goes into transformers' decoder and comes out of it while this is open."""
+    found: dict[str, Tensor] = {}
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        found.update(embeds=kwargs["inputs_embeds"], positions=kwargs["position_ids"])
+        found["hidden"] = output.last_hidden_state
+
+    handle = decoder.register_forward_hook(note, with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+def mtp_layer(hf: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """transformers' decoder layer with full attention, and the parameters out of `tensors` to call it with."""
+    decoder = hf.model.language_model
+    config = copy.deepcopy(decoder.config)
+    config.layer_types = ["full_attention"]
+    layer = type(decoder.layers[0])(config, 0)
+    own = {
+        name.removeprefix("mtp.layers.0."): t
+        for name, t in tensors.items()
+        if name.startswith("mtp.layers.0.")
+    }
+    experts = getattr(config, "num_experts", 0)
+    if experts:
+        parts = {
+            part: [own.pop(f"mlp.experts.{e}.{part}_proj.weight") for e in range(experts)]
+            for part in ("gate", "up", "down")
+        }
+        gate_up = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        own["mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        own["mlp.experts.down_proj"] = torch.stack(parts["down"])
+    return layer, own
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1.0 + weight)
+
+
+def reference(hf: Any, tensors: dict[str, Tensor], example: Any) -> tuple[Tensor, Tensor]:
+    """(decoder's, MTP layer's) sum of negative log likelihoods of one sample."""
+    decoder, eps = hf.model.language_model, hf.model.language_model.config.rms_norm_eps
+    with seen(decoder) as found:
+        logits = hf(**example.features).logits[0]
+    labels = example.sample.labels
+    nll = F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+    if len(labels) < 3:
+        return nll, nll * 0.0
+    embedded = norm(found["embeds"][:, 1:], tensors["mtp.pre_fc_norm_embedding.weight"], eps)
+    hidden = norm(found["hidden"][:, :-1], tensors["mtp.pre_fc_norm_hidden.weight"], eps)
+    joined = torch.cat((embedded, hidden), dim=-1) @ tensors["mtp.fc.weight"].T
+    positions = found["positions"]
+    if positions is None:  # text alone
+        positions = torch.arange(len(labels)).expand(3, 1, -1)
+    angles = decoder.rotary_emb(joined, positions[-3:, :, :-1])
+    layer, own = mtp_layer(hf, tensors)
+    length = joined.shape[1]
+    mask = torch.full((length, length), torch.finfo(joined.dtype).min).triu(1)[None, None]
+    out = torch.func.functional_call(
+        layer, own, (joined,), {"position_embeddings": angles, "attention_mask": mask}
+    )
+    out = out[0] if isinstance(out, tuple) else out
+    scores = norm(out, tensors["mtp.norm.weight"], eps)[0] @ hf.lm_head.weight.T
+    return nll, F.cross_entropy(scores[:-1], labels[2:], ignore_index=-100, reduction="sum")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Pair:
+    folder: Path = write_tiny_qwen35(tmp_path_factory.mktemp("tiny_mtp"), moe=request.param, mtp=1)
+    zoo = Zoo.load(folder, cpu_world, "model.family=qwen35_vl", f"train.mtp_loss={WEIGHT}")
+    hf = load_qwen35(folder)
+    stored = load_file(folder / "model.safetensors")
+    tensors = {name: t.requires_grad_() for name, t in stored.items() if name.startswith("mtp.")}
+    examples = vision_examples(zoo.assembly.processor)
+    count = sum(example.sample.num_labels for example in examples.values())
+    sums = [0.0, 0.0]
+    for example in examples.values():
+        both = reference(hf, tensors, example)
+        ((both[0] + WEIGHT * both[1]) / count).backward()
+        sums = [total + float(one.detach()) for total, one in zip(sums, both, strict=True)]
+    gradients = {name: p.grad for name, p in [*hf.named_parameters(), *tensors.items()] if p.grad is not None}
+    samples = [example.sample for example in examples.values()]
+    return Pair(zoo, samples, count, *sums, gradients)
+
+
+LAYOUTS = {
+    "one by one": lambda samples: ([packed_batch([sample]) for sample in samples], {}),
+    "packed": lambda samples: ([packed_batch(samples)], {}),
+    "packed, aligned": lambda samples: ([packed_batch(samples)], {"align": 8}),
+    "pad_to": lambda samples: ([packed_batch(samples)], {"align": 2, "pad_to": 1024}),
+    "padded, to be packed": lambda samples: ([padded_batch(samples, "mixed")], {"align": 4}),
+    "padded": lambda samples: ([padded_batch(samples, "mixed", extra=3)], {"mode": "none"}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_multi_token_prediction(layout: str, pair: Pair) -> None:
+    batches, packing = LAYOUTS[layout](pair.samples)
+    loss, gradients = pair.zoo.gradients(batches, pair.labels, **packing)
+    assert pair.further > 0.2 * pair.nll, "it weighs enough to be seen"
+    assert loss * pair.labels == pytest.approx(pair.nll + WEIGHT * pair.further, rel=1e-6)
+    found = pair.zoo.published(gradients)
+    assert set(found) == set(pair.gradients)
+    errors = {name: float((found[name] - want).norm() / want.norm()) for name, want in pair.gradients.items()}
+    assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
+
+
+def test_figures_of_both_losses(pair: Pair) -> None:
+    step = pair.zoo.step()
+    output, loss_function = step(iter([packed_batch(pair.samples)]), pair.zoo.model, loss_scale=1.0)
+    figures = loss_function(output)[1]
+    assert float(figures["nll"]) == pytest.approx(pair.nll, rel=1e-6)
+    assert float(figures["mtp_nll"]) == pytest.approx(pair.further, rel=1e-6)
+    assert float(figures["labels"]) == pair.labels

@@ -1,0 +1,211 @@
+"""`PackedStep` without a model: expansion of placeholders, multi-token prediction's rows, places in the caller's batch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.engine import Batch
+from torch import Tensor
+
+from zoo.config.schema import PackingConfig
+from zoo.packing import PackedLayout
+from zoo.steps import PackedStep
+from zoo.steps.expansion import expand_row
+from zoo.steps.packed_step import IGNORE
+
+IMAGE = 99
+
+
+class Group:
+    """Stands in for a process group where nothing is sent."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = (lambda: rank), (lambda: size)
+
+
+class TileStep(PackedStep):
+    """As LLaVA's: one placeholder an image, whose embeddings are counted by `tiles`."""
+
+    def expand(
+        self, layout: PackedLayout, ids: Tensor, labels: Tensor, source: Tensor, media: Mapping[str, Tensor]
+    ) -> tuple[PackedLayout, Tensor, Tensor, Tensor]:
+        return expand_row(layout, ids, labels, source, IMAGE, media["tiles"].tolist())
+
+    def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        return {"vision": (IMAGE,)}
+
+
+def batch(rows: list[list[int]], labels: list[list[int]] | None = None, **media: Any) -> Batch:
+    """Rows padded on the right."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    given = labels if labels is not None else rows
+    wanted = torch.tensor([row + [IGNORE] * (width - len(row)) for row in given])
+    return Batch(ids, wanted, mask, None, {name: torch.tensor(value) for name, value in media.items()})
+
+
+def step(kind: type[PackedStep] = PackedStep, mode: str = "thd", align: int = 1, **kwargs: Any) -> Any:
+    return kind(None, PackingConfig(mode=mode, align=align), "cpu", **kwargs)
+
+
+MEDIA_ROWS = [[1, IMAGE, 2, IMAGE, 3], [4, 5], [IMAGE, 6]]
+TILES = [3, 1, 2]
+EXPANDED = [[1, IMAGE, IMAGE, IMAGE, 2, IMAGE, 3], [4, 5], [IMAGE, IMAGE, 6]]
+
+
+def no_labels_on_media(rows: list[list[int]]) -> list[list[int]]:
+    return [[IGNORE if token == IMAGE else token for token in row] for row in rows]
+
+
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_placeholders_become_as_many_tokens_as_embeddings(mode: str) -> None:
+    """Any number of media a sample, any number of tokens a medium; lengths, labels, positions and masks follow."""
+    made = step(TileStep, mode, align=2)
+    given = batch(MEDIA_ROWS, no_labels_on_media(MEDIA_ROWS), tiles=TILES)
+    parts = made.pack(given, made.capture(given))
+    other = batch(EXPANDED, no_labels_on_media(EXPANDED), tiles=TILES)
+    wanted = made.pack(other, made.capture(other))
+    assert parts.layout == wanted.layout and parts.layout.lengths == (7, 2, 3)
+    for name in ("input_ids", "labels", "positions", "padding_mask", "token_index", "segment_ids"):
+        assert torch.equal(getattr(parts, name), getattr(wanted, name)), name
+    assert torch.equal(parts.placements["vision"].rows, wanted.placements["vision"].rows)
+    real = (
+        parts.source >= 0
+    )  # every token of the caller's batch once, the first of a medium for its placeholder
+    found = given.input_ids.flatten()[parts.source[real]]
+    assert torch.equal(found, parts.input_ids[real]) and int(real.sum()) == 9
+
+
+def test_expansion_comes_before_the_context_parallel_split() -> None:
+    given = batch(MEDIA_ROWS, no_labels_on_media(MEDIA_ROWS), tiles=TILES)
+    sources = []
+    for rank in range(2):
+        made = step(TileStep, align=4, cp_group=Group(rank, 2))
+        inputs, _ = made.prepare(given)
+        assert inputs.input_ids.shape == (1, 8)  # 7, 2 and 3 tokens, padded to 8, 4 and 4, on two ranks
+        sources += inputs.placements["vision"].source.tolist()
+    assert sorted(sources) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles", "message"),
+    [
+        ([[1, IMAGE, IMAGE, 2]], [3], "2 placeholder tokens"),
+        ([[1, IMAGE]], [3, 2], "1 placeholder tokens"),
+        ([[IMAGE] * 2, [IMAGE] * 4], [3, 3], "would end in another sample"),
+        ([[IMAGE, 1, IMAGE, IMAGE]], [2, 1], "inside a medium"),
+    ],
+)
+def test_conflicting_counts_are_an_error(rows: list[list[int]], tiles: list[int], message: str) -> None:
+    made = step(TileStep)
+    with pytest.raises(ValueError, match=message):
+        made.prepare(batch(rows, tiles=tiles))
+
+
+def test_multi_token_prediction_by_the_example_of_its_docstring() -> None:
+    a, b, c, x, y = range(1, 6)
+    given = batch([[a, b, c], [x, y]], [[IGNORE, b, c], [IGNORE, y]])
+    made = step(align=4, mtp_depths=1)
+    inputs, _ = made.prepare(given)
+    assert inputs.input_ids.tolist() == [[a, b, c, 0, x, y, 0, 0]]
+    assert inputs.label_rows.tolist() == [0, 1, 4] and inputs.targets.tolist() == [b, c, y]
+    (ahead,) = inputs.ahead
+    assert ahead.input_ids.tolist() == [[b, c, 0, 0, y, 0, 0, 0]]
+    assert (~ahead.padding_mask).int().tolist() == [[1, 1, 0, 0, 1, 0, 0, 0]]
+    assert ahead.label_rows.tolist() == [0] and ahead.targets.tolist() == [c]
+
+
+SAMPLES = st.lists(st.lists(st.integers(1, 98), min_size=1, max_size=9), min_size=1, max_size=5)
+
+
+@given(
+    rows=SAMPLES,
+    size=st.sampled_from([1, 2, 4]),
+    depth=st.integers(1, 3),
+    mode=st.sampled_from(["thd", "none"]),
+)
+def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, depth: int, mode: str) -> None:
+    """Whatever the ranks, layout and depth: token t reads token t+k of its own sample, or nothing, and never padding."""
+    align = 2 * size if size > 1 else 1
+    given = batch(rows)
+    seen, wanted = [], []
+    for rank in range(size):
+        group = Group(rank, size) if size > 1 else None
+        made = step(mode=mode, align=align, cp_group=group, mtp_depths=depth)
+        parts = made.pack(given, made.capture(given))
+        inputs, _ = made.shard(parts, {}, evaluate=False, logits=False)
+        width = parts.input_ids.shape[1]
+        layout = PackedLayout.from_lengths([width]) if mode == "none" else parts.layout
+        index = layout.cp_index(rank, size)
+        here = (parts.segment_ids[:, index], parts.token_index[:, index], parts.input_ids[:, index])
+        ahead = inputs.ahead[depth - 1]
+        for segment, at, token, after, masked in zip(
+            *(part.flatten().tolist() for part in (*here, ahead.input_ids, ahead.padding_mask)), strict=True
+        ):
+            if segment < 0:
+                assert after == 0 and masked
+                continue
+            seen.append((segment, at, token, after, masked))
+        rows_of = here[0].shape[0]
+        for row, target in zip(ahead.label_rows.tolist(), ahead.targets.tolist(), strict=True):
+            column, line = row // rows_of, row % rows_of
+            segment, at = int(here[0][line, column]), int(here[1][line, column])
+            assert rows[segment][at + depth + 1] == target
+            wanted.append((segment, at))
+    expected = [
+        (segment, at, row[at], row[at + depth] if at + depth < len(row) else 0, at + depth >= len(row))
+        for segment, row in enumerate(rows)
+        for at in range(len(row))
+    ]
+    assert sorted(seen) == sorted(expected)
+    labelled = [(s, at) for s, row in enumerate(rows) for at in range(len(row) - depth - 1)]
+    assert sorted(wanted) == labelled
+
+
+def test_evaluation_runs_without_multi_token_prediction() -> None:
+    made = step(mtp_depths=2)
+    given = batch([[1, 2, 3, 4]])
+    assert len(made.prepare(given)[0].ahead) == 2
+    for mode in ("evaluate", "logits", "logprobs"):
+        assert made.prepare(given, **{mode: True})[0].ahead == ()
+
+
+@pytest.mark.parametrize("mode", ["thd", "none"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logprobs_stand_where_the_caller_has_the_tokens(mode: str, side: str) -> None:
+    """In (B, T0), at the token itself; 0 at a first token, on padding and, with labels, where there is none."""
+    rows = [[5, 6, 7], [8], [9, 10]]
+    given = batch(rows)
+    if side == "left":
+        flip = [given.input_ids, given.labels, given.attention_mask]
+        ids, labels, mask = (tensor.flip(1) for tensor in flip)
+        given = replace(given, input_ids=ids, labels=labels, attention_mask=mask)
+    made = step(mode=mode, align=2)
+    inputs, facts = made.prepare(replace(given, labels=None), logprobs=True)
+    found = made.logprobs(inputs.targets.float(), facts)  # as if the loss of a token were its id
+    real = given.attention_mask == 1
+    first = real & (real.cumsum(1) == 1)
+    assert torch.equal(found, -(given.input_ids * (real & ~first)).float())
+    some = given.labels.masked_fill(given.labels == 7, IGNORE)
+    inputs, facts = made.prepare(replace(given, labels=some), logprobs=True)
+    found = made.logprobs(inputs.targets.float(), facts)
+    assert torch.equal(found, -(given.input_ids * (real & ~first & (some != IGNORE))).float())
+
+
+def test_logprobs_are_differentiable() -> None:
+    made = step()
+    inputs, facts = made.prepare(batch([[1, 2, 3], [4, 5]]), logprobs=True)
+    losses = torch.arange(3.0, requires_grad=True)
+    (made.logprobs(losses, facts) * torch.tensor([[0, 2.0, 3.0], [0, 5.0, 0]])).sum().backward()
+    assert losses.grad.tolist() == [-2.0, -3.0, -5.0]
+    assert inputs.targets.tolist() == [2, 3, 5]
+
+
+def test_a_batch_whose_samples_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ValueError, match="neither lengths nor an attention_mask"):
+        step().prepare(replace(batch([[1, 2]]), attention_mask=None))

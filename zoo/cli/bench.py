@@ -1,0 +1,76 @@
+"""
+usage: zoo bench packing [key=value ...] [--json]
+
+packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
+positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
+
+  samples=64 shortest=50 longest=4000    how many samples, and their lengths in tokens; seed=0
+  cp=2,4                                 context-parallel sizes; segments are aligned to 2 * cp
+  device=cpu threads=1 repeats=30        where, on how many cores, and how often; medians are shown
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from zoo.cli.arguments import split_flags
+from zoo.errors import UserError
+
+if TYPE_CHECKING:
+    from zoo.packing.bench import Options
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measure what the first argument names, and print a table or JSON."""
+    flags, rest = split_flags(arguments, ("--json",))
+    what, *values = rest or [""]
+    if what not in BENCHES:
+        raise UserError(f"{what or 'zoo bench'}: name what to measure: zoo bench {' | '.join(BENCHES)}")
+    print(BENCHES[what](values, "--json" in flags))
+    return 0
+
+
+def packing_options(arguments: Sequence[str]) -> Options:
+    """The options of `zoo bench packing`.
+
+    Raises:
+        UserError: a key that it does not have, or a value that is none of its kind.
+    """
+    from zoo.packing.bench import Options
+
+    known = {field.name: field.default for field in fields(Options)}
+    values: dict[str, Any] = {}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in known:
+            near = get_close_matches(key, known, n=1) or list(known)
+            raise UserError(f"{key}: no such key; nearest: {', '.join(near)}")
+        try:
+            if key == "device":
+                values[key] = text
+            elif key == "cp":
+                values[key] = tuple(int(size) for size in text.split(","))
+            else:
+                values[key] = int(text)
+        except ValueError:
+            raise UserError(f"{argument}: {'integers' if key == 'cp' else 'an integer'} wanted") from None
+    try:
+        return Options(**values)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _packing(arguments: Sequence[str], as_json: bool) -> str:
+    options = packing_options(arguments)
+
+    from zoo.packing import bench
+
+    report = bench.run(options)
+    return json.dumps(bench.as_dict(report), indent=2) if as_json else bench.table(report)
+
+
+BENCHES = {"packing": _packing}

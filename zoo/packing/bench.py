@@ -1,0 +1,396 @@
+"""What packing costs, held against one `torch.index_select` of the same data: `zoo bench packing`.
+
+The data are what a step packs: int64 ids and labels (B, T0) and positions (3, B, T0). They are packed, sliced for rank
+0 of a context-parallel group, and unpacked, on a layout made from the mask. An operation is held against one
+index_select of as many elements as it puts out, all of them together against one index_select of all that they put
+out. There are two forms: "flat", of a one-dimensional tensor, is the fastest there is and the one to beat; "rows", of
+a tensor shaped as the output is and along its tokens (all together: five rows), is what one would write, and several
+times slower on a CPU. Layout and indices put out nothing that a step uses, so they have no reference of their own; all
+together includes them.
+
+Bytes are those that kernels read and write, counted from the tensors of each call to torch: an index_select of n int64
+reads n elements and n indices and writes n, 24 n bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from zoo.packing.layout import PackedLayout
+
+GROWTH = (1, 2, 4)  # times the tokens
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured: `samples` of `shortest` to `longest` tokens, for each context-parallel size in `cp`."""
+
+    samples: int = 64
+    shortest: int = 50
+    longest: int = 4000
+    cp: tuple[int, ...] = (2, 4)
+    device: str = "cpu"
+    threads: int = 1
+    repeats: int = 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.samples, self.shortest, self.threads, self.repeats, *self.cp) < 1:
+            raise ValueError("samples, shortest, cp, threads and repeats must be at least 1")
+        if self.longest < self.shortest:
+            raise ValueError(f"longest={self.longest} is below shortest={self.shortest}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation, or all together; times are medians.
+
+    Attributes:
+        name: of the operation.
+        elements: int64 elements that it puts out.
+        ms: milliseconds.
+        flat_ms: one index_select, flat, that puts out as many elements; 0 where there are none.
+        rows_ms: one index_select of rows.
+        moved: bytes read and written.
+        flat_moved: those of the flat index_select.
+    """
+
+    name: str
+    elements: int
+    ms: float
+    flat_ms: float
+    rows_ms: float
+    moved: int
+    flat_moved: int
+
+    @property
+    def time_ratio(self) -> float:
+        """Time in units of the flat index_select."""
+        return self.ms / self.flat_ms
+
+    @property
+    def rows_ratio(self) -> float:
+        """Time in units of the index_select of rows."""
+        return self.ms / self.rows_ms
+
+    @property
+    def bytes_ratio(self) -> float:
+        """Bytes in units of the flat index_select."""
+        return self.moved / self.flat_moved
+
+
+@dataclass(frozen=True)
+class Case:
+    """One context-parallel size: a row of `tokens`, `padding` of them padding, from a batch (samples, width)."""
+
+    cp: int
+    align: int
+    tokens: int
+    padding: int
+    width: int
+    lines: list[Line]
+    together: Line
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Milliseconds of all together at `GROWTH` times the tokens, and the exponent of tokens that fits them best."""
+
+    tokens: list[int]
+    ms: list[float]
+    flat_ms: list[float]
+
+    @property
+    def exponent(self) -> float:
+        """1.0 is linear."""
+        return _slope([math.log(x) for x in self.tokens], [math.log(y) for y in self.ms])
+
+    @property
+    def flat_exponent(self) -> float:
+        """That of the flat index_select."""
+        return _slope([math.log(x) for x in self.tokens], [math.log(y) for y in self.flat_ms])
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `zoo bench packing` shows."""
+
+    options: Options
+    cases: list[Case]
+    growth: Growth
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A padded batch: `mask` (B, T0) bool on the CPU; `ids`, `labels` (B, T0), `positions` (3, B, T0), int64."""
+
+    lengths: list[int]
+    mask: Tensor
+    ids: Tensor
+    labels: Tensor
+    positions: Tensor
+
+    @property
+    def rows(self) -> list[tuple[str, Tensor, int, int]]:
+        """Name, tensor, dimension of the batch, and value of padding."""
+        return [
+            ("ids", self.ids, 0, 0),
+            ("labels", self.labels, 0, -100),
+            ("positions", self.positions, 1, 0),
+        ]
+
+
+def run(options: Options) -> Report:
+    """Measure every context-parallel size, and how the first one grows with the tokens."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        cases = [measure(options, cp) for cp in options.cp]
+        grown = [cases[0], *(measure(options, options.cp[0], times) for times in GROWTH[1:])]
+    finally:
+        torch.set_num_threads(threads)
+    growth = Growth(
+        [case.tokens for case in grown],
+        [case.together.ms for case in grown],
+        [case.together.flat_ms for case in grown],
+    )
+    return Report(options, cases, growth)
+
+
+def make_batch(options: Options, times: int = 1) -> Batch:
+    """A right-padded batch of random lengths, each `times` as long; the same for the same options."""
+    draw = random.Random(options.seed)
+    lengths = [times * draw.randint(options.shortest, options.longest) for _ in range(options.samples)]
+    width = max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    generator = torch.Generator().manual_seed(options.seed)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randint(0, 1000, shape, generator=generator).to(options.device)
+
+    two = (options.samples, width)
+    return Batch(lengths, mask, rows(*two), rows(*two), rows(3, *two))
+
+
+def measure(options: Options, cp: int, times: int = 1) -> Case:
+    """The operations for one context-parallel size, on `times` the tokens."""
+    batch = make_batch(options, times)
+    align = 2 * cp if cp > 1 else 1
+    layout = PackedLayout.from_mask(batch.mask, align)
+    calls = operations(batch, layout, cp)
+    shapes = [call(layout).shape for _, call in calls]
+    whole = torch.Size((5, sum(shape.numel() for shape in shapes) // 5))
+
+    def from_lengths() -> PackedLayout:
+        return PackedLayout.from_lengths(batch.lengths, align)
+
+    def from_mask() -> PackedLayout:
+        return PackedLayout.from_mask(batch.mask, align)
+
+    def work(its: PackedLayout) -> None:
+        for _, call in calls:
+            call(its)
+
+    def everything() -> None:
+        from_lengths()
+        work(from_mask())
+
+    lines = [
+        _line(options, "layout from lengths", from_lengths, None),
+        _line(options, "layout from mask", from_mask, None),
+        *(
+            _line(options, name, partial(call, layout), shape)
+            for (name, call), shape in zip(calls, shapes, strict=True)
+        ),
+    ]
+    together = _line(options, "all together", everything, whole)
+    warm = _line(options, "on a layout that has its indices", partial(work, layout), None)
+    rest = (warm, *lines[:2])
+    indices = Line(
+        "indices",
+        0,
+        max(0.0, together.ms - sum(line.ms for line in rest)),
+        0.0,
+        0.0,
+        together.moved - sum(line.moved for line in rest),
+        0,
+    )
+    lines.insert(2, indices)
+    padding = layout.total - layout.real_tokens
+    return Case(cp, align, layout.total, padding, batch.mask.shape[1], lines, together)
+
+
+def _line(options: Options, name: str, call: Callable[[], Any], shape: torch.Size | None) -> Line:
+    """Time and traffic of a call that puts out `shape` (None: nothing), and those of its references.
+
+    One after the other, not in turns: each then finds the allocator as its own last call left it.
+    """
+    flat, rows = _references(options, shape)
+    probes = (call, flat, rows)
+    moved, flat_moved, _ = [_traffic(probe) for probe in probes]
+    ms, flat_ms, rows_ms = [median([_ms(options, probe) for _ in range(options.repeats)]) for probe in probes]
+    elements = 0 if shape is None else shape.numel()
+    return Line(name, elements, ms, flat_ms, rows_ms, moved, flat_moved)
+
+
+def _references(
+    options: Options, shape: torch.Size | None
+) -> tuple[Callable[[], Tensor | None], Callable[[], Tensor | None]]:
+    """index_select of so many int64 elements, flat and of rows; nothing for None."""
+    if shape is None:
+        return lambda: None, lambda: None
+    data = torch.ones(shape, dtype=torch.int64, device=options.device)
+    index = torch.arange(shape.numel(), device=options.device)
+    tokens = torch.arange(shape[-1], device=options.device)
+    flat = data.flatten()
+    return lambda: flat.index_select(0, index), lambda: data.index_select(len(shape) - 1, tokens)
+
+
+def operations(
+    batch: Batch, layout: PackedLayout, cp: int
+) -> list[tuple[str, Callable[[PackedLayout], Tensor]]]:
+    """Name and call, on a layout equal to `layout`, of packing, slicing (rank 0 of `cp`) and unpacking."""
+    packing, slicing, unpacking = [], [], []
+    for name, x, dim, fill in batch.rows:
+        row = layout.pack(x, fill, dim)
+        packing.append((f"pack {name}", partial(_pack, x, fill, dim)))
+        slicing.append((f"slice {name}", partial(_slice, row, cp, dim + 1)))
+        unpacking.append((f"unpack {name}", partial(_unpack, row, fill, dim)))
+    return [*packing, *(slicing if cp > 1 else []), *unpacking]
+
+
+def _pack(x: Tensor, fill: int, dim: int, layout: PackedLayout) -> Tensor:
+    return layout.pack(x, fill, dim)
+
+
+def _slice(x: Tensor, cp: int, dim: int, layout: PackedLayout) -> Tensor:
+    return layout.cp_shard(x, 0, cp, dim)
+
+
+def _unpack(x: Tensor, fill: int, dim: int, layout: PackedLayout) -> Tensor:
+    return layout.unpack(x, None, fill, dim)
+
+
+def _traffic(call: Callable[[], Any]) -> int:
+    """Bytes that a call moves; the call also warms caches."""
+    with Traffic() as traffic:
+        call()
+    return traffic.moved
+
+
+def _ms(options: Options, call: Callable[[], Any]) -> float:
+    """Milliseconds of one call: on one core those of the core, so that other programs' do not count."""
+    on_device = options.device != "cpu"
+    clock = time.perf_counter if on_device or options.threads > 1 else time.thread_time
+    if on_device:
+        torch.accelerator.synchronize()
+    start = clock()
+    kept = call()
+    if on_device:
+        torch.accelerator.synchronize()
+    end = clock()
+    del kept
+    return (end - start) * 1e3
+
+
+def _slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the straight line that fits the points best."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mean_x) ** 2 for a in x)
+    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that kernels read and write: `moved`. Views move none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.moved += _bytes(func, args, out)
+        return out
+
+
+def _bytes(func: Any, args: Any, out: Any) -> int:
+    """What one kernel reads and writes: its inputs and outputs, but for those that touch a part of them."""
+    aten = torch.ops.aten
+    inputs = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    written = sum(x.nbytes for x in outputs)
+    if func.overloadpacket in (aten.index_select, aten.gather):
+        return 2 * written + inputs[1].nbytes
+    if func.overloadpacket in (aten.scatter_, aten.index_copy_):
+        return 2 * inputs[2].nbytes + inputs[1].nbytes
+    if func.overloadpacket is aten.index_fill_:
+        x, index = inputs[:2]
+        return index.nbytes + x.nbytes // x.shape[args[1]] * index.numel()
+    if func.overloadpacket is aten.index_put_:
+        return sum(x.nbytes for x in inputs[1:]) + inputs[-1].nbytes
+    if func.overloadpacket in (aten.new_full, aten.new_empty, aten.full_like, aten.empty_like):
+        return written
+    storages = {x.untyped_storage().data_ptr() for x in inputs}
+    if not func._schema.is_mutable and all(x.untyped_storage().data_ptr() in storages for x in outputs):
+        return 0  # a view, or nothing at all
+    return written + sum(x.nbytes for x in inputs)
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The report as JSON takes it, with the ratios; 0 where there is none."""
+    tree = asdict(report)
+    tree["growth"] |= {"exponent": report.growth.exponent, "flat_exponent": report.growth.flat_exponent}
+    for case, values in zip(report.cases, tree["cases"], strict=True):
+        found = zip((*case.lines, case.together), (*values["lines"], values["together"]), strict=True)
+        for line, entry in found:
+            ratios = (line.time_ratio, line.rows_ratio, line.bytes_ratio) if line.elements else (0.0,) * 3
+            entry |= dict(zip(("time_ratio", "rows_ratio", "bytes_ratio"), ratios, strict=True))
+    return tree
+
+
+def table(report: Report) -> str:
+    """The report as text."""
+    options = report.options
+    lines = [
+        f"{options.samples} samples of {options.shortest} to {options.longest} tokens, seed {options.seed}; int64 ids, "
+        "labels and positions (3 rows)",
+        f"{options.device}, threads={options.threads}, medians of {options.repeats}; flat and rows: one "
+        "torch.index_select of as many elements, and the time of the operation in units of it",
+    ]
+    head = f"{'':<20}{'elements':>10}{'ms':>9}{'flat ms':>10}{'rows ms':>10}{'/ flat':>9}{'/ rows':>9}{'MB':>9}{'/ flat':>9}"
+    for case in report.cases:
+        lines += [
+            "",
+            f"cp={case.cp} align={case.align}: batch ({options.samples}, {case.width}), row of {case.tokens} tokens, "
+            f"{case.padding} of them padding",
+            head,
+        ]
+        for line in (*case.lines, case.together):
+            moved = f"{line.moved / 1e6:>9.2f}"
+            if line.elements:
+                lines.append(
+                    f"{line.name:<20}{line.elements:>10}{line.ms:>9.3f}{line.flat_ms:>10.3f}{line.rows_ms:>10.3f}"
+                    f"{line.time_ratio:>8.2f}x{line.rows_ratio:>8.2f}x{moved}{line.bytes_ratio:>8.2f}x"
+                )
+            else:
+                lines.append(f"{line.name:<20}{'':>10}{line.ms:>9.3f}{'':>38}{moved}")
+    growth = report.growth
+    steps = ", ".join(f"{ms:.2f} ms at {tokens}" for tokens, ms in zip(growth.tokens, growth.ms, strict=True))
+    lines += [
+        "",
+        f"growth with tokens (cp={report.cases[0].cp}): {steps}: exponent {growth.exponent:.2f} "
+        f"(flat {growth.flat_exponent:.2f})",
+    ]
+    return "\n".join(lines)
