@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.engine import Batch
+from support.matrix import replace_table, table
 from support.pool import Pool
 from support.rows import make_examples
 from support.tiny_omni import thinker_config, write_tiny_omni
@@ -21,6 +22,28 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+MEASURED = pytest.StashKey[dict[tuple[str, str], float]]()
+PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-table", action="store_true", help="write what the matrix measures to docs/parallelism.md"
+    )
+
+
+@pytest.fixture
+def measured(request: pytest.FixtureRequest) -> dict[tuple[str, str], float]:
+    """(parallel layout, model) -> worst gradient error, of the matrix in this session."""
+    return request.config.stash.setdefault(MEASURED, {})
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.getoption("--write-table") and exitstatus == 0:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(replace_table(page, table(session.config.stash[MEASURED])), encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

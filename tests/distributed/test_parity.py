@@ -1,4 +1,6 @@
-"""Parallel equals serial: loss and every gradient of a step, against the samples one by one on a single rank.
+"""Parallel equals serial beyond the matrix: more layouts, more micro-batches with every mixture of media, tied weights.
+
+Loss and every gradient of a step, against the samples one by one on a single rank.
 
 The real engine throughout: build_model, mcore's DDP, schedules and finalize_model_grads. Gradients are put together
 from what all ranks hold; where several hold the same part (towers under TP and CP, everything under DP) it must be
@@ -12,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import Batch, packed_batch, padded_batch, recipe_for
+from support.engine import Batch, packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.pool import Pool
 from support.rank_tasks import Held, Plan, run_step
@@ -28,30 +30,21 @@ GROUPS = (
     ("audio_in_video-short", "image-short", "turns", "audio+video+image+image", "video-short"),
 )
 
-# ranks and overrides
+# ranks and overrides; test_matrix.py has the usual ones
 PARALLEL = {
-    "serial": (1, []),
-    "tp2": (2, ["parallel.tp=2"]),
     "tp2 etp2": (2, ["parallel.tp=2", "parallel.etp=2"]),
-    "pp2": (2, ["parallel.pp=2"]),
-    "pp2 vpp2": (2, ["parallel.pp=2", "parallel.vpp=2"]),
     "pp4": (4, ["parallel.pp=4"]),
-    "cp2": (2, ["parallel.cp=2"]),
-    "cp4": (4, ["parallel.cp=4"]),
-    "ep2": (2, ["parallel.ep=2"]),
     "ep2 etp2": (4, ["parallel.ep=2", "parallel.etp=2"]),
     "tp2 ep2": (2, ["parallel.tp=2", "parallel.ep=2"]),
-    "tp2 ep2 etp2": (4, ["parallel.tp=2", "parallel.ep=2", "parallel.etp=2"]),
-    "dp2": (2, []),
     "dp4": (4, []),
-    "tp2 pp2": (4, ["parallel.tp=2", "parallel.pp=2"]),
-    "tp2 cp2": (4, ["parallel.tp=2", "parallel.cp=2"]),
-    "cp2 ep2": (2, ["parallel.cp=2", "parallel.ep=2"]),
-    "pp2 cp2": (4, ["parallel.pp=2", "parallel.cp=2"]),
     "pp2 vpp2 tp2": (4, ["parallel.pp=2", "parallel.vpp=2", "parallel.tp=2"]),
     "pp2 ep2": (4, ["parallel.pp=2", "parallel.ep=2"]),
 }
-PADDED = ("serial", "tp2", "pp2", "pp2 vpp2", "cp2", "tp2 pp2", "pp2 cp2", "ep2")
+TIED = {
+    "tp2": (2, ["parallel.tp=2"]),
+    "pp2": (2, ["parallel.pp=2"]),
+    "tp2 pp2": (4, ["parallel.tp=2", "parallel.pp=2"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +65,6 @@ def plain(
 @pytest.fixture(scope="module")
 def packed(samples: dict[str, Any], store: Callable[[list[Batch]], str]) -> str:
     return store([packed_batch([samples[name] for name in group]) for group in GROUPS])
-
-
-@pytest.fixture(scope="module")
-def padded(samples: dict[str, Any], store: Callable[[list[Batch]], str]) -> str:
-    return store([padded_batch([samples[name] for name in group], "mixed", fill=1) for group in GROUPS])
 
 
 def same(
@@ -106,30 +94,13 @@ def test_packed(
     same(pool.run(size, run_step, plan), plain, record_property)
 
 
-@pytest.mark.parametrize("parallel", PADDED)
-def test_padded(
-    parallel: str,
-    pool: Pool,
-    even_omni: Path,
-    padded: str,
-    labels: int,
-    plain: tuple[float, dict[str, Tensor]],
-    record_property: Callable[[str, object], None],
-) -> None:
-    """packing.mode=none: rows side by side, padded left and right by turns as they come in."""
-    size, overrides = PARALLEL[parallel]
-    overrides = [*overrides, "packing.mode=none"]
-    plan = Plan(folder=str(even_omni), batches=padded, labels=labels, overrides=tuple(overrides))
-    same(pool.run(size, run_step, plan), plain, record_property)
-
-
 @pytest.fixture(scope="module")
 def plain_tied(pool: Pool, tied_omni: Path, packed: str, labels: int) -> tuple[float, dict[str, Tensor]]:
     held = pool.run(1, run_step, Plan(folder=str(tied_omni), batches=packed, labels=labels))
     return total_loss(held), full_gradients(held)
 
 
-@pytest.mark.parametrize("parallel", ["tp2", "pp2", "tp2 pp2"])
+@pytest.mark.parametrize("parallel", TIED)
 def test_tied_embeddings(
     parallel: str,
     pool: Pool,
@@ -140,7 +111,7 @@ def test_tied_embeddings(
     record_property: Callable[[str, object], None],
 ) -> None:
     """Embedding and head share a weight, which the first and the last stage both hold."""
-    size, overrides = PARALLEL[parallel]
+    size, overrides = TIED[parallel]
     plan = Plan(folder=str(tied_omni), batches=packed, labels=labels, overrides=tuple(overrides))
     held = pool.run(size, run_step, plan)
     for part in held:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ class Plan:
     overrides: tuple[str, ...] = ()
     recipe: str = "qwen3_omni_sft"
     logprobs: bool = False  # also of every token, in a forward pass of its own
+    transformer: tuple[tuple[str, Any], ...] = ()  # further settings of mcore's TransformerConfig
     layouts: tuple[Layout, ...] = ()  # for `run_layouts`
 
 
@@ -46,6 +49,7 @@ class Held:
     dp_rank: int
     cp_rank: int
     figures: dict[str, Tensor] = field(default_factory=dict)  # router's auxiliary losses of each layer
+    biases: dict[str, Tensor] = field(default_factory=dict)  # routers' expert bias after its update, by name
     logprobs: dict[int, Tensor] = field(
         default_factory=dict
     )  # micro-batch -> (B, T0); the last stage's ranks
@@ -67,8 +71,21 @@ def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
     from zoo.engine.world import world
 
     with world(_recipe(plan, plan.layouts[0], size)) as here:
-        built = _Built(_recipe(plan, plan.layouts[0], size), here)
+        with _more_settings(dict(plan.transformer)):
+            built = _Built(_recipe(plan, plan.layouts[0], size), here)
         return [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
+
+
+@contextmanager
+def _more_settings(settings: dict[str, Any]) -> Iterator[None]:
+    """Decoders built meanwhile have these settings too, which no recipe of today reaches."""
+    from zoo.nn import decoder_config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            decoder_config, "TransformerConfig", partial(decoder_config.TransformerConfig, **settings)
+        )
+        yield
 
 
 def _recipe(plan: Plan, layout: Layout, size: int) -> Any:
@@ -117,6 +134,7 @@ class _Built:
             cp_rank=world.cp_rank,
             figures=_router_figures(self.wrapped[0].config, len(mine)),
             encoded=dict(self.encoded),
+            biases=_expert_biases(self.wrapped),
         )
         if plan.logprobs:
             held.logprobs = self._logprobs(step, mine)
@@ -151,6 +169,17 @@ class _Built:
             forward_only=forward_only,
             force_all_reduce=True,  # else each data-parallel rank would have its slice of the gradient only
         )
+
+
+def _expert_biases(chunks: Sequence[Any]) -> dict[str, Tensor]:
+    """By layer, the same on whatever stage: {} where routers have none."""
+    routers = [
+        (f"{'further ' if module.is_mtp_layer else ''}{module.layer_number}", module)
+        for chunk in chunks
+        for module in chunk.modules()
+        if getattr(module, "expert_bias", None) is not None
+    ]
+    return {name: router.expert_bias.clone() for name, router in routers}
 
 
 def _count_encoded(chunk: Any) -> dict[str, int]:

@@ -61,8 +61,26 @@ def commands(page: Path) -> Iterator[list[str]]:
             yield words
 
 
+def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
+    """Rows, columns and refusals of docs/parallelism.md; `--write-table` of the matrix writes them, with its figures."""
+    from support.matrix import MODELS, PARALLEL, REFUSED, table, written_table
+
+    written = written_table((REPO / "docs" / "parallelism.md").read_text())
+    wanted = table(
+        {
+            (parallel, model): 1e-9
+            for parallel in PARALLEL
+            for model in MODELS
+            if (parallel, model) not in REFUSED
+        }
+    )
+    figure = re.compile(r"\d\.\de-\d\d")
+    assert figure.sub("", written) == figure.sub("", wanted)
+    assert all(0 < float(error) < 1e-5 for error in figure.findall(written))
+
+
 def test_there_are_pages() -> None:
-    assert {"README.md", "architecture.md", "data.md", "packing.md", "recipes.md"} <= {
+    assert {"README.md", "architecture.md", "data.md", "packing.md", "parallelism.md", "recipes.md"} <= {
         page.name for page in PAGES
     }
 

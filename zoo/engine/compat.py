@@ -54,19 +54,6 @@ def install() -> None:
             _applied.add(shim.name)
 
 
-def _mend_expert_bias_mask() -> None:
-    from megatron.core.transformer.moe.router import TopKRouter
-
-    router: Any = TopKRouter
-    broken = router._apply_expert_bias
-
-    def apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
-        """`routing_map` (tokens, experts), `padding_mask` (tokens,): one axis is missing upstream."""
-        broken(self, routing_map, None if padding_mask is None else padding_mask.unsqueeze(-1))
-
-    router._apply_expert_bias = apply_expert_bias
-
-
 def _save_without_a_manager() -> None:
     import queue
 
@@ -94,12 +81,6 @@ SHIMS = (
         apply=_save_without_a_manager,
     ),
     Shim(
-        name="expert-bias-mask",
-        fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
-        last_broken="0.19.2",
-        apply=_mend_expert_bias_mask,
-    ),
-    Shim(
         name="gated-delta-net-needs-fla",
         fault="GatedDeltaNet cannot be built without flash-linear-attention, not even by a subclass whose forward "
         "does not use it",
@@ -109,6 +90,12 @@ SHIMS = (
 )
 
 AVOIDED = (
+    Avoided(
+        name="expert-bias-mask",
+        fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
+        last_broken="0.19.2",
+        instead="the router counts with one more axis to the mask (zoo/nn/router.py)",
+    ),
     Avoided(
         name="mtp-rolls-by-real-offsets",
         fault="multi-token prediction shifts tokens by the offsets without padding, so where segments are padded it "

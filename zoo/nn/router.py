@@ -44,3 +44,14 @@ class Router(TopKRouter):
         )
         scaled: Tensor = MoEAuxLossAutoScaler.apply(logits, share * coefficient)
         return scaled
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Count routing_map (N, E) for the update of the experts' bias, where there is one; padding doesn't count.
+
+        megatron-core 0.19.2 gives the mask (N,) one axis too few, and compiles this for every process that calls it.
+        """
+        if not (self.enable_expert_bias and torch.is_grad_enabled()):
+            return
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        self.local_tokens_per_expert += routing_map.sum(dim=0)

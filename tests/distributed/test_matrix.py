@@ -1,0 +1,163 @@
+"""Packed equals unpacked and parallel equals serial: every model under every parallel layout, samples laid out in four ways.
+
+Loss, log-probability of every token and every gradient, against the samples one by one on a single rank. The real engine
+throughout: build_model, mcore's DDP, schedules and finalize_model_grads. Gradients are put together from what all ranks
+hold; where several hold the same part it must be the same to the bit on each.
+"""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from support.engine import Batch, packed_batch, recipe_for
+from support.gathered import LIMIT, full_gradients, total_loss, worst
+from support.matrix import LAYOUTS, MODELS, PARALLEL, REFUSED, Model, layouts
+from support.pool import Pool
+from support.rank_tasks import Held, Layout, Plan, run_layouts
+from torch import Tensor
+
+from zoo.errors import ConfigError
+
+
+@dataclass
+class Prepared:
+    """A model's checkpoint, its samples laid out, and what one rank makes of the samples one by one."""
+
+    model: Model
+    folder: str
+    labels: int
+    layouts: tuple[Layout, ...]
+    batches: list[list[Batch]]  # by layout
+    loss: float
+    gradients: dict[str, Tensor]
+    logprobs: list[Tensor]  # (L,) of each sample, 0 at its first token
+
+
+@pytest.fixture(scope="module")
+def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Prepared]:
+    root, done = tmp_path_factory.mktemp("matrix"), {}
+
+    def prepare(name: str) -> Prepared:
+        if name not in done:
+            done[name] = _prepare(pool, MODELS[name], root / name)
+        return done[name]
+
+    return prepare
+
+
+def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
+    from zoo.engine.build import assemble
+
+    root.mkdir()
+    folder = str(model.write(root / "checkpoint"))
+    processor = assemble(recipe_for(folder, recipe=model.recipe)).processor
+    samples = {name: example.sample for name, example in model.examples(processor).items()}
+    groups = [[samples[name] for name in group] for group in model.groups]
+    labels = sum(sample.num_labels for group in groups for sample in group)
+
+    def store(name: str, batches: list[Batch]) -> str:
+        path = root / f"{name}.pickle"
+        path.write_bytes(pickle.dumps(batches))
+        return str(path)
+
+    made = layouts(samples, model.groups)
+    single = store("single", [packed_batch([sample]) for group in groups for sample in group])
+    plan = Plan(
+        folder=folder,
+        batches=single,
+        labels=labels,
+        overrides=model.overrides,
+        recipe=model.recipe,
+        logprobs=True,
+        layouts=(Layout(single),),
+    )
+    (held,) = (rank[0] for rank in pool.run(1, run_layouts, plan, timeout=300.0))
+    return Prepared(
+        model=model,
+        folder=folder,
+        labels=labels,
+        layouts=tuple(
+            Layout(store(str(i), batches), overrides) for i, (batches, overrides) in enumerate(made)
+        ),
+        batches=[batches for batches, _ in made],
+        loss=total_loss([held]),
+        gradients=full_gradients([held]),
+        logprobs=[held.logprobs[i][0] for i in range(len(held.logprobs))],
+    )
+
+
+def by_sample(batch: Batch, logprobs: Tensor) -> list[Tensor]:
+    """(L,) of each sample out of what a step gives in the caller's shape, which is 0 everywhere else."""
+    assert logprobs.shape == batch.input_ids.shape
+    if batch.attention_mask is None:
+        return list(logprobs[0].split(batch.lengths))
+    assert not bool(logprobs[batch.attention_mask == 0].any())
+    return [row[mask == 1] for row, mask in zip(logprobs, batch.attention_mask, strict=True)]
+
+
+def logprob_error(held: list[Held], batches: list[Batch], wanted: list[Tensor]) -> float:
+    """Largest difference of a token's log-probability, relative to its size or to 1; on every rank that has them."""
+    error, found = 0.0, {}
+    for part in held:
+        for index, logprobs in part.logprobs.items():
+            same = found.setdefault(index, logprobs)
+            assert torch.equal(same, logprobs), "ranks of one micro-batch differ"
+    samples = [row for index in range(len(batches)) for row in by_sample(batches[index], found[index])]
+    for got, want in zip(samples, wanted, strict=True):
+        assert got.shape == want.shape
+        error = max(error, float(((got - want).abs() / want.abs().clamp(min=1.0)).max()))
+    return error
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_matrix(
+    parallel: str,
+    model: str,
+    pool: Pool,
+    prepared: Callable[[str], Prepared],
+    record_property: Callable[[str, object], None],
+    measured: dict[tuple[str, str], float],
+) -> None:
+    plain, setting = prepared(model), PARALLEL[parallel]
+    overrides = (*plain.model.overrides, *setting.overrides)
+    if (parallel, model) in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[parallel, model]):
+            recipe_for(plain.folder, *overrides, recipe=plain.model.recipe, ranks=setting.ranks)
+        return
+    plan = Plan(
+        folder=plain.folder,
+        batches="",
+        labels=plain.labels,
+        overrides=overrides,
+        recipe=plain.model.recipe,
+        logprobs=True,
+        layouts=plain.layouts,
+    )
+    ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
+    largest = 0.0
+    for index, layout in enumerate(LAYOUTS):
+        held = [rank[index] for rank in ranks]
+        loss_error = abs(total_loss(held) - plain.loss) / plain.loss
+        error, name = worst(full_gradients(held), plain.gradients)
+        token_error = logprob_error(held, plain.batches[index], plain.logprobs)
+        largest = max(largest, error)
+        record_property(
+            layout, f"loss {loss_error:.1e}, logprobs {token_error:.1e}, gradients {error:.1e} {name}"
+        )
+        assert loss_error < LIMIT, layout
+        assert token_error < LIMIT, layout
+        assert error < LIMIT, (layout, name)
+        assert_encoded_once(held, plain.batches[index])
+    measured[parallel, model] = largest
+
+
+def assert_encoded_once(held: list[Held], batches: list[Batch]) -> None:
+    """Every image, frame and clip goes through its tower once, whatever the number of ranks."""
+    keys = {"vision": ("pixel_values", "pixel_values_videos"), "audio": ("input_features",)}
+    for tower, names in keys.items():
+        rows = [len(batch.media[name]) for batch in batches for name in names if name in batch.media]
+        assert sum(part.encoded.get(tower, 0) for part in held) == sum(rows), tower

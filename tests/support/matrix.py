@@ -1,0 +1,167 @@
+"""The matrix of tests/distributed/test_matrix.py: models, parallel layouts, sample layouts, and what is refused.
+
+docs/parallelism.md shows it as a table; `python -m pytest tests/distributed/test_matrix.py --write-table` writes it anew
+from what was run and measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from support.engine import Batch, packed_batch, padded_batch
+from support.rows import make_examples
+from support.vision_rows import vision_examples
+
+
+@dataclass(frozen=True)
+class Model:
+    """A column: what the model has, how its checkpoint is written, and the rows that its batches hold."""
+
+    title: str
+    recipe: str
+    write: Callable[[Path], Path]
+    examples: Callable[[Any], dict[str, Any]]  # processor -> examples by name
+    groups: tuple[tuple[str, ...], ...]  # names of examples, one micro-batch a group
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """A row: ranks and overrides."""
+
+    title: str
+    ranks: int
+    overrides: tuple[str, ...]
+
+
+def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        from support.tiny_qwen35 import write_tiny_qwen35
+
+        return write_tiny_qwen35(folder, **sizes)
+
+    return write
+
+
+def _omni(folder: Path) -> Path:
+    from support.tiny_omni import write_tiny_omni
+
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts": 6}
+    return write_tiny_omni(folder, whole=False, **sizes).thinker
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+# Two micro-batches, the second without media. Samples of many lengths, so that media lie across CP chunks.
+SEEN = (("image-long", "text-short", "multi_image-long", "video-short", "turns"), ("text-long", "text-short"))
+HEARD = (
+    ("image-long", "audio-short", "text-short", "video-short", "image+video+audio"),
+    ("text-long", "text-short"),
+)
+
+MODELS = {
+    "dense": Model(
+        "dense", "qwen35_vl_sft", _qwen35(layers=[FULL] * 4), vision_examples, SEEN, ("train.mtp_loss=0",)
+    ),
+    "moe": Model(
+        "experts, shared expert with gate",
+        "qwen35_vl_moe_sft",
+        _qwen35(layers=[FULL] * 4, moe=True),
+        vision_examples,
+        SEEN,
+        ("train.mtp_loss=0",),
+    ),
+    "gdn": Model(
+        "Gated DeltaNet hybrid",
+        "qwen35_vl_sft",
+        _qwen35(layers=[LINEAR, LINEAR, FULL, LINEAR]),
+        vision_examples,
+        SEEN,
+    ),
+    "mtp": Model(
+        "hybrid with experts and MTP",
+        "qwen35_vl_moe_sft",
+        _qwen35(layers=[LINEAR, FULL, LINEAR, FULL], moe=True, mtp=1),
+        vision_examples,
+        SEEN,
+        ("train.mtp_loss=0.3",),
+    ),
+    "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
+}
+
+PARALLEL = {
+    "tp2": Parallel("TP2", 2, ("parallel.tp=2", "parallel.sp=false")),
+    "tp2 sp": Parallel("TP2 + SP", 2, ("parallel.tp=2", "parallel.sp=true")),
+    "pp2": Parallel("PP2", 2, ("parallel.pp=2",)),
+    "pp2 vpp2": Parallel("PP2, interleaved", 2, ("parallel.pp=2", "parallel.vpp=2")),
+    "cp2": Parallel("CP2", 2, ("parallel.cp=2",)),
+    "cp4": Parallel("CP4", 4, ("parallel.cp=4",)),
+    "ep2": Parallel("EP2", 2, ("parallel.ep=2",)),
+    "ep2 etp2": Parallel("TP2 (+ SP), EP2 x ETP2", 4, ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")),
+    "dp2": Parallel("DP2", 2, ()),
+    "tp2 cp2": Parallel("TP2 (+ SP) x CP2", 4, ("parallel.tp=2", "parallel.cp=2")),
+    "pp2 cp2": Parallel("PP2 x CP2", 4, ("parallel.pp=2", "parallel.cp=2")),
+    "cp2 ep2": Parallel("CP2 x EP2", 2, ("parallel.cp=2", "parallel.ep=2")),
+    "tp2 pp2": Parallel("TP2 (+ SP) x PP2", 4, ("parallel.tp=2", "parallel.pp=2")),
+}
+
+# (parallel, model) that validation refuses, by a part of its message.
+NO_EXPERTS = "the model has no experts"
+NEEDS_SP = "needs sequence parallel"
+REFUSED = {
+    **{
+        (parallel, model): NO_EXPERTS
+        for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
+        for model in ("dense", "gdn")
+    },
+    **{("tp2", model): NEEDS_SP for model in ("moe", "mtp", "omni")},
+}
+
+LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")
+CP_UNIT = 8  # what every alignment of the matrix divides
+
+
+def layouts(
+    samples: dict[str, Any], groups: tuple[tuple[str, ...], ...]
+) -> list[tuple[list[Batch], tuple[str, ...]]]:
+    """Micro-batches and overrides of each of LAYOUTS."""
+    rows = [[samples[name] for name in group] for group in groups]
+    padded = [padded_batch(group, "mixed", fill=1) for group in rows]
+    packed = [packed_batch(group) for group in rows]
+    longest = max(sum(-(-sample.length // CP_UNIT) * CP_UNIT for sample in group) for group in rows)
+    static = (f"packing.budget={longest + 5 * CP_UNIT}", f"packing.pad_to={longest + 5 * CP_UNIT}")
+    return [(padded, ("packing.mode=none",)), (padded, ()), (packed, ()), (packed, static)]
+
+
+def table(errors: dict[tuple[str, str], float]) -> str:
+    """The Markdown table: a row a parallel layout, a column a model, in each cell the worst relative gradient error."""
+    head = ["parallel layout", *(model.title for model in MODELS.values())]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    notes = list(dict.fromkeys(REFUSED.values()))
+    for parallel, row in PARALLEL.items():
+        cells = []
+        for model in MODELS:
+            if (parallel, model) in REFUSED:
+                cells.append(f"refused ({notes.index(REFUSED[parallel, model]) + 1})")
+            else:
+                cells.append(f"{errors[parallel, model]:.1e}")
+        lines.append("| " + " | ".join([row.title, *cells]) + " |")
+    lines += ["", "Refused before anything is loaded, with these words and what would work:", ""]
+    lines += [f'{i}. "... {note} ..."' for i, note in enumerate(notes, 1)]
+    return "\n".join(lines) + "\n"
+
+
+BEGIN, END = "<!-- table: written by the tests -->\n", "<!-- end of table -->\n"
+
+
+def written_table(page: str) -> str:
+    """The table in docs/parallelism.md."""
+    return page.split(BEGIN)[1].split(END)[0]
+
+
+def replace_table(page: str, made: str) -> str:
+    """docs/parallelism.md with another table."""
+    before, rest = page.split(BEGIN)
+    return before + BEGIN + made + END + rest.split(END)[1]
