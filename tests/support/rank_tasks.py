@@ -185,8 +185,9 @@ def _expert_biases(chunks: Sequence[Any]) -> dict[str, Tensor]:
 def _count_encoded(chunk: Any) -> dict[str, int]:
     """Rows of media that pass through each tower of a chunk from now on, by tower."""
     counts: dict[str, int] = {}
-    for name in chunk.tower_names():
-        tower = getattr(chunk, name, None)
+    model = getattr(chunk, "module", chunk)  # behind Float16Module
+    for name in model.tower_names():
+        tower = getattr(model, name, None)
         if tower is not None:
 
             def count(module: Any, inputs: tuple[Tensor, ...], name: str = name) -> None:

@@ -3,8 +3,9 @@
 Guarantees: `pack` and `unpack` are inverse on real tokens and differentiable; the padding mask is True
 exactly on tokens the packer added; nothing waits for a device, `from_mask` alone if its mask is on one.
 Costs: O(T) integer work on the host for each index asked for, done once and kept with the layout (8 bytes a
-token for an int64 index): 0.1 to 0.2 ms each for 140,000 tokens in 64 segments, one core (`zoo bench packing`). On a
-GPU, also one asynchronous copy of each from pinned memory.
+token for an int64 index): 0.1 to 0.2 ms each for 140,000 tokens in 64 segments, one core. `pack`, `unpack` and
+`cp_shard` on a CPU need none where segments are few or long (`zoo.packing.runs`). On a GPU, also one asynchronous copy
+of each from pinned memory.
 
 Shapes: B rows of the padded batch = S segments of the packed row, T tokens of the packed row, T0 width of the
 batch.
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.packing import context, index
+from zoo.packing import context, index, runs
 from zoo.packing.index import CPU
 from zoo.packing.mask import rows_from_mask
 
@@ -58,6 +59,9 @@ class PackedLayout:
     width: int | None = dataclasses.field(default=None, compare=False)
     device: torch.device = dataclasses.field(default=CPU, compare=False)
     _memo: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    _plans: dict[tuple[Any, ...], runs.Plan | None] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if not self.starts:
@@ -158,7 +162,7 @@ class PackedLayout:
         """
         if self.width is None and not any(self.starts):
             return self
-        return dataclasses.replace(self, starts=(), width=None, _memo={})
+        return dataclasses.replace(self, starts=(), width=None, _memo={}, _plans={})
 
     @property
     def num_segments(self) -> int:
@@ -238,8 +242,12 @@ class PackedLayout:
         if self.width is not None and width != self.width:
             raise ValueError(f"The batch is {width} tokens wide, but the layout's mask was {self.width}.")
         self._check_width(width)
+        flat = x.flatten(batch_dim, batch_dim + 1)
+        plan = self._plan(x.device, ("pack", width), lambda: self._pack_plan(width))
+        if plan:
+            return runs.move(flat, batch_dim, plan, fill).unsqueeze(batch_dim)
         here = self.to(x.device)
-        row = index.take(x.flatten(batch_dim, batch_dim + 1), batch_dim, here._source_index(width))
+        row = index.take(flat, batch_dim, here._source_index(width))
         if self.real_tokens < self.total:
             # Overwritten, not multiplied by a mask: what stood in the batch's padding (NaN too) can't reach the row,
             # nor what arrives at the row's padding a gradient.
@@ -293,10 +301,15 @@ class PackedLayout:
         if width is None:
             width = max(self.lengths) if self.width is None else self.width
         self._check_width(width)
-        slots = self.num_segments * width
-        size = slots + (self.real_tokens < self.total)  # padding goes to one slot behind the batch
-        flat = index.put(y.squeeze(batch_dim), batch_dim, self.to(y.device)._slot_index(width), size, fill)
-        return flat.narrow(batch_dim, 0, slots).unflatten(batch_dim, (self.num_segments, width))
+        row, slots = y.squeeze(batch_dim), self.num_segments * width
+        plan = self._plan(y.device, ("unpack", width), lambda: self._unpack_plan(width))
+        if plan:
+            flat = runs.move(row, batch_dim, plan, fill)
+        else:
+            size = slots + (self.real_tokens < self.total)  # padding goes to one slot behind the batch
+            flat = index.put(row, batch_dim, self.to(y.device)._slot_index(width), size, fill)
+            flat = flat.narrow(batch_dim, 0, slots)
+        return flat.unflatten(batch_dim, (self.num_segments, width))
 
     def cp_index(self, rank: int, size: int) -> Tensor:
         """(T/size,) int64 packed positions that one context-parallel rank holds, zigzag per segment.
@@ -316,7 +329,7 @@ class PackedLayout:
         """`x.index_select(dim, self.cp_index(rank, size))`: what one context-parallel rank holds of x.
 
         On a CPU it is up to twenty times as fast as that where tokens are the last of several dimensions, as in
-        positions (3, 1, T).
+        positions (3, 1, T), and makes no index where chunks are few or long.
 
         Args:
             x: T tokens at `dim`, any dtype and device.
@@ -331,6 +344,9 @@ class PackedLayout:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; T={self.total} tokens are wanted at dimension {dim}."
             )
+        plan = self._plan(x.device, ("cp", rank, size), lambda: self._cp_plan(rank, size))
+        if plan:
+            return runs.move(x, dim, plan, 0)
         return index.take(x, dim, self.to(x.device).cp_index(rank, size))
 
     def cp_restore_index(self, size: int) -> Tensor:
@@ -383,6 +399,29 @@ class PackedLayout:
                 if self.device != CPU:
                     self._memo[key] = index.host_to_device(host, self.device)
         return self._memo[key]
+
+    def _plan(
+        self, device: torch.device, key: tuple[Any, ...], make: Callable[[], runs.Plan]
+    ) -> runs.Plan | None:
+        """How tokens move without an index, planned once; None where an index is faster."""
+        if device.type != "cpu":
+            return None
+        if key not in self._plans:
+            plan = make()
+            self._plans[key] = plan if plan.pays else None
+        return self._plans[key]
+
+    def _pack_plan(self, width: int) -> runs.Plan:
+        slots = self.num_segments * width
+        return runs.plan(self._row_starts(width), self._segment_starts(), self.lengths, slots, self.total)
+
+    def _unpack_plan(self, width: int) -> runs.Plan:
+        slots = self.num_segments * width
+        return runs.plan(self._segment_starts(), self._row_starts(width), self.lengths, self.total, slots)
+
+    def _cp_plan(self, rank: int, size: int) -> runs.Plan:
+        starts, chunks = context.zigzag_runs(self.padded_lengths, rank, size)
+        return runs.plan(starts, list(accumulate(chunks, initial=0))[:-1], chunks, self.total, sum(chunks))
 
     def _make_segment_ids(self) -> Tensor:
         return index.segment_ids(self.lengths, self.padded_lengths)[None]
