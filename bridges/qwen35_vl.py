@@ -7,13 +7,12 @@ in either. Zero-centred norms stay zero-centred. A model without MTP carries `mt
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
-from zoo.bridge.mapping import Bridge, Layout, Rule, Sections, per_expert_down, per_expert_gate_up, rule
-from zoo.bridge.transforms import Dims, GatedQKV, GateUp, Rows
-
-_EMBEDDING = "model.language_model.embed_tokens.weight"
+from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
+from zoo.bridge.mapping import Bridge, Layout, Rule, Sections, rule
+from zoo.bridge.transforms import Dims, GatedQKV, Rows
 
 
 def _convolved(dims: Dims) -> tuple[int, ...]:
@@ -32,46 +31,16 @@ def _stored(dims: Dims) -> tuple[int, ...]:
     return sum(_convolved(dims)), *_projected(dims)[3:]
 
 
-def _layer_rules(zoo: str, hf: str, *, stacked: bool) -> tuple[Rule, ...]:
-    """A layer with full attention, dense or with experts; `stacked`: experts are published in stacks."""
-    attention, experts, shared = f"{hf}.self_attn", f"{hf}.mlp.experts", f"{hf}.mlp.shared_expert"
-    order = 1 if stacked else -1
+def _layer_rules(zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]]) -> tuple[Rule, ...]:
+    """A layer with full attention, dense or with experts, `stored` so."""
+    shared = f"{hf}.mlp.shared_expert"
     return (
-        rule(f"{zoo}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
-        rule(
-            f"{zoo}.self_attention.linear_qkv.weight",
-            *(f"{attention}.{part}_proj.weight" for part in "qkv"),
-            transform=GatedQKV(),
-            shard="tp0",
-        ),
-        rule(f"{zoo}.self_attention.linear_proj.weight", f"{attention}.o_proj.weight", shard="tp1"),
-        rule(f"{zoo}.self_attention.q_layernorm.weight", f"{attention}.q_norm.weight"),
-        rule(f"{zoo}.self_attention.k_layernorm.weight", f"{attention}.k_norm.weight"),
-        rule(f"{zoo}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),
-        # dense
-        _gate_up(f"{zoo}.mlp.linear_fc1.weight", f"{hf}.mlp"),
-        rule(f"{zoo}.mlp.linear_fc2.weight", f"{hf}.mlp.down_proj.weight", shard="tp1"),
-        # experts
-        rule(f"{zoo}.mlp.router.weight", f"{hf}.mlp.gate.weight"),
-        Rule(
-            f"{zoo}.mlp.experts.weight1",
-            (Layout((f"{experts}.gate_up_proj",)), per_expert_gate_up(experts))[::order],
-            shard="expert1",
-        ),
-        Rule(
-            f"{zoo}.mlp.experts.weight2",
-            (Layout((f"{experts}.down_proj",)), per_expert_down(experts))[::order],
-            shard="expert2",
-        ),
-        _gate_up(f"{zoo}.mlp.shared_experts.linear_fc1.weight", shared),
-        rule(f"{zoo}.mlp.shared_experts.linear_fc2.weight", f"{shared}.down_proj.weight", shard="tp1"),
+        *attention_layer(zoo, hf, GatedQKV()),
+        *dense_mlp(f"{zoo}.mlp", f"{hf}.mlp"),
+        *routed_experts(f"{zoo}.mlp", f"{hf}.mlp", *stored),
+        *dense_mlp(f"{zoo}.mlp.shared_experts", shared),
         rule(f"{zoo}.mlp.shared_experts.gate_weight", f"{shared}_gate.weight"),
     )
-
-
-def _gate_up(zoo: str, hf: str) -> Rule:
-    names = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
-    return rule(zoo, *names, transform=GateUp(), shard="tp0-gateup")
 
 
 def _linear_rules(zoo: str, hf: str) -> tuple[Rule, ...]:
@@ -102,17 +71,15 @@ def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, 
 BRIDGE = Bridge(
     name="qwen35_vl",
     rules=(
-        rule("embedding.word_embeddings.weight", _EMBEDDING, shard="tp0"),
-        *_layer_rules("decoder.layers.{layer}", "model.language_model.layers.{layer}", stacked=True),
+        *decoder_ends("model.language_model", head="lm_head.weight"),
+        *_layer_rules("decoder.layers.{layer}", "model.language_model.layers.{layer}", stacks, singles),
         *_linear_rules(
             "decoder.layers.{layer}.self_attention", "model.language_model.layers.{layer}.linear_attn"
         ),
-        rule("decoder.final_layernorm.weight", "model.language_model.norm.weight"),
-        Rule("output_layer.weight", (Layout(("lm_head.weight",)),), "tp0", tied_to=_EMBEDDING),
         rule("multi_token.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
         rule("multi_token.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
         rule("multi_token.eh_proj.weight", "mtp.fc.weight", shard="tp0"),
-        *_layer_rules("multi_token.layers.{layer}", "mtp.layers.{layer}", stacked=False),
+        *_layer_rules("multi_token.layers.{layer}", "mtp.layers.{layer}", singles, stacks),
         rule("multi_token.final_layernorm.weight", "mtp.norm.weight"),
         rule("vision.{rest}", "model.visual.{rest}"),
     ),

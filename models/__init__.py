@@ -1,1 +1,27 @@
 """The model families: one folder each, imported as `zoo.models.<family>`."""
+
+from zoo.registry import ModelFamily
+
+
+def family(package: str, prefix: str, title: str, *, modalities: str, parts: str) -> ModelFamily:
+    """The family of a package here, whose parts lie where those of all families lie.
+
+    Args:
+        package: its `__name__`.
+        prefix: what the names of its classes begin with.
+        title: the name people know.
+        modalities: of text, image, video, audio.
+        parts: what `model.freeze` accepts.
+    """
+    name = package.rpartition(".")[2]
+    return ModelFamily(
+        name=name,
+        title=title,
+        modalities=tuple(modalities.split()),
+        parts=tuple(parts.split()),
+        config=f"{package}.config:{prefix}Config",
+        model=f"{package}.model:{prefix}Model",
+        step=f"{package}.step:{prefix}Step",
+        bridge=f"zoo.bridges.{name}:BRIDGE",
+        processor=f"{package}.processor:build_processor",
+    )

@@ -26,7 +26,7 @@ class ModelFamily:
     title: str  # the name people know
     modalities: tuple[str, ...]  # of: text, image, video, audio
     parts: tuple[str, ...]  # names that model.freeze accepts
-    config: str  # () -> class with from_arch(dict) / from_hf(folder): see zoo.nn.family.FamilyConfig
+    config: str  # () -> class with from_arch(dict), from_folder(folder): see zoo.nn.family.FamilyConfig
     model: str  # (config, recipe, stage) -> torch.nn.Module
     step: str  # PackedStep subclass
     bridge: str  # zoo.bridge.Bridge: mapping table to Hugging Face names

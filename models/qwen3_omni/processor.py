@@ -14,20 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.data import vision
 from zoo.data.errors import RowError
 from zoo.data.processor import Processor, as_tensor
 from zoo.data.rows import Row
-from zoo.data.vision import (
-    MARKERS,
-    config_field,
-    load_processor,
-    tiny_parts,
-    tiny_settings,
-    vision_geometry,
-    vision_tensors,
-    vision_tokens,
-    wanted_geometry,
-)
 from zoo.errors import ConfigError
 from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 
@@ -49,9 +39,8 @@ TINY_FRAME_TOKENS = (
 
 
 def token_ids(tokenizer: Any) -> dict[str, int]:
-    """The token ids that the thinker's config needs, and `vocab_size` (for a model made for this tokenizer)."""
-    ids = {key: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for key, name in TOKENS.items()}
-    return {**ids, "vocab_size": len(tokenizer)}
+    """The token ids that the thinker's config needs."""
+    return {key: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for key, name in TOKENS.items()}
 
 
 def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniProcessor:
@@ -65,22 +54,22 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniPro
     Raises:
         ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
     """
-    thinker = config_field(arch_config, "thinker_config", arch_config)
-    vision, audio = config_field(thinker, "vision_config"), config_field(thinker, "audio_config")
-    geometry = vision_geometry(vision)
-    n_window = config_field(audio, "n_window")
+    thinker = vision.config_field(arch_config, "thinker_config", arch_config)
+    audio = vision.config_field(thinker, "audio_config")
+    geometry = vision.vision_geometry(vision.config_field(thinker, "vision_config"))
+    n_window = vision.config_field(audio, "n_window")
     if tokens_of_chunk(2 * n_window) != CHUNK_TOKENS:
         raise ConfigError(
             f"audio_config.n_window is {n_window}: transformers counts {CHUNK_TOKENS} tokens for each full audio "
             f"chunk, but chunks of {2 * n_window} frames give {tokens_of_chunk(2 * n_window)}; use 50."
         )
-    mel_bins = config_field(audio, "num_mel_bins")
+    mel_bins = vision.config_field(audio, "num_mel_bins")
     if source is None:
         hf = _make(geometry, mel_bins)
     else:
-        wanted = wanted_geometry(geometry) | {"feature_extractor.feature_size": mel_bins}
-        hf = load_processor(source, "Qwen3OmniMoeProcessor", wanted)
-    return Qwen3OmniProcessor(hf, n_window, config_field(thinker, "position_id_per_seconds"))
+        wanted = vision.wanted_geometry(geometry) | {"feature_extractor.feature_size": mel_bins}
+        hf = vision.load_processor(source, "Qwen3OmniMoeProcessor", wanted)
+    return Qwen3OmniProcessor(hf, n_window, vision.config_field(thinker, "position_id_per_seconds"))
 
 
 class Qwen3OmniProcessor(Processor):
@@ -93,7 +82,7 @@ class Qwen3OmniProcessor(Processor):
     """
 
     def __init__(self, hf: Any, n_window: int, position_id_per_seconds: float) -> None:
-        super().__init__(hf, MARKERS)
+        super().__init__(hf, vision.MARKERS)
         self.n_window = n_window
         self.position_id_per_seconds = position_id_per_seconds
         self.video_size = _video_size(hf)
@@ -116,7 +105,7 @@ class Qwen3OmniProcessor(Processor):
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The towers' tensors; see the module's docstring."""
-        media = vision_tensors(features)
+        media = vision.vision_tensors(features)
         if "video_second_per_grid" in features:
             media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
         if "input_features" in features:
@@ -135,12 +124,17 @@ class Qwen3OmniProcessor(Processor):
         """Placeholder tokens that the towers' outputs replace."""
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
         heard = sum(audio_tokens(count, self.n_window) for count in frames)
-        return vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
+        return vision.vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
+
+    @cached_property
+    def token_ids(self) -> dict[str, int]:
+        """Config key -> id of the tokens around and in the place of media."""
+        return token_ids(self.tokenizer)
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
-        """Ids of the placeholder tokens and of the start and end tokens around them."""
-        return frozenset(id for key, id in token_ids(self.tokenizer).items() if key != "vocab_size")
+        """Ids of those tokens."""
+        return frozenset(self.token_ids.values())
 
 
 def _make(geometry: dict[str, int], mel_bins: int) -> Any:
@@ -148,12 +142,14 @@ def _make(geometry: dict[str, int], mel_bins: int) -> Any:
 
     # cap_pixels_per_frame False is what the published processors do today (without a warning that it may change).
     video = Qwen2VLVideoProcessor(
-        do_sample_frames=False, cap_pixels_per_frame=False, **tiny_settings(geometry, TINY_FRAME_TOKENS)
+        do_sample_frames=False,
+        cap_pixels_per_frame=False,
+        **vision.tiny_settings(geometry, TINY_FRAME_TOKENS),
     )
     return Qwen3OmniMoeProcessor(
         video_processor=video,
         feature_extractor=WhisperFeatureExtractor(feature_size=mel_bins, return_attention_mask=True),
-        **tiny_parts(geometry),
+        **vision.tiny_parts(geometry),
     )
 
 

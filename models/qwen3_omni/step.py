@@ -10,25 +10,20 @@ from torch import Tensor
 from zoo.models.qwen3_omni.audio import audio_tokens
 from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
 from zoo.packing import PackedLayout
-from zoo.steps import MediaStream, PackedStep, frames
+from zoo.steps import MediaStream
+from zoo.steps.vision import VisionStep
 
 
-class Qwen3OmniStep(PackedStep):
-    """Overrides positions and placeholders; `config` is a Qwen3OmniConfig."""
+class Qwen3OmniStep(VisionStep):
+    """Adds sound, and positions on its clock; `config` is a Qwen3OmniConfig."""
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The vision tower takes images, then videos; the audio tower clips and soundtracks."""
-        thinker = self.config.thinker
-        return {
-            "vision": (thinker.image_token_id, thinker.video_token_id),
-            "audio": (thinker.audio_token_id,),
-        }
+        return {**super().tower_tokens(), "audio": (self.config.thinker.audio_token_id,)}
 
     def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
         """Images, then frames of videos; clips and soundtracks."""
-        merge = self.config.thinker.vision_config.spatial_merge_size
-        names = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
-        streams = {"vision": tuple(frames(*pair, media, merge) for pair in names if pair[0] in media)}
+        streams = dict(super().media_streams(media))
         if "feature_lens" in media:
             lengths = tuple(media["feature_lens"].tolist())
             n_window = self.config.thinker.audio_config.n_window

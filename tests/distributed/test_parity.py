@@ -9,6 +9,7 @@ the same to the bit on each.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,36 @@ def test_images_lie_across_context_parallel_chunks(
         holders = Counter(segment for source in sources for segment in set(segments[source].tolist()))
         straddling += sum(count > 1 for count in holders.values())
     assert straddling >= 8
+
+
+QUIET = {
+    "dp2": (2, ()),
+    "tp2": (2, ("parallel.tp=2",)),
+    "pp2": (2, ("parallel.pp=2",)),
+    "cp2": (2, ("parallel.cp=2",)),
+    "pp2 cp2": (4, ("parallel.pp=2", "parallel.cp=2")),
+    "ep2": (2, ("parallel.ep=2",)),
+}
+
+
+@pytest.mark.parametrize("parallel", QUIET)
+def test_a_micro_batch_without_labels_and_one_without_media(
+    parallel: str,
+    pool: Pool,
+    even_omni: Path,
+    samples: dict[str, Any],
+    store: Callable[[list[Batch]], str],
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Nobody waits and nothing is NaN: under DP a rank without labels, a rank without media; the mean is that of one rank."""
+    seen, heard, text = (samples[name] for name in ("image-long", "audio-long", "text-long"))
+    mute = packed_batch([seen, heard])
+    assert mute.labels is not None
+    batches = store([replace(mute, labels=torch.full_like(mute.labels, -100)), packed_batch([text, text])])
+    plans = [
+        Plan(folder=str(even_omni), batches=batches, labels=2 * text.num_labels, overrides=overrides)
+        for overrides in ((), QUIET[parallel][1])
+    ]
+    alone = pool.run(1, run_step, plans[0])
+    held = pool.run(QUIET[parallel][0], run_step, plans[1])
+    same(held, (total_loss(alone), full_gradients(alone)), record_property)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.engine import Zoo, packed_batch, padded_batch
-from support.tiny_qwen35 import load_qwen35, write_tiny_qwen35
+from support.tiny import load_plain
+from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from torch import Tensor
 
@@ -107,7 +108,7 @@ def reference(hf: Any, tensors: dict[str, Tensor], example: Any) -> tuple[Tensor
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Pair:
     folder: Path = write_tiny_qwen35(tmp_path_factory.mktemp("tiny_mtp"), moe=request.param, mtp=1)
     zoo = Zoo.load(folder, cpu_world, "model.family=qwen35_vl", f"train.mtp_loss={WEIGHT}")
-    hf = load_qwen35(folder)
+    hf = load_plain(folder)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: t.requires_grad_() for name, t in stored.items() if name.startswith("mtp.")}
     examples = vision_examples(zoo.assembly.processor)

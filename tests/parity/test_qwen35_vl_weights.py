@@ -6,25 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from support.engine import Zoo
-from support.tiny_qwen35 import load_qwen35, tiny_config, write_tiny_qwen35
-from torch import Tensor
+from support.tiny import load_plain
+from support.tiny_qwen35 import tiny_config, write_tiny_qwen35
+from support.weights import differences, export, tensors
 
-from zoo.bridge import BridgeError, export_hf
-from zoo.bridges.qwen35_vl import BRIDGE
-from zoo.engine.build import model_dims
+from zoo.bridge import BridgeError
 
 FAMILY = "model.family=qwen35_vl"
 WITH, WITHOUT = "train.mtp_loss=0.1", "train.mtp_loss=0"
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def export(zoo: Zoo, folder: Path, source: Path | None, **options: Any) -> Path:
-    return export_hf([zoo.model], folder, BRIDGE, model_dims(zoo.assembly), source=source, **options)
 
 
 @pytest.mark.parametrize("mtp", [WITH, WITHOUT])
@@ -41,10 +31,9 @@ def test_what_goes_in_comes_out(moe: bool, tied: bool, mtp: str, tmp_path: Path,
     found, wanted = tensors(out), tensors(source)
     wanted["model.language_model.norm.weight"] += 1
     assert ("lm_head.weight" in wanted) != tied
-    assert found.keys() == wanted.keys()
-    assert not [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
+    assert not differences(found, wanted)
     assert json.loads((out / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 1
-    load_qwen35(out)
+    load_plain(out)
 
 
 def test_exports_load_in_transformers_without_a_word(tmp_path: Path, cpu_world: Any) -> None:
@@ -64,7 +53,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path, cpu_world: Any) -> None
 
     source = write_tiny_qwen35(tmp_path / "in", moe=True)
     model = Qwen3_5MoeForConditionalGeneration(tiny_config(moe=True))
-    model.load_state_dict(load_qwen35(source).state_dict())
+    model.load_state_dict(load_plain(source).state_dict())
     model.save_pretrained(tmp_path / "saved")
     zoo = Zoo.load(source, cpu_world, FAMILY, WITHOUT)
     zoo.assembly.processor.save(tmp_path / "saved")

@@ -46,6 +46,12 @@ def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
     return write
 
 
+def _qwen3_vl(folder: Path) -> Path:
+    from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+
+    return write_tiny_qwen3_vl(folder, num_hidden_layers=4)
+
+
 def _omni(folder: Path) -> Path:
     from support.tiny_omni import write_tiny_omni
 
@@ -62,9 +68,7 @@ HEARD = (
 )
 
 MODELS = {
-    "dense": Model(
-        "dense", "qwen35_vl_sft", _qwen35(layers=[FULL] * 4), vision_examples, SEEN, ("train.mtp_loss=0",)
-    ),
+    "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl, vision_examples, SEEN),
     "moe": Model(
         "experts, shared expert with gate",
         "qwen35_vl_moe_sft",

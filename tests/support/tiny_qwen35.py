@@ -8,15 +8,15 @@ that is lost or swapped shows. All sizes but the layers' number can be halved fo
 from __future__ import annotations
 
 import copy
-import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from support import tiny
 
 EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.(?P<expert>\d+)\.(?P<part>\w+)_proj\.weight")
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -49,17 +49,7 @@ SPARSE = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
-VISION = {
-    "depth": 3,
-    "hidden_size": 36,
-    "intermediate_size": 58,
-    "num_heads": 3,
-    "out_hidden_size": TEXT["hidden_size"],
-    "num_position_embeddings": 49,
-    "patch_size": 16,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-}
+VISION = tiny.VISION | {"out_hidden_size": TEXT["hidden_size"]}
 
 
 def tiny_config(
@@ -85,21 +75,11 @@ def tiny_config(
 
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor) -> None:
-    """Random values that keep activations and logits of order 1."""
-    if "embed" in name:  # tokens, and the vision tower's table of positions
-        parameter.normal_(0, 0.7)
-    elif parameter.ndim >= 2:
-        stacked = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-        fan_in = math.prod(parameter.shape[2:] if stacked else parameter.shape[1:])
-        gain = 2.0 if name.endswith("mlp.gate.weight") else 1.0  # routers: decided choices
-        parameter.normal_(0, gain / math.sqrt(fan_in))
-    elif name.endswith("A_log"):
+    """As for all families, but for decays, and with the decoder's norms zero-centred."""
+    if name.endswith("A_log"):
         parameter.uniform_(0.02, 1).log_()  # states that last for many tokens
-    elif name.endswith((".bias", "dt_bias")):
-        parameter.normal_(0, 0.3)
     else:
-        centre = 1.0 if "visual" in name or "linear_attn" in name else 0.0  # the decoder's are zero-centred
-        parameter.normal_(centre, 0.25)
+        tiny.randomise(name, parameter, float("visual" in name or "linear_attn" in name))
 
 
 def write_tiny_qwen35(
@@ -121,11 +101,8 @@ def write_tiny_qwen35(
     kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = kind(copy.deepcopy(config))
-        for name, parameter in model.named_parameters():
-            randomise(name, parameter)
-        model.save_pretrained(folder)
-        _rewrite(folder, lambda saved: published(saved) | mtp_tensors(config.text_config, mtp))
+        tiny.random_model(kind, config, randomise).save_pretrained(folder)
+        tiny.rewrite(folder, lambda saved: published(saved) | mtp_tensors(config.text_config, mtp))
     build_processor(config).save(folder)
     return folder
 
@@ -185,20 +162,3 @@ def published(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[f"{layer}.mlp.experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
         out[f"{layer}.mlp.experts.down_proj"] = down
     return out
-
-
-def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = folder / "model.safetensors"
-    save_file(change(load_file(file)), file, metadata={"format": "pt"})
-
-
-def load_qwen35(folder: Path) -> Any:
-    """transformers' model: evaluation mode, fp32, its plainest experts and attention."""
-    from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
-
-    plain = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-    moe = json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_5_moe"
-    kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
-    return kind.from_pretrained(folder, **plain).eval()

@@ -18,7 +18,7 @@ from zoo.bridge.mapping import (
 )
 from zoo.bridge.parallel import Comm, ShardInfo, TorchComm
 from zoo.bridge.safetensors_io import CheckpointError, SafetensorsFolder
-from zoo.bridge.transforms import QKV, Copy, Dims, GatedQKV, GateUp, Rows
+from zoo.bridge.transforms import QKV, Copy, Dims, GatedQKV, GateUp, Rows, Transposed
 
 __all__ = [
     "QKV",
@@ -39,6 +39,7 @@ __all__ = [
     "ShardInfo",
     "ShardWriter",
     "TorchComm",
+    "Transposed",
     "export_hf",
     "load_hf",
     "per_expert_down",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, ExportWriter, Shard, ShardWriter, disk_errors
-from zoo.bridge.load import check_shapes
+from zoo.bridge.load import fit_shapes
 from zoo.bridge.mapping import Bridge, Entry, Resolution
 from zoo.bridge.parallel import (
     Comm,
@@ -156,7 +156,7 @@ def _with_dtype(value: Any, dtype: str) -> Any:
 def _check(plan: _Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
     """Shapes of this rank's parameters against the table, and against the source where there is one."""
     if plan.reader is not None and plan.resolution is not None:
-        check_shapes(parameters, plan.resolution, plan.reader, dims, shard)
+        fit_shapes(parameters, plan.resolution, plan.reader, dims, shard)
     problems = []
     for name, parameter in parameters:
         entry = plan.entries[name]

@@ -6,14 +6,14 @@ model plus one tensor. All checks come first, on names and headers: a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Bridge, Resolution
+from zoo.bridge.mapping import Bridge, Entry, Resolution
 from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, together
 from zoo.bridge.safetensors_io import SafetensorsFolder
 from zoo.bridge.transforms import Dims
@@ -38,54 +38,69 @@ def load_hf(
     everywhere = {name for names in comm.gather_objects([name for name, _ in parameters]) for name in names}
     with together(comm, lambda: SafetensorsFolder(folder)) as reader:
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
-        together(comm, lambda: check_shapes(parameters, resolution, reader, dims, shard))
-        together(comm, lambda: _fill_all(parameters, resolution, reader, dims, shard))
+        entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
+        together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard))
     return resolution
 
 
-def check_shapes(
+def fit_shapes(
     parameters: Iterable[tuple[str, Tensor]],
     resolution: Resolution,
     reader: SafetensorsFolder,
     dims: Dims,
     shard: ShardInfo,
-) -> None:
-    """Compare the headers with the shapes that this rank's parameters ask for; BridgeError lists the differences."""
-    problems = []
+) -> dict[str, Entry]:
+    """The entries of this rank's parameters, in the layouts that the headers' shapes are of.
+
+    BridgeError lists the tensors whose shapes differ from what the model asks for.
+    """
+    entries, problems = {}, []
     for name, parameter in parameters:
-        entry = resolution.entries[name]
-        zoo_shape = full_shape(parameter.shape, entry.rule.shard_for(dims), shard)
-        try:
-            wanted = entry.hf_shapes(zoo_shape, dims)
-        except ValueError as error:
-            problems.append(f"{name}: shape {list(zoo_shape)} does not fit {dims} ({error})")
-            continue
-        if entry.rule.stacked and zoo_shape[0] != dims.experts:
-            problems.append(f"{name}: {zoo_shape[0]} experts in the model, {dims.experts} in the config")
-            continue
-        for hf_name, shape in wanted.items():
-            actual = resolution.source[hf_name]
-            if reader.shape(actual) != shape:
-                problems.append(
-                    f"{actual}: shape {list(reader.shape(actual))}, wanted {list(shape)} for {name}"
-                )
+        variants = resolution.entries[name].variants(dims)
+        zoo_shape = full_shape(parameter.shape, variants[0].rule.shard_for(dims), shard)
+        complaints = [_misfits(entry, zoo_shape, resolution.source, reader, dims) for entry in variants]
+        fitting = [entry for entry, wrong in zip(variants, complaints, strict=True) if not wrong]
+        if fitting:
+            entries[name] = fitting[0]
+        else:
+            problems += complaints[0]
     if problems:
         raise BridgeError(f"{reader.folder}: shapes differ from the model's", problems)
+    return entries
+
+
+def _misfits(
+    entry: Entry, zoo_shape: Sequence[int], source: Mapping[str, str], reader: SafetensorsFolder, dims: Dims
+) -> list[str]:
+    """What is wrong with the shapes of a parameter's tensors."""
+    if entry.rule.stacked and zoo_shape[0] != dims.experts:
+        return [f"{entry.zoo}: {zoo_shape[0]} experts in the model, {dims.experts} in the config"]
+    try:
+        wanted = entry.hf_shapes(zoo_shape, dims)
+    except ValueError as error:
+        return [f"{entry.zoo}: shape {list(zoo_shape)} does not fit {dims} ({error})"]
+    shapes = {source[name]: (reader.shape(source[name]), shape) for name, shape in wanted.items()}
+    return [
+        f"{name}: shape {list(there)}, wanted {list(shape)} for {entry.zoo}"
+        for name, (there, shape) in shapes.items()
+        if there != shape
+    ]
 
 
 @torch.no_grad()
 def _fill_all(
     parameters: Iterable[tuple[str, Tensor]],
-    resolution: Resolution,
+    entries: Mapping[str, Entry],
+    source: Mapping[str, str],
     reader: SafetensorsFolder,
     dims: Dims,
     shard: ShardInfo,
 ) -> None:
     def read(names: list[str]) -> list[Tensor]:
-        return [reader.get(resolution.source[name]) for name in names]
+        return [reader.get(source[name]) for name in names]
 
     for name, parameter in parameters:
-        entry = resolution.entries[name]
+        entry = entries[name]
         transform, kind = entry.layout.transform, entry.rule.shard_for(dims)
         if not entry.rule.stacked:
             parameter.copy_(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -87,7 +87,10 @@ def per_expert_down(experts: str) -> Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table: a zoo name pattern and the HF layouts it may be stored in (the first is written)."""
+    """One row of the table: a zoo name pattern and the HF layouts it may be stored in (the first is written).
+
+    Layouts of the same names are told apart by their tensors' shapes; where these are equal, the first holds.
+    """
 
     zoo: str
     layouts: tuple[Layout, ...]
@@ -151,6 +154,11 @@ class Entry:
     def hf_names(self, expert: int | None = None) -> list[str]:
         """Published HF names of the tensor's parts (of one `expert`, where each has its own)."""
         return self.layout.names(self.binding, expert)
+
+    def variants(self, dims: Dims) -> list[Entry]:
+        """The entry in each layout that has the names of its own: what a file's shapes decide between."""
+        layouts = self.rule.read_layouts(dims)
+        return [replace(self, layout=layout) for layout in layouts if layout.patterns == self.layout.patterns]
 
     def hf_shapes(self, zoo_shape: Sequence[int], dims: Dims) -> dict[str, tuple[int, ...]]:
         """HF name -> shape for the full zoo tensor's shape; ValueError where the transform cannot take it."""
@@ -307,9 +315,15 @@ def _rename(name: str, dialect: Mapping[str, str]) -> str:
 
 
 def _choose_layout(entry: Entry, source: Mapping[str, str], dims: Dims) -> tuple[Layout, list[str]]:
-    """The one layout of which `source` has every tensor, or the problems if there is none or more than one."""
-    options = []  # (number missing, layout, names missing)
+    """The one layout of which `source` has every tensor, or the problems if there is none or more than one.
+
+    Of layouts with the same names it is the first (`Entry.variants`).
+    """
+    by_names: dict[tuple[str, ...], Layout] = {}
     for layout in entry.rule.read_layouts(dims):
+        by_names.setdefault(layout.patterns, layout)
+    options = []  # (number missing, layout, names missing)
+    for layout in by_names.values():
         names = layout.all_names(entry.binding, dims.experts)
         missing = [name for name in names if name not in source]
         options.append((len(missing) / max(len(names), 1), layout, missing))

@@ -75,6 +75,18 @@ class Copy:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """A matrix [in, out] <-> [out, in]."""
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        (tensor,) = parts
+        return tensor.T
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        return [tensor.T]
+
+
+@dataclass(frozen=True)
 class QKV:
     """q_proj [heads*d, ...], k_proj and v_proj [kv_heads*d, ...] <-> linear_qkv [(heads + 2*kv_heads)*d, ...].
 

@@ -89,9 +89,7 @@ class TrainConfig:
     clip_grad: float = 1.0  # largest global gradient norm; 0 turns clipping off
     aux_loss: float = 0.0  # coefficient of the router's load-balancing loss
     z_loss: float = 0.0  # coefficient of the router's z-loss
-    mtp_loss: float = (
-        0.1  # weight of multi-token prediction, where the model has it; 0: its layers are carried along
-    )
+    mtp_loss: float = 0.1  # weight of multi-token prediction, where the model has it; 0 leaves it out
     eval_every: int = 0  # steps between evaluations; 0: only at the end
     eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
     save_every: int = 0  # steps between checkpoints; 0: only at the end

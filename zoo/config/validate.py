@@ -68,7 +68,10 @@ def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def num_experts(arch: Mapping[str, Any]) -> int:
     """Experts of a mixture-of-experts layer; 0 for a dense model."""
-    return text_config(arch).get("num_experts") or 0
+    text = text_config(arch)
+    return (
+        text.get("num_experts") or text.get("num_local_experts") or 0
+    )  # the second as transformers saves some
 
 
 def data_parallel(recipe: Recipe, world_size: int) -> int:
@@ -204,7 +207,7 @@ def _check_arch(recipe: Recipe) -> None:
                 f"heads of the model; {_listed(fitting)} would"
             )
     sparse = (
-        text.get("num_experts")
+        num_experts(recipe.model.arch)
         and not text.get("mlp_only_layers")
         and text.get("decoder_sparse_step", 1) == 1
     )

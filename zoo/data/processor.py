@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.data import plain_turns
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.media import load_audio, load_image, load_video
@@ -30,7 +31,7 @@ class ChatMarkers:
     """How a chat template writes an assistant's turn.
 
     The header must begin with a special token that begins every turn: special tokens are refused in the rows' texts, so
-    that only the template can open a turn.
+    that only the template can open a turn. Where turns begin with plain text, it is empty (`zoo.data.plain_turns`).
     """
 
     header: str  # "<|im_start|>assistant\n"
@@ -57,7 +58,7 @@ class Processor:
         self._header = self.tokenizer.encode(markers.header, add_special_tokens=False)
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        if len(end) != 1 or self.tokenizer.decode(self._header[:1]) not in special:
+        if len(end) != 1 or (self._header and self.tokenizer.decode(self._header[:1]) not in special):
             raise ValueError(
                 f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
                 "it is not the tokenizer of this family."
@@ -97,9 +98,9 @@ class Processor:
         if augment is not None and augment.strength:
             media = augmented(media, augment)
         try:
-            text = self.hf.apply_chat_template(chat_messages(row), tokenize=False)
-            options = self.call_options(row, media, fps)
-            features = self.hf(text=text, **media, **options, return_tensors="pt")
+            text, answers = self._text(row)
+            arguments = {**media, **self.call_options(row, media, fps)}
+            features = self.hf(text=text, **arguments, return_tensors="pt")
             input_ids = features["input_ids"][0]
             tensors = self.media_tensors(features)
         except RowError as error:
@@ -108,7 +109,11 @@ class Processor:
             reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {error}"
             raise RowError(row.source, "processor_error", reason) from error
         self._check_placeholders(row, input_ids, tensors)
-        return Sample(input_ids, self._labels(row, input_ids), tensors, row.kind, row.source)
+        if self._header:
+            labels = self._labels(row, input_ids)
+        else:
+            labels = plain_turns.labels(self.tokenizer, text, answers, input_ids, self.media_ids)
+        return Sample(input_ids, labels, tensors, row.kind, row.source)
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -116,8 +121,12 @@ class Processor:
 
     # ---------------------------------------------------------------- what a family overrides
 
+    def messages(self, row: Row) -> list[dict[str, Any]]:
+        """The row as the chat template takes it."""
+        return chat_messages(row)
+
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Further arguments of the HF processor's call with `media`; `fps` is that of the videos, in Hz."""
+        """Further arguments of the HF processor's call with `media`, or others in their place; `fps` of the videos, in Hz."""
         return {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -134,6 +143,13 @@ class Processor:
         return frozenset()
 
     # ---------------------------------------------------------------- inside
+
+    def _text(self, row: Row) -> tuple[str, list[plain_turns.Span]]:
+        """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
+        render, messages = partial(self.hf.apply_chat_template, tokenize=False), self.messages(row)
+        if self._header:
+            return render(messages), []
+        return plain_turns.write(render, messages, self.markers.end)
 
     def _refuse_special_tokens(self, row: Row) -> None:
         for number, (_, content) in enumerate(row.messages):

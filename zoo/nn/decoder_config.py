@@ -21,18 +21,20 @@ def transformer_config(
     qk_norm: bool = False,
     output_gate: bool = False,
     zero_centered: bool = False,
+    qkv_bias: bool = False,
     mtp_layers: int = 0,
 ) -> TransformerConfig:
     """The decoder of a Hugging Face text config (`hidden_size`, `num_hidden_layers`, ...) under a recipe.
 
     Sizes come from `text`, everything about execution from `recipe`, which has been validated. What follows
     is what a family has and its configs don't say: `qk_norm`, RMSNorm of queries and keys per head; `output_gate`,
-    a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `mtp_layers`, layers
-    that predict further tokens.
+    a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `qkv_bias`, a bias to
+    queries, keys and values; `mtp_layers`, layers that predict further tokens.
 
     Raises UserError for what a config asks and this decoder doesn't have, rather than train another model.
     """
     _refuse_unknown(text)
+    _refuse_short_window(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype = DTYPES[precision]
     return TransformerConfig(
@@ -48,6 +50,7 @@ def transformer_config(
         activation_func=F.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
+        add_qkv_bias=qkv_bias,
         qk_layernorm=qk_norm,
         attention_output_gate=output_gate,
         layernorm_zero_centered_gamma=zero_centered,
@@ -92,6 +95,7 @@ def _refuse_unknown(text: Any) -> None:
         ("hidden_act", getattr(text, "hidden_act", "silu"), "silu"),
         ("rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("attention_bias", bool(getattr(text, "attention_bias", False)), False),
+        ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
         ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
     )
     for key, value, built in wanted:
@@ -101,6 +105,16 @@ def _refuse_unknown(text: Any) -> None:
         raise UserError(
             "text_config.num_experts_per_tok is 1 with norm_topk_prob: the router would get no gradient; "
             "use 2 or more experts a token, or norm_topk_prob=false"
+        )
+
+
+def _refuse_short_window(text: Any, recipe: Recipe) -> None:
+    """An attention window is none for samples that fit into it, and no sample is longer than the budget."""
+    window, budget = getattr(text, "sliding_window", None), recipe.packing.budget
+    if window and window < budget and getattr(text, "use_sliding_window", True):
+        raise UserError(
+            f"text_config.sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
+            f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
         )
 
 

@@ -385,7 +385,7 @@ class PackedStep:
         total = nll.sum()
         figures = {
             "nll": total.detach().float(),
-            "labels": torch.tensor(float(nll.shape[0]), device=nll.device),
+            "labels": nll.new_full((), float(nll.shape[0])),
         }
         if self.mtp_depths and not evaluate:
             further = ahead.sum() / self.mtp_depths

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.bridge import QKV, Copy, Dims, GatedQKV, GateUp, Rows
+from zoo.bridge import QKV, Copy, Dims, GatedQKV, GateUp, Rows, Transposed
 
 DIMS = Dims(heads=6, kv_heads=2, head_dim=5, experts=3)  # GQA ratio 3
 
@@ -38,6 +38,13 @@ def test_gated_qkv_groups_hold_queries_then_their_gates() -> None:
     wanted = [*queries[:3], *gates[:3], k[:5], v[:5], *queries[3:], *gates[3:], k[5:], v[5:]]
     assert torch.equal(packed, torch.cat(wanted))
     assert all(map(torch.equal, GatedQKV().to_hf(packed, DIMS), (q, k, v)))
+
+
+def test_a_transposed_matrix_comes_back() -> None:
+    stored = torch.randn(9, 7)
+    turned = Transposed().to_zoo([stored], DIMS)
+    assert turned.shape == (7, 9) and torch.equal(turned[:, 4], stored[4])
+    assert torch.equal(Transposed().to_hf(turned, DIMS)[0], stored)
 
 
 def test_rows_lie_below_one_another() -> None:

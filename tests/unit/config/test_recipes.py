@@ -9,6 +9,7 @@ import pytest
 from zoo.config.compose import load_recipe
 from zoo.config.files import hardware_names, read_recipe, recipe_names, size_names
 from zoo.config.validate import text_config, validate
+from zoo.registry import get_family
 
 PAIRS = [
     (name, size) for name in recipe_names() for size in size_names(read_recipe(name).tree["model"]["family"])
@@ -66,46 +67,71 @@ def test_qwen3_omni_published_size() -> None:
     assert config.talker_config.text_config.num_hidden_layers == 20
 
 
-QWEN35_PARAMETERS = {  # without MTP, tied weights once; of the published files
-    "0.8b": 852_985_920,
-    "2b": 2_213_241_664,
-    "4b": 4_539_265_536,
-    "9b": 9_409_813_744,
-    "27b": 27_356_728_560,
-    "35b-a3b": 35_107_181_936,
-    "122b-a10b": 122_562_817_776,
-    "397b-a17b": 396_802_360_816,
+PARAMETERS = {  # without MTP, tied weights once; of the published files
+    "qwen3_vl": {
+        "2b": 2_127_532_032,
+        "4b": 4_437_815_808,
+        "8b": 8_767_123_696,
+        "32b": 33_357_390_064,
+        "30b-a3b": 31_070_754_032,
+        "235b-a22b": 235_670_022_896,
+        "tiny": 1_322_304,
+        "tiny-moe": 1_520_960,
+    },
+    "qwen35_vl": {
+        "0.8b": 852_985_920,
+        "2b": 2_213_241_664,
+        "4b": 4_539_265_536,
+        "9b": 9_409_813_744,
+        "27b": 27_356_728_560,
+        "35b-a3b": 35_107_181_936,
+        "122b-a10b": 122_562_817_776,
+        "397b-a17b": 396_802_360_816,
+        "tiny": 1_096_312,
+        "tiny-moe": 1_246_328,
+    },
 }
+SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
 
 
-def qwen35(size: str) -> Any:
-    """transformers' model of a size, without memory."""
+def family_config(family: str, size: str) -> Any:
+    """A family's config at a size."""
+    arch = load_recipe(f"{family}_sft", [f"size={size}"]).model.arch
+    return get_family(family).load("config").from_arch(arch)
+
+
+@pytest.mark.parametrize(("family", "size"), SIZES)
+def test_parameters_of_every_size(family: str, size: str) -> None:
     import torch
     from transformers import AutoModelForImageTextToText
 
-    from zoo.models.qwen35_vl.config import Qwen35VLConfig
-
-    config = Qwen35VLConfig.from_arch(load_recipe("qwen35_vl_sft", [f"size={size}"]).model.arch)
+    assert set(PARAMETERS[family]) == set(size_names(family))
+    config = family_config(family, size)
     with torch.device("meta"):
-        return AutoModelForImageTextToText.from_config(config.hf)
+        model = AutoModelForImageTextToText.from_config(config.hf)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[family][size]
+    assert config.tied == (model.lm_head.weight is model.model.language_model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("size", QWEN35_PARAMETERS)
-def test_qwen35_vl_published_sizes(size: str) -> None:
-    model = qwen35(size)
-    assert sum(parameter.numel() for parameter in model.parameters()) == QWEN35_PARAMETERS[size]
-    assert model.config.text_config.mtp_num_hidden_layers == 1
-    kinds = model.config.text_config.layer_types
-    assert kinds == (["linear_attention"] * 3 + ["full_attention"]) * (len(kinds) // 4)
+@pytest.mark.parametrize("size", ["tiny", "tiny-moe"])
+@pytest.mark.parametrize("family", PARAMETERS)
+def test_tiny_sizes_have_the_ids_of_the_bundled_tokenizer(family: str, size: str) -> None:
+    hf = family_config(family, size).hf
+    processor = get_family(family).load("processor")(hf)
+    assert {key: getattr(hf, key) for key in processor.token_ids} == processor.token_ids
+    assert hf.text_config.vocab_size == len(processor.tokenizer)
 
 
-@pytest.mark.parametrize(("size", "parameters"), [("tiny", 1_096_312), ("tiny-moe", 1_246_328)])
-def test_qwen35_vl_tiny_sizes(size: str, parameters: int) -> None:
-    from zoo.models.qwen35_vl.processor import build_processor
+@pytest.mark.parametrize("size", PARAMETERS["qwen35_vl"])
+def test_qwen35_vl_layers(size: str) -> None:
+    text = family_config("qwen35_vl", size).text
+    assert text.mtp_num_hidden_layers == 1
+    assert text.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * (len(text.layer_types) // 4)
 
-    model = qwen35(size)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    processor = build_processor(model.config)
-    assert {key: getattr(model.config, key) for key in processor.token_ids} == processor.token_ids
-    assert model.config.text_config.vocab_size == len(processor.tokenizer)
-    assert set(model.config.text_config.layer_types) == {"linear_attention", "full_attention"}
+
+@pytest.mark.parametrize("size", PARAMETERS["qwen3_vl"])
+def test_qwen3_vl_deepstack_and_rotary(size: str) -> None:
+    config = family_config("qwen3_vl", size)
+    assert config.deepstack_layers == 3
+    theta, sections = (10_000.0, [6, 5, 5]) if size.startswith("tiny") else (5_000_000.0, [24, 20, 20])
+    assert (config.rotary.base, config.rotary.sections, config.rotary.fraction) == (theta, sections, 1.0)

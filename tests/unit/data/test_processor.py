@@ -261,7 +261,8 @@ def test_token_ids_of_the_bundled_tokenizer_are_those_of_the_tiny_size(processor
     size = Path(__file__).parents[3] / "recipes/sizes/qwen3_omni/tiny.yaml"
     thinker = yaml.safe_load(size.read_text())["model"]["arch"]["thinker_config"]
     ids = token_ids(processor.tokenizer)
-    assert ids.pop("vocab_size") == thinker["text_config"]["vocab_size"]
+    assert ids == processor.token_ids
+    assert len(processor.tokenizer) == thinker["text_config"]["vocab_size"]
     assert {key: thinker[key] for key in ids} == ids
     assert processor.media_ids == set(ids.values())
     assert processor.pad_id not in processor.media_ids

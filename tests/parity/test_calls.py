@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from support.engine import Zoo, packed_batch, padded_batch
 from support.rows import Example
 from support.tiny_omni import TinyOmni
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
 from torch import Tensor
 
 Call = Callable[[Zoo], dict[str, Tensor]]
@@ -32,11 +35,38 @@ def evaluate(zoo: Zoo, batch: Any, **packing: Any) -> dict[str, Tensor]:
     return loss(output)[1]
 
 
-def calls(examples: dict[str, Example]) -> dict[str, Call]:
-    samples = {name: example.sample for name, example in examples.items()}
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, how to load it, and its rows."""
+
+    load: Callable[[], Zoo]
+    examples: dict[str, Example]
+    few: tuple[str, ...]  # rows of the smaller batches
+
+
+@pytest.fixture(scope="module", params=["experts, deepstack, audio", "hybrid with experts and MTP"])
+def subject(
+    request: pytest.FixtureRequest,
+    tiny_omni: TinyOmni,
+    examples: dict[str, Example],
+    cpu_world: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Subject:
+    if "audio" in request.param:
+        few = ("image+video+audio", "audio-short", "text-short")
+        return Subject(lambda: Zoo.load(tiny_omni.thinker, cpu_world), examples, few)
+    folder = write_tiny_qwen35(tmp_path_factory.mktemp("calls"), moe=True, mtp=1)
+    load = partial(Zoo.load, folder, cpu_world, "model.family=qwen35_vl")
+    return Subject(
+        load, vision_examples(load().assembly.processor), ("image+video", "video-short", "text-short")
+    )
+
+
+def calls(subject: Subject) -> dict[str, Call]:
+    samples = {name: example.sample for name, example in subject.examples.items()}
     everything = list(samples.values())
     texts = [samples["text-short"], samples["text-long"]]
-    few = [samples["image+video+audio"], samples["audio-short"], samples["text-short"]]
+    few = [samples[name] for name in subject.few]
     return {
         "train packed": lambda zoo: train(zoo, packed_batch(everything), align=4),
         "train padded": lambda zoo: train(zoo, padded_batch(few, "left"), mode="none"),
@@ -49,13 +79,11 @@ def calls(examples: dict[str, Example]) -> dict[str, Call]:
     }
 
 
-def test_alternating_calls_give_what_a_fresh_model_gives(
-    tiny_omni: TinyOmni, cpu_world: Any, examples: dict[str, Example]
-) -> None:
+def test_alternating_calls_give_what_a_fresh_model_gives(subject: Subject) -> None:
     """To the bit: the same call does the same arithmetic, whatever came before it."""
-    kinds = calls(examples)
-    fresh = {name: call(Zoo.load(tiny_omni.thinker, cpu_world)) for name, call in kinds.items()}
-    used = Zoo.load(tiny_omni.thinker, cpu_world)
+    kinds = calls(subject)
+    fresh = {name: call(subject.load()) for name, call in kinds.items()}
+    used = subject.load()
     weights = {name: parameter.clone() for name, parameter in used.model.named_parameters()}
     order = list(kinds) * 3
     random.Random(0).shuffle(order)
@@ -65,10 +93,8 @@ def test_alternating_calls_give_what_a_fresh_model_gives(
     assert all(torch.equal(parameter, weights[name]) for name, parameter in used.model.named_parameters())
 
 
-def test_a_call_writes_nothing_on_the_modules(
-    tiny_omni: TinyOmni, cpu_world: Any, examples: dict[str, Example]
-) -> None:
-    zoo = Zoo.load(tiny_omni.thinker, cpu_world)
+def test_a_call_writes_nothing_on_the_modules(subject: Subject) -> None:
+    zoo = subject.load()
 
     def attributes() -> dict[tuple[str, str], Any]:
         """Every plain attribute of every module; held, so that no identity is used again."""
@@ -79,7 +105,7 @@ def test_a_call_writes_nothing_on_the_modules(
         }
 
     before = attributes()
-    for called, call in calls(examples).items():
+    for called, call in calls(subject).items():
         call(zoo)
         after = attributes()
         assert after.keys() == before.keys(), called

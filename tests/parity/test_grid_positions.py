@@ -7,14 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiny_qwen35 import tiny_config
+from support import tiny_qwen3_vl, tiny_qwen35
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
+from transformers import AutoModel
 
 from zoo.config.schema import PackingConfig
-from zoo.models.qwen35_vl.config import Qwen35VLConfig
-from zoo.models.qwen35_vl.step import Qwen35VLStep
 from zoo.packing import PackedLayout
+from zoo.registry import get_family
+from zoo.steps.vision import VisionStep
 
 TEXT = 11  # a token of text
 QUIET = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -40,20 +40,22 @@ ROWS = st.lists(
 )
 
 
-@pytest.fixture(scope="module")
-def config() -> Any:
-    return tiny_config()
+@dataclass(frozen=True)
+class Family:
+    """One that places its media so: its step, and transformers' model of the same config."""
+
+    config: Any
+    hf: Any
+    step: VisionStep
 
 
-@pytest.fixture(scope="module")
-def hf(config: Any) -> Any:
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen35_vl"])
+def family(request: pytest.FixtureRequest) -> Family:
+    parts = get_family(request.param)
+    config = {"qwen3_vl": tiny_qwen3_vl, "qwen35_vl": tiny_qwen35}[request.param].tiny_config()
     with torch.device("meta"):
-        return Qwen3_5Model(config)
-
-
-@pytest.fixture(scope="module")
-def step(config: Any) -> Qwen35VLStep:
-    return Qwen35VLStep(Qwen35VLConfig(config), PackingConfig(), "cpu")
+        hf = AutoModel.from_config(config)
+    return Family(config, hf, parts.load("step")(parts.load("config")(config), PackingConfig(), "cpu"))
 
 
 def tokens(config: Any, row: list[Medium]) -> Tensor:
@@ -86,9 +88,8 @@ def wanted(hf: Any, ids: Tensor, row: list[Medium]) -> Tensor:
 
 @QUIET
 @given(pack=st.lists(ROWS, min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
-def test_positions_of_any_pack(
-    pack: list[list[Medium]], align: int, tail: int, config: Any, hf: Any, step: Qwen35VLStep
-) -> None:
+def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, family: Family) -> None:
+    config, step = family.config, family.step
     ids = [tokens(config, row) for row in pack]
     media = media_of([medium for row in pack for medium in row])
     total = PackedLayout.from_lengths([len(i) for i in ids], align).total + tail * align
@@ -98,16 +99,17 @@ def test_positions_of_any_pack(
     assert positions.shape == (3, 1, total) and positions.dtype == torch.int64
     segments = positions[:, 0].split(list(layout.padded_lengths), dim=1)
     for segment, row, i in zip(segments, pack, ids, strict=True):
-        assert torch.equal(segment[:, : len(i)], wanted(hf, i, row))
+        assert torch.equal(segment[:, : len(i)], wanted(family.hf, i, row))
         behind = segment[:, len(i) :] - segment[:, : len(i)].max()
         assert torch.equal(behind, torch.arange(1, behind.shape[1] + 1).expand(3, -1))
 
 
-def test_a_time_axis_of_a_video_stands_still_within_a_frame(config: Any, step: Qwen35VLStep) -> None:
+def test_a_time_axis_of_a_video_stands_still_within_a_frame(family: Family) -> None:
     """Worked by hand: 1 token of text, then 2 frames of 1 x 2 tokens."""
     row = [Medium("text", (1, 2, 2)), Medium("video", (2, 2, 4))]
-    ids = tokens(config, row)
-    found = step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media_of(row))[:, 0].T.tolist()
+    ids = tokens(family.config, row)
+    layout = PackedLayout.from_lengths([len(ids)])
+    found = family.step.positions(ids[None], layout, media_of(row))[:, 0].T.tolist()
     text = [[n, n, n] for n in range(14)]
     first, second = [[5, 5, 5], [5, 5, 6]], [[11, 11, 11], [11, 11, 12]]
     assert found == [*text[:5], *first, *text[7:11], *second, text[13], [14, 14, 14]]
@@ -123,8 +125,8 @@ def test_a_time_axis_of_a_video_stands_still_within_a_frame(config: Any, step: Q
     ids=["no grid", "a grid too many", "another size"],
 )
 def test_tokens_and_grids_must_agree(
-    row: list[Medium], media: dict[str, Tensor], complaint: str, config: Any, step: Qwen35VLStep
+    row: list[Medium], media: dict[str, Tensor], complaint: str, family: Family
 ) -> None:
-    ids = tokens(config, row)
+    ids = tokens(family.config, row)
     with pytest.raises(ValueError, match=complaint):
-        step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media)
+        family.step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media)

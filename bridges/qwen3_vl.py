@@ -1,0 +1,45 @@
+"""Qwen3-VL, dense and with experts: parameters <-> published names (Qwen/Qwen3-VL-4B-Instruct, -30B-A3B-Instruct).
+
+Published experts are stacks [in, out] (`gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]); in memory in transformers >= 5,
+and so in what it saves, they are [out, in] under the same names. Both are read, told apart by their shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from zoo.bridge.layers import (
+    attention_layer,
+    decoder_ends,
+    dense_mlp,
+    routed_experts,
+    stacks,
+    transposed_stacks,
+)
+from zoo.bridge.mapping import Bridge, rule
+
+_ZOO = "decoder.layers.{layer}"
+_HF = "model.language_model.layers.{layer}"
+
+
+def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The config with the number of experts under its published key, which transformers >= 5 renames as it saves."""
+    text = dict(config.get("text_config", {}))
+    if "num_local_experts" in text:
+        text["num_experts"] = text.pop("num_local_experts")
+        return {**config, "text_config": text}
+    return config
+
+
+BRIDGE = Bridge(
+    name="qwen3_vl",
+    rules=(
+        *decoder_ends("model.language_model", head="lm_head.weight"),
+        *attention_layer(_ZOO, _HF),
+        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        *routed_experts(f"{_ZOO}.mlp", f"{_HF}.mlp", transposed_stacks, stacks),
+        rule("vision.{rest}", "model.visual.{rest}"),
+    ),
+    export_config=_export_config,
+)

@@ -1,0 +1,5 @@
+"""Qwen3-VL: decoder with QK norm, dense or with experts; vision tower with deepstack."""
+
+from zoo.models import family
+
+FAMILY = family(__name__, "Qwen3VL", "Qwen3-VL", modalities="text image video", parts="vision language")

@@ -1,0 +1,31 @@
+"""Qwen3-VL's architecture, as transformers describes it."""
+
+from __future__ import annotations
+
+from zoo.errors import UserError
+from zoo.nn.family import FamilyConfig
+
+
+class Qwen3VLConfig(FamilyConfig):
+    """A `transformers.Qwen3VLConfig`, or a `Qwen3VLMoeConfig`."""
+
+    title = "Qwen3-VL"
+    kinds = ("qwen3_vl", "qwen3_vl_moe")
+    mrope_section = (24, 20, 20)
+
+    def check(self) -> None:
+        """Whether transformers would read and use the experts as they are meant."""
+        if not getattr(self.text, "num_experts", 0):
+            return
+        if not getattr(self.text, "norm_topk_prob", True):
+            raise UserError(
+                "text_config.norm_topk_prob is false: transformers' Qwen3-VL makes the weights of a token's experts "
+                "sum to one all the same; set it to true"
+            )
+        hidden, width = self.text.hidden_size, self.text.moe_intermediate_size
+        if hidden in (width, 2 * width):
+            raise UserError(
+                f"text_config.moe_intermediate_size is {width} and hidden_size {hidden}: published experts stand the "
+                "other way round than in memory, and transformers, which tells by their shape, would not turn square "
+                "ones; change either size"
+            )

@@ -1,0 +1,148 @@
+"""One model in transformers and in zoo, and the tests that a family with a vision tower must pass.
+
+A family's test file gives the fixture `pair`, of module scope, and a class that inherits `PairTests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engine import Zoo, packed_batch, padded_batch
+from support.rows import Example
+from support.tiny import load_plain
+from support.vision_rows import vision_examples
+
+Tensors = dict[str, Tensor]
+
+
+def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest absolute difference."""
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def relative_errors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
+    """|found - wanted| / |wanted| of each tensor, in the Euclidean norm."""
+    assert found.keys() == wanted.keys()
+    return {name: float((found[name] - want).norm() / want.norm()) for name, want in wanted.items()}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two models, rows, what transformers makes of these one by one, and how far zoo may be from it."""
+
+    hf: Any
+    zoo: Zoo
+    examples: dict[str, Example]
+    logits: list[Tensor]  # (L, vocab) of each row
+    logits_limit: float  # absolute
+    gradients_limit: float  # relative
+    publish: Callable[[Tensors], Tensors]  # transformers' tensors in memory -> under the published names
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        world: Any,
+        *overrides: str,
+        logits_limit: float,
+        gradients_limit: float = 0.0,
+        publish: Callable[[Tensors], Tensors] = dict,
+    ) -> Pair:
+        """Both models of a checkpoint."""
+        hf, zoo = load_plain(folder), Zoo.load(folder, world, *overrides)
+        examples = vision_examples(zoo.assembly.processor)
+        with torch.no_grad():
+            logits = [hf(**example.features).logits[0] for example in examples.values()]
+        return cls(hf, zoo, examples, logits, logits_limit, gradients_limit, publish)
+
+    @property
+    def samples(self) -> list[Any]:
+        """The rows as zoo's samples."""
+        return [example.sample for example in self.examples.values()]
+
+    @property
+    def count(self) -> int:
+        """Labels of all rows."""
+        return sum(sample.num_labels for sample in self.samples)
+
+    @cached_property
+    def wanted(self) -> tuple[float, Tensors]:
+        """transformers' (loss, gradients by published name), rows one by one."""
+        self.hf.zero_grad(set_to_none=True)
+        total = 0.0
+        for example in self.examples.values():
+            mean = self.hf(**example.features, labels=example.sample.labels[None]).loss
+            loss = mean * example.sample.num_labels / self.count
+            loss.backward()
+            total += float(loss.detach())
+        gradients = {name: parameter.grad.clone() for name, parameter in self.hf.named_parameters()}
+        return total, self.publish(gradients)
+
+
+LAYOUTS: dict[str, Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]] = {
+    "one by one": lambda samples: ([packed_batch([sample]) for sample in samples], {}),
+    "packed": lambda samples: ([packed_batch(samples)], {}),
+    "two packs": lambda samples: ([packed_batch(samples[:4]), packed_batch(samples[4:])], {"align": 4}),
+    "pad_to": lambda samples: ([packed_batch(samples)], {"align": 2, "pad_to": 1024}),
+    "padded, to be packed": lambda samples: ([padded_batch(samples, "mixed")], {}),
+    "padded": lambda samples: ([padded_batch(samples, "mixed")], {"mode": "none"}),
+}
+
+
+class PairTests:
+    """zoo gives transformers' logits and gradients, however the rows are batched."""
+
+    def test_the_rows_are_what_they_should_be(self, pair: Pair) -> None:
+        media = {name: example.sample.media for name, example in pair.examples.items()}
+        assert media["text-short"] == {}
+        assert len(media["multi_image-long"]["image_grid_thw"]) > 1
+        assert int(media["video-long"]["video_grid_thw"][0, 0]) > 1, (
+            "several frames, each behind its timestamp"
+        )
+        assert len(media["video+video+image"]["video_grid_thw"]) == 2
+        assert max(example.length for example in pair.examples.values()) > 64, (
+            "over a chunk of the delta rule"
+        )
+        for logits in pair.logits:
+            assert 0.5 < float(logits.std()) < 2, "of order one, so that an absolute error means something"
+
+    def test_rows_by_themselves(self, pair: Pair) -> None:
+        found = [pair.zoo.logits(packed_batch([sample]))[0] for sample in pair.samples]
+        assert worst(found, pair.logits) < pair.logits_limit
+
+    @pytest.mark.parametrize("packing", [{}, {"align": 4}, {"align": 6, "pad_to": 1026}], ids=str)
+    def test_rows_packed(self, packing: dict, pair: Pair) -> None:
+        found = pair.zoo.logits(packed_batch(pair.samples), **packing)
+        assert worst(found, pair.logits) < pair.logits_limit
+
+    def test_rows_packed_backwards(self, pair: Pair) -> None:
+        found = pair.zoo.logits(packed_batch(pair.samples[::-1]), align=4)
+        assert worst(found[::-1], pair.logits) < pair.logits_limit
+
+    @pytest.mark.parametrize("side", ["right", "left", "mixed"])
+    @pytest.mark.parametrize("packing", [{}, {"mode": "none"}, {"mode": "none", "align": 8}], ids=str)
+    def test_rows_from_a_padded_batch(self, side: str, packing: dict, pair: Pair) -> None:
+        batch = padded_batch(pair.samples, side, extra=3)
+        assert worst(pair.zoo.logits(batch, **packing), pair.logits) < pair.logits_limit
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_every_gradient(self, layout: str, pair: Pair) -> None:
+        batches, packing = LAYOUTS[layout](pair.samples)
+        loss, gradients = pair.zoo.gradients(batches, pair.count, **packing)
+        assert loss == pytest.approx(pair.wanted[0], rel=1e-6)
+        errors = relative_errors(pair.zoo.published(gradients), pair.wanted[1])
+        assert not {name: error for name, error in errors.items() if not error < pair.gradients_limit}
+
+    def test_text_alone_leaves_the_tower_a_zero_gradient(self, pair: Pair) -> None:
+        samples = [pair.examples[name].sample for name in ("text-short", "text-long")]
+        _, gradients = pair.zoo.gradients([packed_batch(samples)], pair.count)
+        for name, gradient in gradients.items():
+            assert gradient is not None and bool(gradient.any()) != name.startswith("vision."), name

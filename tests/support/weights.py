@@ -1,0 +1,33 @@
+"""Weights of a checkpoint, and exports of them, for tests that carry them in and out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from support.engine import Zoo
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a small checkpoint."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def export(zoo: Zoo, folder: Path, source: Path | None, **options: Any) -> Path:
+    """zoo's model as a Hugging Face folder."""
+    from zoo.bridge import export_hf
+    from zoo.engine.build import model_dims
+
+    bridge = zoo.assembly.family.load("bridge")
+    return export_hf([zoo.model], folder, bridge, model_dims(zoo.assembly), source=source, **options)
+
+
+def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Names that are on one side alone, or whose tensors are not equal to the bit."""
+    both = found.keys() & wanted.keys()
+    unequal = {name for name in both if not found[name].equal(wanted[name])}
+    return sorted((found.keys() ^ wanted.keys()) | unequal)

@@ -1,0 +1,71 @@
+"""Rules that decoders share: a layer of full attention, its dense MLP or its experts, embedding and head.
+
+Each function gives the rules of one part: `zoo` and `hf` are the prefixes of its names on either side, with `{layer}`
+where there are several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zoo.bridge.mapping import Layout, Rule, per_expert_down, per_expert_gate_up, rule
+from zoo.bridge.transforms import QKV, GateUp, Transform, Transposed
+
+
+def decoder_ends(hf: str, head: str) -> tuple[Rule, ...]:
+    """Embedding, final norm, and the head of that name, which a tied model does not have."""
+    embedding = f"{hf}.embed_tokens.weight"
+    return (
+        rule("embedding.word_embeddings.weight", embedding, shard="tp0"),
+        rule("decoder.final_layernorm.weight", f"{hf}.norm.weight"),
+        Rule("output_layer.weight", (Layout((head,)),), "tp0", tied_to=embedding),
+    )
+
+
+def attention_layer(zoo: str, hf: str, qkv: Transform | None = None) -> tuple[Rule, ...]:
+    """A layer's norms and its attention with QK norm; `qkv` joins queries, keys and values, by default ungated."""
+    parts = [f"{hf}.self_attn.{part}_proj.weight" for part in "qkv"]
+    attention = f"{zoo}.self_attention"
+    return (
+        rule(f"{zoo}.input_layernorm.weight", f"{hf}.input_layernorm.weight"),
+        rule(f"{attention}.linear_qkv.weight", *parts, transform=qkv or QKV(), shard="tp0"),
+        rule(f"{attention}.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", shard="tp1"),
+        rule(f"{attention}.q_layernorm.weight", f"{hf}.self_attn.q_norm.weight"),
+        rule(f"{attention}.k_layernorm.weight", f"{hf}.self_attn.k_norm.weight"),
+        rule(f"{zoo}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),
+    )
+
+
+def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:
+    """A gated MLP."""
+    gate_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")
+    return (
+        rule(f"{zoo}.linear_fc1.weight", *gate_up, transform=GateUp(), shard="tp0-gateup"),
+        rule(f"{zoo}.linear_fc2.weight", f"{hf}.down_proj.weight", shard="tp1"),
+    )
+
+
+def routed_experts(zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]]) -> tuple[Rule, ...]:
+    """A router and its experts, read as any of `stored` (`stacks`, `transposed_stacks`, `singles`), written as the first."""
+    gate_up, down = zip(*(layouts(f"{hf}.experts") for layouts in stored), strict=True)
+    return (
+        rule(f"{zoo}.router.weight", f"{hf}.gate.weight"),
+        Rule(f"{zoo}.experts.weight1", gate_up, shard="expert1"),
+        Rule(f"{zoo}.experts.weight2", down, shard="expert2"),
+    )
+
+
+def stacks(experts: str) -> tuple[Layout, Layout]:
+    """`<experts>.gate_up_proj` [E, 2I, H] and `<experts>.down_proj` [E, H, I], as zoo has them."""
+    return Layout((f"{experts}.gate_up_proj",)), Layout((f"{experts}.down_proj",))
+
+
+def transposed_stacks(experts: str) -> tuple[Layout, Layout]:
+    """`<experts>.gate_up_proj` [E, H, 2I] and `<experts>.down_proj` [E, I, H]."""
+    gate_up, down = (layout.patterns for layout in stacks(experts))
+    return Layout(gate_up, Transposed()), Layout(down, Transposed())
+
+
+def singles(experts: str) -> tuple[Layout, Layout]:
+    """Three tensors an expert."""
+    return per_expert_gate_up(experts), per_expert_down(experts)

@@ -1,0 +1,113 @@
+"""What the configs of all families share: an architecture as transformers describes it, read for training."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from zoo.config.schema import Recipe
+from zoo.errors import UserError
+from zoo.nn.multimodal import RotaryShape
+
+
+@dataclass(frozen=True)
+class FamilyConfig:
+    """A transformers config with a decoder and a vision tower. A family subclasses it and sets the class variables."""
+
+    hf: Any
+
+    title: ClassVar[str]  # the family's, for messages
+    kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
+    mrope_section: ClassVar[tuple[int, ...]]  # where a config has none, as in transformers
+    inner: ClassVar[str] = (
+        ""  # key of the part with text_config, vision_config and token ids, where one has them
+    )
+
+    @classmethod
+    def from_arch(cls, arch: dict[str, Any]) -> Self:
+        """From the dict of a config.json; UserError for another family's, or for what cannot be trained."""
+        from transformers import CONFIG_MAPPING
+
+        kind = arch.get("model_type")
+        if kind not in cls.kinds:
+            wanted = " or ".join(map(repr, cls.kinds))
+            raise UserError(f"model_type {kind!r} is not {cls.title}; wanted {wanted}")
+        config = cls(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(arch)))
+        config._check_deepstack()
+        config.check()
+        return config
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Self:
+        """From a Hugging Face checkpoint folder."""
+        return cls.from_arch(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+
+    def for_processor(self, processor: Any) -> Self:
+        """The same architecture with the special tokens of the processor's tokenizer.
+
+        Raises UserError where the vocabulary is too small for that tokenizer.
+        """
+        needed, there = len(processor.tokenizer), self.text.vocab_size
+        if needed > there:
+            raise UserError(f"text_config.vocab_size is {there}, the tokenizer has {needed} tokens; raise it")
+        arch = self.hf.to_dict()
+        (arch[self.inner] if self.inner else arch).update(processor.token_ids)
+        return self.from_arch(arch)
+
+    def check(self) -> None:
+        """UserError for settings that transformers takes but training cannot; a family overrides it."""
+
+    def _check_deepstack(self) -> None:
+        layers, depth, indexes = self.text.num_hidden_layers, self.vision.depth, self._deepstack
+        if len({i for i in indexes if 0 <= i < depth}) != len(indexes) or len(indexes) > layers:
+            raise UserError(
+                f"vision_config.deepstack_visual_indexes is {indexes}: a merger of it would never learn; give each "
+                f"layer of the tower (0 to {depth - 1}) at most once, and at most {layers}, as the decoder has layers"
+            )
+
+    @property
+    def root(self) -> Any:
+        """The config that holds token ids and the parts' configs."""
+        return getattr(self.hf, self.inner) if self.inner else self.hf
+
+    @property
+    def text(self) -> Any:
+        """The decoder's config."""
+        return self.root.text_config
+
+    @property
+    def vision(self) -> Any:
+        """The vision tower's config."""
+        return self.root.vision_config
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head share their weight: the level above says so, whatever text_config repeats."""
+        return bool(self.root.tie_word_embeddings)
+
+    @property
+    def deepstack_layers(self) -> int:
+        """Decoder layers that features from within the vision tower are added after."""
+        return len(self._deepstack)
+
+    @property
+    def _deepstack(self) -> list[int]:
+        return list(getattr(self.vision, "deepstack_visual_indexes", ()))
+
+    @property
+    def rotary(self) -> RotaryShape:
+        """Interleaved multimodal rotary embedding, of the part of each head that the config says."""
+        rope = self.text.rope_parameters
+        return RotaryShape(
+            float(rope["rope_theta"]),
+            list(rope.get("mrope_section", self.mrope_section)),
+            interleaved=True,
+            fraction=float(rope.get("partial_rotary_factor", 1.0)),
+        )
+
+    def mtp_layers(self, recipe: Recipe) -> int:
+        """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""
+        return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0

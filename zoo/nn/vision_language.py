@@ -1,0 +1,58 @@
+"""A decoder with a vision tower of transformers: what such families share of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from zoo.config.schema import Recipe
+from zoo.nn.decoder_config import transformer_config
+from zoo.nn.family import FamilyConfig
+from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
+from zoo.nn.tower_attention import use_varlen_attention
+
+
+class VisionLanguageModel(MultimodalModel):
+    """Decoder with a `vision` tower."""
+
+    traits: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
+
+    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
+        towers = self.build_towers(config) if stage.first else {}
+        traits = dict.fromkeys(self.traits, True)
+        super().__init__(
+            transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),
+            vocab_size=config.text.vocab_size,
+            rotary=config.rotary,
+            backend=recipe.engine.backend,
+            stage=stage,
+            towers={name: use_varlen_attention(tower) for name, tower in towers.items()},
+            tied=config.tied,
+            deepstack_layers=config.deepstack_layers,
+        )
+
+    def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
+        """Towers by their names, with weights as transformers initialises them."""
+        from transformers import AutoModel
+
+        return {"vision": AutoModel.from_config(config.vision)}
+
+    def tower_names(self) -> tuple[str, ...]:
+        """The one tower."""
+        return ("vision",)
+
+    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
+        """Images, then videos, through the vision tower in one call."""
+        pixels = [media[k] for k in ("pixel_values", "pixel_values_videos") if k in media]
+        if not pixels:
+            return {}
+        grids = torch.cat([media[k] for k in ("image_grid_thw", "video_grid_thw") if k in media])
+        grids = grids.to(pixels[0].device, non_blocking=True)
+        seen = self.vision(torch.cat(pixels).to(self.vision.dtype), grid_thw=grids)
+        deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()
+        return {"vision": Encoded(seen.pooler_output, deepstack)}

@@ -1,0 +1,36 @@
+"""The step of families with a vision tower: where its embeddings go, three-axis positions, streams of media."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zoo.nn.grid_positions import GridTokens, grid_positions
+from zoo.packing import PackedLayout
+from zoo.steps.media import MediaStream, frames
+from zoo.steps.packed_step import PackedStep
+
+
+class VisionStep(PackedStep):
+    """Images and videos as patches, frames of a video apart; `config` is a zoo.nn.family.FamilyConfig."""
+
+    def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        """The vision tower takes images, then videos."""
+        return {"vision": (self.config.root.image_token_id, self.config.root.video_token_id)}
+
+    def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
+        """(3, 1, T) int64, each segment from 0; alignment padding counts on as text."""
+        image, video = self.tower_tokens()["vision"]
+        return grid_positions(ids, layout, media, GridTokens(image, video, self._merge))
+
+    def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
+        """Images, then frames of videos, which the tower sees one by one."""
+        names = (("pixel_values", "image_grid_thw"), ("pixel_values_videos", "video_grid_thw"))
+        return {"vision": tuple(frames(*pair, media, self._merge) for pair in names if pair[0] in media)}
+
+    @property
+    def _merge(self) -> int:
+        """Patches a side that one embedding stands for."""
+        merge: int = self.config.vision.spatial_merge_size
+        return merge
