@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from support.commands import Zoo, bundled, summary, text_row, write_rows
 
+from zoo.config.files import recipe_names
+
 RECIPE = "recipe=qwen3_omni_sft"
 
 
@@ -15,10 +17,16 @@ RECIPE = "recipe=qwen3_omni_sft"
     ("arguments", "message"),
     [
         (["trian"], "trian: no such verb; nearest: zoo train"),
-        (["train"], "no recipe is given: zoo train recipe=NAME; recipes: qwen3_omni_sft"),
+        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {', '.join(recipe_names())}"),
         (["train", RECIPE, RECIPE], "recipe is given 2 times (qwen3_omni_sft, qwen3_omni_sft); give one"),
-        (["train", "recipe=qwen3_omi_sft"], "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft"),
-        (["train", "recipe=my.yaml"], "recipe=my.yaml: no such file; recipes by name: qwen3_omni_sft"),
+        (
+            ["train", "recipe=qwen3_omi_sft"],
+            "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft, qwen3_vl_sft, qwen35_vl_sft",
+        ),
+        (
+            ["train", "recipe=my.yaml"],
+            f"recipe=my.yaml: no such file; recipes by name: {', '.join(recipe_names())}",
+        ),
         (["train", RECIPE, "train.stepz=3"], "train.stepz: no such key; nearest: train.steps"),
         (["train", RECIPE, "size=tny"], "size=tny: no such size; nearest: tiny"),
         (["train", RECIPE, "hardware=cpuu"], "hardware=cpuu: no such hardware; nearest: cpu"),

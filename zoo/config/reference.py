@@ -74,7 +74,7 @@ def show_value(value: Any) -> str:
 def nearest(name: str, known: list[str], count: int = 3) -> list[str]:
     """The names of `known` closest to `name`; all of them when none is close and they are few."""
     near = get_close_matches(name, known, n=count, cutoff=0.5)
-    return near or (known if len(known) <= 8 else [])
+    return near or (known if len(known) <= 12 else [])
 
 
 def nearest_keys(name: str) -> list[str]:

@@ -150,17 +150,16 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
+def part_of(name: str, family: ModelFamily) -> str:
+    """The part of a model, as `model.freeze` calls it, that a parameter belongs to."""
+    first = name.removeprefix("module.module.").removeprefix("module.").split(".", 1)[0]
+    return first if first in family.parts else "language"
+
+
 def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:
     """Stop training the named parts: no gradient, no optimizer state."""
-    for part in parts:
-        if part not in family.parts:
-            raise UserError(
-                f"model.freeze: no part {part!r} in {family.name}; it has {', '.join(family.parts)}"
-            )
     for name, parameter in model_parameters(chunks):
-        part = name.split(".", 1)[0]
-        part = part if part in family.parts else "language"
-        if part in parts:
+        if part_of(name, family) in parts:
             parameter.requires_grad_(False)
 
 
@@ -193,9 +192,17 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     return wrapped
 
 
-def build_optimizer(chunks: list[Any], recipe: Recipe, total_steps: int) -> tuple[Any, Any]:
+def build_optimizer(
+    chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
+) -> tuple[Any, Any]:
     """AdamW as mcore's distributed optimizer, and its warm-up and cosine schedule."""
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        ParamKey,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     train = recipe.train
@@ -212,7 +219,16 @@ def build_optimizer(chunks: list[Any], recipe: Recipe, total_steps: int) -> tupl
         params_dtype=torch.bfloat16 if recipe.engine.precision == "bf16" else torch.float32,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    groups: dict[Any, Any] = get_standard_config_overrides(config)
+    for part, scale in train.lr_scale.items():
+        of_part = ParamWithNamePredicate(part, lambda _, name, part=part: part_of(name, family) == part)
+        groups[ParamKey(with_name_predicate=of_part)] = {
+            "max_lr": train.lr * scale,
+            "min_lr": train.min_lr * scale,
+        }
+    optimizer = get_megatron_optimizer(
+        config, chunks, config_overrides=groups, use_gloo_process_groups=False
+    )
     config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,

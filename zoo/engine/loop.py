@@ -136,7 +136,7 @@ class Run:
             build.init_weights(chunks, self.assembly, recipe, world)
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
-        optimizer, scheduler = build.build_optimizer(wrapped, recipe, self.total_steps)
+        optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.trainable = Trainable(wrapped, optimizer, scheduler)
         if self.resume_from is not None and self.state is not None:
             checkpoint.load(self.trainable, self.resume_from, world)

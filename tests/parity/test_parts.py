@@ -1,0 +1,95 @@
+"""Parts of a model: frozen ones have no gradient, no optimizer state and no backward pass; others their own learning rate."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import packed_batch, recipe_for
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.vision_rows import vision_examples
+
+from zoo.engine import build
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen3_vl(tmp_path_factory.mktemp("parts"))
+
+
+class Trained:
+    """One optimizer step of the tiny model under `overrides`."""
+
+    def __init__(self, folder: Path, world: Any, *overrides: str) -> None:
+        recipe = recipe_for(folder, "train.lr=1e-3", "train.min_lr=1e-4", *overrides, recipe="qwen3_vl_sft")
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, world)
+        build.init_weights(chunks, assembly, recipe, world)
+        build.freeze(chunks, recipe.model.freeze, assembly.family)
+        self.wrapped = build.wrap_ddp(chunks, recipe)
+        self.optimizer, scheduler = build.build_optimizer(self.wrapped, recipe, assembly.family, 10)
+        self.family, self.model = assembly.family, chunks[0]
+        self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.backward_through: set[str] = set()
+        for part in ("vision", "decoder"):
+            getattr(self.model, part).register_full_backward_hook(
+                lambda *_, part=part: self.backward_through.add(part)
+            )
+        step = build.build_step(assembly, recipe, world)
+        examples = vision_examples(assembly.processor)
+        batch = packed_batch([examples[name].sample for name in ("image-long", "video-short", "text-short")])
+        self.wrapped[0].zero_grad_buffer()
+        output, loss_function = step(iter([batch]), self.wrapped[0], loss_scale=1.0)
+        loss_function(output)[0].backward()
+        self.wrapped[0].finish_grad_sync()
+        scheduler.step(1)
+        self.optimizer.step()
+
+    def moved(self, part: str) -> set[bool]:
+        """Whether parameters of the part changed in the step."""
+        return {
+            not torch.equal(parameter, self.before[name])
+            for name, parameter in self.model.named_parameters()
+            if build.part_of(name, self.family) == part
+        }
+
+    @property
+    def in_optimizer(self) -> int:
+        """Elements that the optimizer holds fp32 weights or moments of."""
+        inner = self.optimizer.chained_optimizers[0].optimizer
+        return sum(p.numel() for group in inner.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize(("frozen", "trained"), [("vision", "language"), ("language", "vision")])
+def test_frozen_part(frozen: str, trained: str, folder: Path, cpu_world: Any) -> None:
+    run = Trained(folder, cpu_world, f"model.freeze=[{frozen}]")
+    assert run.moved(frozen) == {False}
+    assert True in run.moved(trained)
+    parts = {part: 0 for part in run.family.parts}
+    for name, parameter in run.model.named_parameters():
+        parts[build.part_of(name, run.family)] += parameter.numel()
+        assert parameter.requires_grad == (build.part_of(name, run.family) == trained)
+        assert hasattr(parameter, "main_grad") == parameter.requires_grad, name
+    assert run.in_optimizer == parts[trained]
+    if (
+        frozen == "vision"
+    ):  # the decoder's backward pass leads to a frozen decoder's tower, not the other way round
+        assert run.backward_through == {"decoder"}
+
+
+def test_learning_rate_of_a_part(folder: Path, cpu_world: Any) -> None:
+    """A tenth for the tower, in peak and end, with and without weight decay; the rest as the recipe has it."""
+    run = Trained(folder, cpu_world, "train.lr_scale.vision=0.1")
+    groups = run.optimizer.param_groups
+    rates = {round(group["lr"], 9) for group in groups if group["params"]}
+    assert len(rates) == 2
+    low, high = sorted(rates)
+    assert low == pytest.approx(0.1 * high, rel=1e-3)
+    ends = [(group["max_lr"], group["min_lr"]) for group in groups if group["params"]]
+    assert any(pair == pytest.approx((1e-4, 1e-5)) for pair in ends)
+    assert any(pair == pytest.approx((1e-3, 1e-4)) for pair in ends)
+    largest = {part: 0.0 for part in run.family.parts}  # AdamW's first step moves by the learning rate
+    for name, parameter in run.model.named_parameters():
+        part = build.part_of(name, run.family)
+        largest[part] = max(largest[part], float((parameter - run.before[name]).abs().max()))
+    assert largest["vision"] == pytest.approx(0.1 * largest["language"], rel=0.05)
