@@ -61,7 +61,10 @@ class FamilyConfig:
         """UserError for settings that transformers takes but training cannot; a family overrides it."""
 
     def _check_deepstack(self) -> None:
-        layers, depth, indexes = self.text.num_hidden_layers, self.vision.depth, self._deepstack
+        indexes = self._deepstack
+        if not indexes:
+            return
+        layers, depth = self.text.num_hidden_layers, self.vision.depth
         if len({i for i in indexes if 0 <= i < depth}) != len(indexes) or len(indexes) > layers:
             raise UserError(
                 f"vision_config.deepstack_visual_indexes is {indexes}: a merger of it would never learn; give each "
@@ -75,13 +78,13 @@ class FamilyConfig:
 
     @property
     def text(self) -> Any:
-        """The decoder's config."""
-        return self.root.text_config
+        """The decoder's config; a language model's is the whole."""
+        return getattr(self.root, "text_config", self.root)
 
     @property
     def vision(self) -> Any:
-        """The vision tower's config."""
-        return self.root.vision_config
+        """The vision tower's config, or None."""
+        return getattr(self.root, "vision_config", None)
 
     @property
     def tied(self) -> bool:

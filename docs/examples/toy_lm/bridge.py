@@ -1,0 +1,15 @@
+"""Parameters <-> published names."""
+
+from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping import Bridge
+
+ZOO, HF = "decoder.layers.{layer}", "model.layers.{layer}"
+
+BRIDGE = Bridge(
+    name="toy_lm",
+    rules=(
+        *decoder_ends("model", "lm_head.weight"),
+        *attention_layer(ZOO, HF),
+        *dense_mlp(f"{ZOO}.mlp", f"{HF}.mlp"),
+    ),
+)
