@@ -8,7 +8,8 @@ refused. One index, `layout.cp_index`, cuts everything that has a token axis.
 
 A step keeps nothing of a call: packed, padded and evaluation calls can alternate on one model.
 
-A foreign loop hands over its own padded (B, T0) batch with its mask, and gets log-probabilities back in that shape:
+A foreign loop hands over its own padded (B, T0) batch with its mask, on whatever device, and gets log-probabilities back
+in that shape:
 
     inputs, facts = step.prepare(batch, logprobs=True)
     logprobs = step.logprobs(step.forward(model, inputs), facts)      # (B, T0), differentiable
@@ -50,6 +51,29 @@ class MicroBatchLike(Protocol):
     attention_mask: Tensor | None
     lengths: tuple[int, ...] | None
     media: Mapping[str, Tensor]
+
+
+@dataclass
+class HostBatch:
+    """A micro-batch whose ids, labels, mask and sizes of media lie on the host, where its layout is worked out."""
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    lengths: tuple[int, ...] | None
+    media: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, batch: MicroBatchLike) -> HostBatch:
+        """The batch itself as the loader makes it; what a foreign loop has on a GPU is copied (the host waits for it)."""
+        labels, mask = batch.labels, batch.attention_mask
+        return cls(
+            batch.input_ids.cpu(),
+            None if labels is None else labels.cpu(),
+            None if mask is None else mask.cpu(),
+            batch.lengths,
+            {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +163,7 @@ class PackedStep:
         `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, in the place of
         losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
         """
+        batch = HostBatch.of(batch)
         parts = self.pack(batch, self.capture(batch))
         if logprobs and batch.labels is None:  # every real token is one to predict
             labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
@@ -360,7 +385,7 @@ class PackedStep:
         return found
 
     def _move(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not tensor.is_cuda:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 

@@ -1,7 +1,7 @@
 """Media shared out over the ranks of a group: every item on one rank, and every embedding found again."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.steps.media import MediaStream, balance, frames, share_out
@@ -24,6 +24,7 @@ def media_of(images: list[int], clips: list[int]) -> tuple[dict[str, torch.Tenso
     return rows, tuple(made)
 
 
+@settings(deadline=None)  # other tests may run beside
 @given(images=COUNTS, clips=COUNTS, size=st.integers(1, 5))
 def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: int) -> None:
     if not images and not clips:
@@ -48,6 +49,7 @@ def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: i
     ) == (2 * sum(images) + 2 * sum(clips))
 
 
+@settings(deadline=None)  # other tests may run beside
 @given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=30), size=st.integers(1, 6))
 def test_no_rank_has_more_than_its_share_and_one_item(costs: list[int], size: int) -> None:
     owner = balance(costs, size)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine import Batch
 from torch import Tensor
@@ -123,6 +123,7 @@ def test_multi_token_prediction_by_the_example_of_its_docstring() -> None:
 SAMPLES = st.lists(st.lists(st.integers(1, 98), min_size=1, max_size=9), min_size=1, max_size=5)
 
 
+@settings(deadline=None)  # other tests may run beside
 @given(
     rows=SAMPLES,
     size=st.sampled_from([1, 2, 4]),
