@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,22 +80,35 @@ def mixtures(rows: list[Any]) -> dict[str, dict]:
 
 def make_examples(processor: Any) -> dict[str, Example]:
     """The rows of NAMES through the family's processor."""
-    import zoo.data.digits
-    from zoo.data.rows import parse_row, read_rows
-
-    root = Path(zoo.data.digits.__file__).parent
-    rows = read_rows("digits:heldout")[:80]
-    examples = {}
-    for kind in KINDS:
-        encoded = [encode(processor, row, kind) for row in rows if row.kind == kind]
-        encoded.sort(key=lambda example: example.length)
-        examples[f"{kind}-short"], examples[f"{kind}-long"] = encoded[0], encoded[-1]
+    rows = held_out()
     # Where one clip of several is under a second, transformers lets its neighbours change it; see the tests of the
     # audio tower.
     usable = [row for row in rows if row.kind != "audio" or _seconds(processor, row) > 1.05]
-    for name, item in mixtures(usable).items():
+    return named_examples(processor, rows, KINDS, mixtures(usable))
+
+
+def held_out() -> list[Any]:
+    """The first held-out rows of the digits, some of every kind."""
+    from zoo.data.rows import read_rows
+
+    return read_rows("digits:heldout")[:80]
+
+
+def named_examples(
+    processor: Any, rows: list[Any], kinds: Sequence[str], mixed: Mapping[str, dict]
+) -> dict[str, Example]:
+    """The shortest and the longest of `rows` of each kind, then the mixtures, by their names."""
+    import zoo.data.digits
+    from zoo.data.rows import parse_row
+
+    root = Path(zoo.data.digits.__file__).parent
+    examples = {}
+    for kind in kinds:
+        encoded = [encode(processor, row, kind) for row in rows if row.kind == kind]
+        encoded.sort(key=lambda example: example.length)
+        examples[f"{kind}-short"], examples[f"{kind}-long"] = encoded[0], encoded[-1]
+    for name, item in mixed.items():
         examples[name] = encode(processor, parse_row(json.dumps(item), name, root), name)
-    assert tuple(examples) == NAMES
     return examples
 
 
@@ -120,4 +134,6 @@ def encode(processor: Any, row: Any, name: str) -> Example:
         del processor.media_tensors
     if "video_second_per_grid" in seen:
         seen["video_second_per_grid"] = torch.as_tensor(seen["video_second_per_grid"])
-    return Example(name, sample, {**seen, "use_audio_in_video": row.use_audio_in_video})
+    if "audio" in processor.modalities:  # an argument of models with sound
+        seen["use_audio_in_video"] = row.use_audio_in_video
+    return Example(name, sample, seen)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from support.rows import Example, encode
+from support.rows import Example, held_out, named_examples
 
 KINDS = ("image", "multi_image", "video", "text")
 MIXTURES = ("image+video", "video+video+image", "turns")
@@ -40,23 +38,5 @@ def mixtures(rows: list[Any]) -> dict[str, dict]:
 
 def vision_examples(processor: Any) -> dict[str, Example]:
     """The rows of NAMES through the family's processor."""
-    import zoo.data.digits
-    from zoo.data.rows import parse_row, read_rows
-
-    root = Path(zoo.data.digits.__file__).parent
-    rows = read_rows("digits:heldout")[:80]
-    examples = {}
-    for kind in KINDS:
-        encoded = [_encode(processor, row, kind) for row in rows if row.kind == kind]
-        encoded.sort(key=lambda example: example.length)
-        examples[f"{kind}-short"], examples[f"{kind}-long"] = encoded[0], encoded[-1]
-    for name, item in mixtures(rows).items():
-        examples[name] = _encode(processor, parse_row(json.dumps(item), name, root), name)
-    assert tuple(examples) == NAMES
-    return examples
-
-
-def _encode(processor: Any, row: Any, name: str) -> Example:
-    example = encode(processor, row, name)
-    del example.features["use_audio_in_video"]  # an argument of models with sound
-    return example
+    rows = held_out()
+    return named_examples(processor, rows, KINDS, mixtures(rows))
