@@ -145,8 +145,9 @@ def sdpa(
 
 
 def has_flash(x: Tensor) -> bool:
-    """Whether PyTorch's varlen flash attention takes this tensor (GPU, half precision)."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    """Whether PyTorch's varlen flash attention takes x (..., D): GPU, half precision, D a multiple of 8 up to 256."""
+    width = x.shape[-1]
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
