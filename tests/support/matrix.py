@@ -13,6 +13,7 @@ from typing import Any
 
 from support.engine import Batch, packed_batch, padded_batch
 from support.rows import make_examples
+from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
 
 
@@ -50,6 +51,12 @@ def _qwen3_vl(folder: Path) -> Path:
     from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
     return write_tiny_qwen3_vl(folder, num_hidden_layers=4)
+
+
+def _llava(folder: Path) -> Path:
+    from support.tiny_llava import write_tiny_llava
+
+    return write_tiny_llava(folder, "llava_onevision", text={"num_hidden_layers": 4})
 
 
 def _omni(folder: Path) -> Path:
@@ -92,6 +99,13 @@ MODELS = {
         SEEN,
         ("train.mtp_loss=0.3",),
     ),
+    "llava": Model(
+        "dense with biases, tiles of images",
+        "llava_onevision_sft",
+        _llava,
+        tile_examples,
+        (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short")),
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -118,7 +132,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn")
+        for model in ("dense", "gdn", "llava")
     },
     **{("tp2", model): NEEDS_SP for model in ("moe", "mtp", "omni")},
 }

@@ -126,7 +126,7 @@ class _Built:
         dims = build.model_dims(self.assembly)
         held = Held(
             loss=sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0,
-            gradients={name: parameter.main_grad.clone() for name, parameter in parameters},
+            gradients={name: p.main_grad.clone() for name, p in parameters if p.requires_grad},
             shards={name: entry.rule.shard_for(dims) for name, entry in entries.items()},
             info=ShardInfo.from_groups(world.groups),
             pp_rank=world.pp_rank,

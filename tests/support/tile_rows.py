@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
-
-import torch
 
 from support.rows import Example, encode
 
@@ -31,31 +30,29 @@ VIDEOS: dict[
 }
 
 
-def tile_examples(processor: Any, folder: Path) -> dict[str, Example]:
-    """The rows of IMAGES, and of VIDEOS where the processor takes them, with images drawn at random in `folder`."""
+def tile_examples(processor: Any) -> dict[str, Example]:
+    """The rows of IMAGES, and of VIDEOS where the processor takes them, with images drawn at random."""
     rows = {name: (texts, 0, sizes) for name, (texts, sizes) in IMAGES.items()}
     if "video" in processor.modalities:
         rows |= VIDEOS
     videos = _videos() if rows.keys() > IMAGES.keys() else []
-    examples = {}
-    for number, (name, (texts, clips, sizes)) in enumerate(rows.items()):
-        images = [draw(folder, f"{name}{i}", SIZES[size], number + i) for i, size in enumerate(sizes)]
-        roles = ("user", "assistant") * len(texts)
-        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        row = {"messages": messages, "images": images, "videos": videos[:clips]}
-        examples[name] = tile_example(processor, row, folder, name)
-    return examples
+    with TemporaryDirectory() as folder:
+        return {
+            name: _example(processor, Path(folder), name, texts, videos[:clips], sizes)
+            for name, (texts, clips, sizes) in rows.items()
+        }
 
 
-def tile_example(processor: Any, row: dict[str, Any], folder: Path, name: str) -> Example:
-    """A row through the family's processor, with what transformers' model takes."""
+def _example(
+    processor: Any, folder: Path, name: str, texts: tuple[str, ...], videos: list[str], sizes: tuple[str, ...]
+) -> Example:
     from zoo.data.rows import parse_row
 
-    example = encode(processor, parse_row(json.dumps(row), name, folder), name)
-    del example.features["use_audio_in_video"]  # an argument of models with sound
-    if "pixel_values_videos" in example.features:
-        example.features["pixel_values_videos"] = torch.stack(list(example.features["pixel_values_videos"]))
-    return example
+    roles = ("user", "assistant") * len(texts)
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    images = [draw(folder, f"{name}{i}", SIZES[size], len(name) + i) for i, size in enumerate(sizes)]
+    row = json.dumps({"messages": messages, "images": images, "videos": videos})
+    return encode(processor, parse_row(row, name, folder), name)
 
 
 def draw(folder: Path, name: str, size: tuple[int, int], seed: int) -> str:

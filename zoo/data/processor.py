@@ -8,9 +8,9 @@ goes wrong is a `RowError` of that row.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ class Processor:
         if not getattr(hf, "chat_template", None):
             raise ValueError("The processor has no chat template; copy chat_template.jinja into its folder.")
         self._end = end[0]
+        self._opening = self.tokenizer.decode(self.tokenizer("")["input_ids"])
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
     @property
@@ -99,9 +100,9 @@ class Processor:
             media = augmented(media, augment)
         try:
             text, answers = self._text(row)
-            arguments = {**media, **self.call_options(row, media, fps)}
-            features = self.hf(text=text, **arguments, return_tensors="pt")
-            input_ids = features["input_ids"][0]
+            arguments = {**media, "return_tensors": "pt", **self.call_options(row, media, fps)}
+            features = self.hf(text=text, **arguments)
+            input_ids = as_tensor(features["input_ids"][0], torch.int64)
             tensors = self.media_tensors(features)
         except RowError as error:
             raise error.at(row.source) from error
@@ -126,7 +127,7 @@ class Processor:
         return chat_messages(row)
 
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Further arguments of the HF processor's call with `media`, or others in their place; `fps` of the videos, in Hz."""
+        """Further arguments of the HF processor's call, or other ones than `media`; `fps` is that of the videos, in Hz."""
         return {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -146,10 +147,15 @@ class Processor:
 
     def _text(self, row: Row) -> tuple[str, list[plain_turns.Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
-        render, messages = partial(self.hf.apply_chat_template, tokenize=False), self.messages(row)
+        messages = self.messages(row)
         if self._header:
-            return render(messages), []
-        return plain_turns.write(render, messages, self.markers.end)
+            return self._render(messages), []
+        return plain_turns.write(self._render, messages, self.markers.end)
+
+    def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+        """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
+        text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **options)
+        return text.removeprefix(self._opening)
 
     def _refuse_special_tokens(self, row: Row) -> None:
         for number, (_, content) in enumerate(row.messages):

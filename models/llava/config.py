@@ -1,0 +1,114 @@
+"""LLaVA's architecture, as transformers describes it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from zoo.errors import UserError
+from zoo.models.llava.tiles import Tiling
+from zoo.nn.family import FamilyConfig
+from zoo.nn.multimodal import RotaryShape
+
+DECODERS = ("llama", "mistral", "qwen2")
+TOWERS = ("clip_vision_model", "siglip_vision_model")
+MOST = "anyres_max_"  # what vision_aspect_ratio begins with, before a number of tiles
+
+
+class LlavaConfig(FamilyConfig):
+    """A `transformers.LlavaConfig`, `LlavaNextConfig` or `LlavaOnevisionConfig`."""
+
+    title = "LLaVA"
+    kinds = ("llava", "llava_next", "llava_onevision")
+
+    def check(self) -> None:
+        """UserError for parts, layers and tiles that are not built."""
+        for key, value, built in (
+            ("text_config.model_type", self.text.model_type, DECODERS),
+            ("vision_config.model_type", self.vision.model_type, TOWERS),
+        ):
+            if value not in built:
+                raise UserError(f"{key} is {value!r}; {self.title} here has {', '.join(built)} only")
+        depth = self.vision.num_hidden_layers
+        if not all(0 < layer <= depth for layer in self.feature_layers):
+            raise UserError(
+                f"vision_feature_layer is {self.hf.vision_feature_layer}; wanted layers of the tower, 1 to {depth} or "
+                f"-{depth} to -1"
+            )
+        ratio = self._aspect_ratio
+        if ratio and not (ratio.startswith(MOST) and ratio.removeprefix(MOST).isdecimal()):
+            raise UserError(f"vision_aspect_ratio is {ratio!r}; wanted {MOST}9, say")
+        if self.lines:
+            self._check_tiles()
+
+    def _check_tiles(self) -> None:
+        tiling = self.tiling
+        if tiling.tile_tokens != tiling.side**2:
+            raise UserError(
+                f"vision_feature_select_strategy {self.hf.vision_feature_select_strategy!r} with "
+                f"{self.vision.model_type} gives {tiling.tile_tokens} embeddings a tile of {tiling.side} x {tiling.side} "
+                "patches, which can't be laid out; wanted 'default' with clip_vision_model, 'full' with "
+                "siglip_vision_model"
+            )
+        uneven = [pair for pair in tiling.pinpoints if any(pixels % tiling.tile for pixels in pair)]
+        if uneven:
+            raise UserError(
+                f"image_grid_pinpoints has {list(uneven[0])}; wanted multiples of vision_config.image_size {tiling.tile}"
+            )
+
+    @property
+    def rotary(self) -> RotaryShape:
+        """Plain rotary embedding of whole heads."""
+        return RotaryShape(float(self.text.rope_parameters["rope_theta"]))
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases: Qwen2's do, and no key of its config says so."""
+        return self.text.model_type == "qwen2"
+
+    @property
+    def lines(self) -> bool:
+        """Whether images are cut into tiles, and lines of patches end with an embedding of their own."""
+        return self.hf.model_type != "llava"
+
+    @property
+    def has_video(self) -> bool:
+        """Whether the model takes videos."""
+        return self.hf.model_type == "llava_onevision"
+
+    @property
+    def media_tokens(self) -> tuple[int, ...]:
+        """Ids of the placeholders of images and, where the model takes them, of videos."""
+        return (self.hf.image_token_id, *((self.hf.video_token_id,) if self.has_video else ()))
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the vision tower whose outputs the projector gets side by side: 1 is the first's."""
+        given = self.hf.vision_feature_layer
+        states = self.vision.num_hidden_layers + 1
+        layers = (given,) if isinstance(given, int) else tuple(given)
+        return tuple(layer + states if layer < 0 else layer for layer in layers)
+
+    @property
+    def drops_first(self) -> bool:
+        """Whether a tile's first embedding (CLIP's class) is left out."""
+        return bool(self.hf.vision_feature_select_strategy == "default")
+
+    @cached_property
+    def tiling(self) -> Tiling:
+        """Arithmetic of tiles and tokens."""
+        side = self.vision.image_size // self.vision.patch_size
+        has_class = self.vision.model_type == "clip_vision_model"
+        return Tiling(
+            tile=self.vision.image_size,
+            side=side,
+            tile_tokens=side**2 + has_class - self.drops_first,
+            lines=self.lines,
+            pinpoints=tuple(map(tuple, self.hf.image_grid_pinpoints)) if self.lines else (),
+            most_tiles=int(self._aspect_ratio.removeprefix(MOST)) if self._aspect_ratio else None,
+        )
+
+    @property
+    def _aspect_ratio(self) -> str | None:
+        """OneVision's limit on the patches of an image; the others have none."""
+        ratio: str | None = getattr(self.hf, "vision_aspect_ratio", None)
+        return ratio

@@ -1,0 +1,194 @@
+"""LLaVA's processor: images and videos in tiles, through the variant's own processor of transformers.
+
+Media tensors of a sample (each joined along dim 0 over samples), a tile being (3, S, S) float32:
+pixel_values (N, 3, S, S), the tiles of all images, the whole image first; image_tiles (n, 3) int64, an image's height
+and width in pixels and its number of tiles; pixel_values_videos (F, 3, S, S), the frames of all videos; video_ends
+(F,) int64, 1 at the last frame of a video and 0 elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.processor import ChatMarkers, Processor, as_tensor
+from zoo.data.rows import Row
+from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
+from zoo.data.vision import load_processor
+from zoo.errors import ConfigError
+from zoo.models.llava.config import LlavaConfig
+
+KINDS = {
+    "llava": "LlavaProcessor",
+    "llava_next": "LlavaNextProcessor",
+    "llava_onevision": "LlavaOnevisionProcessor",
+}
+# Vicuna's, of LLaVA 1.5 and part of 1.6 (conv_vicuna_v1 of the LLaVA authors), for folders without a template.
+VICUNA = """\
+{%- for message in messages -%}
+{%- if message.role == 'user' %}{{ 'USER: ' }}{% elif message.role == 'assistant' %}{{ 'ASSISTANT: ' }}{% endif -%}
+{%- for part in message.content -%}{{ part.text if part.type == 'text' else '<image>\\n' }}{%- endfor -%}
+{{- eos_token if message.role == 'assistant' else ' ' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ 'ASSISTANT:' }}{%- endif -%}
+"""
+
+
+class LlavaProcessor(Processor):
+    """`Processor` around transformers' processor of the variant."""
+
+    modalities: tuple[str, ...] = ("text", "image", "video")  # OneVision's; the others take no videos
+
+    def __init__(self, hf: Any, config: LlavaConfig) -> None:
+        super().__init__(hf, find_markers(partial(hf.apply_chat_template, tokenize=False), hf.tokenizer))
+        self.config = config
+        self.tiling = config.tiling
+        if not config.has_video:
+            self.modalities = ("text", "image")
+
+    @cached_property
+    def token_ids(self) -> dict[str, int]:
+        """Config key -> id of the placeholders."""
+        ids = {"image_token_index": self.hf.image_token_id}
+        return ids | ({"video_token_index": self.hf.video_token_id} if self.config.has_video else {})
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Ids of the placeholders."""
+        return frozenset(self.token_ids.values())
+
+    def messages(self, row: Row) -> list[dict[str, Any]]:
+        """Contents as lists of parts, which the published templates want even of plain text."""
+        return [
+            message
+            if isinstance(message["content"], list)
+            else {**message, "content": [{"type": "text", "text": message["content"]}]}
+            for message in super().messages(row)
+        ]
+
+    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+        """For OneVision: all images as one sample's, of which it cuts one that is alone; videos of unequal length apart."""
+        options: dict[str, Any] = {}
+        if self.config.has_video and "images" in media:
+            options["images"] = [media["images"]]
+        if len({len(video) for video in media.get("videos", ())}) > 1:
+            options["return_tensors"] = None
+        return options
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tower's tensors, without the tiles that transformers fills up with; see the module's docstring."""
+        found = {}
+        if "pixel_values" in features:
+            sizes = self._sizes(features)
+            tiles = features["pixel_values"] if self.config.lines else features["pixel_values"][:, None]
+            found["pixel_values"] = torch.cat(
+                [as_tensor(t[:n], torch.float32) for t, (*_, n) in zip(tiles, sizes, strict=True)]
+            )
+            found["image_tiles"] = torch.tensor(sizes)
+        if "pixel_values_videos" in features:
+            videos = list(features["pixel_values_videos"])
+            found["pixel_values_videos"] = torch.cat([as_tensor(video, torch.float32) for video in videos])
+            found["video_ends"] = torch.tensor(
+                [int(n == len(v)) for v in videos for n in range(1, len(v) + 1)]
+            )
+        return found
+
+    def _sizes(self, features: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+        """Height, width and tiles of each image; OneVision cuts those that are alone in their sample."""
+        if not self.config.lines:
+            return [(self.tiling.tile, self.tiling.tile, 1)] * len(features["pixel_values"])
+        sizes = [(int(height), int(width)) for height, width in features["image_sizes"]]
+        together = [int(count) for count in features.get("batch_num_images", [1] * len(sizes))]
+        alone = [count == 1 for count in together for _ in range(count)]
+        return [
+            (*size, self.tiling.tiles(*size) if cut else 1) for size, cut in zip(sizes, alone, strict=True)
+        ]
+
+    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
+        """Placeholder tokens that images and videos give."""
+        sizes = media["image_tiles"].tolist() if "image_tiles" in media else []
+        found = {self.hf.image_token: sum(self.tiling.image_tokens(*size) for size in sizes)}
+        if self.config.has_video:
+            ends = media["video_ends"].tolist() if "video_ends" in media else []
+            found[self.hf.video_token] = sum(self.tiling.frame_tokens(last) for last in ends)
+        return found
+
+
+def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcessor:
+    """The processor of a run.
+
+    Args:
+        arch_config: the architecture as Hugging Face writes it, a dict or a config object.
+        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer.
+
+    Raises:
+        ConfigError: no processor in `source`, one of another variant, or one of other tiles than the architecture's.
+    """
+    arch = arch_config if isinstance(arch_config, dict) else arch_config.to_dict()
+    config = LlavaConfig.from_arch(arch)
+    hf = _make(config) if source is None else load_processor(source, KINDS[config.hf.model_type], {})
+    _fit(hf, config, source)
+    return LlavaProcessor(hf, config)
+
+
+def find_markers(render: Callable[..., str], tokenizer: Any) -> ChatMarkers:
+    """How a chat template writes an answer, read off an example.
+
+    Headers that begin with a special token are found among the tokens; others are left empty. An answer that no special
+    token ends gets the tokenizer's end of sequence.
+    """
+    turns = (("user", "Why?"), ("assistant", "Therefore."))
+    text = render([{"role": role, "content": [{"type": "text", "text": said}]} for role, said in turns])
+    between, _, behind = text.partition("Why?")[2].partition("Therefore.")
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    opens = max((between.rfind(token) for token in special), default=-1)
+    ends = [token for token in special if behind.lstrip().startswith(token)]
+    end = ends[0] if ends else tokenizer.eos_token or ""
+    return ChatMarkers(header=between[opens:] if opens >= 0 else "", end=end)
+
+
+def _fit(hf: Any, config: LlavaConfig, source: str | None) -> None:
+    """Give the processor what it needs of the architecture, which older folders leave out, and a chat template."""
+    tiling, images = config.tiling, hf.image_processor
+    size = dict(images.crop_size or images.size)
+    pixels = {value for value in size.values() if value}
+    if pixels != {tiling.tile}:
+        raise ConfigError(
+            f"model.init: the image processor of {source} gives images of {size}, but vision_config.image_size is "
+            f"{tiling.tile}; correct its preprocessor_config.json"
+        )
+    hf.vision_feature_select_strategy = config.hf.vision_feature_select_strategy
+    if config.lines:
+        images.image_grid_pinpoints = [list(pair) for pair in tiling.pinpoints]
+    if config.has_video:
+        hf.num_image_tokens = tiling.tile_tokens + config.drops_first  # of the tower
+        hf.vision_aspect_ratio = config.hf.vision_aspect_ratio
+    else:
+        hf.patch_size = config.vision.patch_size
+        hf.num_additional_image_tokens = int(config.vision.model_type == "clip_vision_model")
+    if not hf.chat_template:
+        hf.chat_template = hf.tokenizer.chat_template or VICUNA
+
+
+def _make(config: LlavaConfig) -> Any:
+    """A processor of the bundled tokenizer, for the architecture's tiles."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY_TOKENIZER)
+    kind = KINDS[config.hf.model_type].removesuffix("Processor")
+    tile = config.tiling.tile
+    square = {"height": tile, "width": tile}
+    plain: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    parts: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    if config.has_video:
+        plain |= {"size": square}
+        parts["video_processor"] = transformers.LlavaOnevisionVideoProcessor(**plain)
+    else:
+        plain |= {"size": {"shortest_edge": tile}, "crop_size": square}
+        plain |= {} if config.lines else {"do_pad": True}  # nothing is cropped
+    parts["image_processor"] = getattr(transformers, f"{kind}ImageProcessor")(**plain)
+    return getattr(transformers, f"{kind}Processor")(**parts)
