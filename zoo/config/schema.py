@@ -81,7 +81,7 @@ class TrainConfig:
     micro_batch: int = 1  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
     lr: float = 1e-5  # peak learning rate
     min_lr: float = 0.0  # learning rate at the end of the cosine
-    lr_scale: dict[str, float] = field(default_factory=dict)  # part of the model -> factor of lr and min_lr for it
+    lr_scale: dict[str, float] = field(default_factory=dict)  # factor of lr for a part of the model
     warmup_steps: int = 0  # linear warm-up, in steps
     weight_decay: float = 0.0  # AdamW weight decay (not on norms and biases)
     beta1: float = 0.9  # AdamW

@@ -149,11 +149,17 @@ def _check_model(recipe: Recipe) -> None:
             near = ", ".join(nearest(part, list(family.parts)))
             raise ConfigError(f"train.lr_scale.{part}: {family.name} has no such part; nearest: {near}")
         if part in recipe.model.freeze:
-            raise ConfigError(f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two")
+            raise ConfigError(
+                f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two"
+            )
         if not scale > 0:
-            raise ConfigError(f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part")
+            raise ConfigError(
+                f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part"
+            )
     if set(family.parts) <= set(recipe.model.freeze):
-        raise ConfigError(f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out")
+        raise ConfigError(
+            f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out"
+        )
     init = recipe.model.init
     is_hub_id = init.count("/") == 1 and not init.startswith((".", "/", "~"))
     if init != "random" and not is_hub_id and not Path(init).expanduser().exists():

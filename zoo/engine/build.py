@@ -226,9 +226,7 @@ def build_optimizer(
             "max_lr": train.lr * scale,
             "min_lr": train.min_lr * scale,
         }
-    optimizer = get_megatron_optimizer(
-        config, chunks, config_overrides=groups, use_gloo_process_groups=False
-    )
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,

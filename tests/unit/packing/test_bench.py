@@ -63,17 +63,6 @@ def test_time_is_at_most_one_and_a_half_times_that_of_index_select() -> None:
     pytest.fail(f"{ratios}")
 
 
-@pytest.mark.parametrize("cp", [2, 4])
-def test_time_is_at_most_twice_that_of_the_fastest_index_select(cp: int) -> None:
-    """Flat, layout included, in the best of five medians: other programs slow the two down in unlike ways."""
-    ratios = []
-    for _ in range(5):
-        ratios.append(bench.run(bench.Options(repeats=10, cp=(cp,))).cases[0].together.time_ratio)
-        if ratios[-1] <= 2.0:
-            return
-    pytest.fail(f"{ratios}")
-
-
 def test_traffic_counts_what_kernels_read_and_write() -> None:
     x, index = torch.arange(10), torch.arange(4)
 
