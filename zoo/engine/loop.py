@@ -256,11 +256,12 @@ class Run:
     ) -> None:
         """Sum the figures of all ranks (the step's one wait for the device) and write them down."""
         world = self.world
-        nll = labels = 0.0
+        names = ("nll", "labels", "mtp_nll") if self.step.mtp_depths else ("nll", "labels")
+        sums = [0.0] * len(names)
         if world.counts_loss and figures:
-            nll, labels = (float(sum(f[name] for f in figures)) for name in ("nll", "labels"))
+            sums = [float(sum(f[name] for f in figures)) for name in names]
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        nll, labels, real, total = world.sum([nll, labels, *host]) if world.size > 1 else [nll, labels, *host]
+        real, total, nll, labels, *further = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
         loss = nll / max(labels, 1.0)
         self.losses.append(loss)
         record = {
@@ -273,6 +274,7 @@ class Run:
             "labels": int(labels),
             "step_ms": (time.monotonic() - began) * 1e3,
             "data_ms": waited * 1e3,
+            **({"mtp_loss": further[0] / max(labels, 1.0)} if further else {}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zoo.nn.attention import uniform_layout
 from zoo.packing import PackedLayout
-from zoo.packing.index import host_to_device, int64
+from zoo.packing.index import host_to_device, int64, offsets, owner, positions
 
 CHUNK = 64  # tokens that are worked on at once; flash-linear-attention's size too
 
@@ -105,8 +105,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
 
     def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row."""
-        order = _channels_by_rank(self.in_proj_split_sections, self.cp_size)
-        rows = rows.index_select(1, host_to_device(order, rows.device))
+        rows = rows.index_select(1, _channels_by_rank(self.in_proj_split_sections, self.cp_size, rows.device))
         parts = (
             rows.unflatten(1, (self.cp_size, -1)).transpose(0, 1).contiguous()
         )  # (cp, T / cp, channels / cp)
@@ -126,10 +125,24 @@ def _initial_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor
 
 
 @lru_cache(maxsize=8)
-def _channels_by_rank(sections: tuple[int, ...], size: int) -> Tensor:
+def _channels_by_rank(sections: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Order of channels in which rank r's part of every section stands in the r-th of `size` equal blocks."""
     pieces = torch.arange(sum(sections)).split(list(sections))
-    return torch.cat([piece.chunk(size)[rank] for rank in range(size) for piece in pieces])
+    order = torch.cat([piece.chunk(size)[rank] for rank in range(size) for piece in pieces])
+    return host_to_device(order, device)
+
+
+@lru_cache(maxsize=8)
+def _kernel_offsets(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """What flash-linear-attention's kernels want of a packed row: `cu_seqlens` (S + 1,) and `chunk_indices`.
+
+    The latter, (chunks, 2) of segment and chunk within it, the library would make in every layer, and wait for the
+    device to know how many there are. Made here once a layout, from lengths on the host.
+    """
+    counts = [-(-length // CHUNK) for length in lengths]
+    chunks = torch.stack((owner(counts), positions(counts)), dim=1)
+    made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks}
+    return {name: host_to_device(tensor, device) for name, tensor in made.items()}
 
 
 def has_fla(x: Tensor) -> bool:
@@ -143,9 +156,8 @@ def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tenso
     if has_fla(x):
         from fla.modules.causal_conv1d import causal_conv1d
 
-        out, _ = causal_conv1d(
-            x[None], weight=weight, activation="silu", cu_seqlens=layout.cu_seqlens_padded.long()
-        )
+        facts = _kernel_offsets(layout.padded_lengths, x.device)
+        out, _ = causal_conv1d(x[None], weight=weight, activation="silu", **facts)
         return out[0]
     width = weight.shape[1]
     index = layout.positions[0, :, None]
@@ -170,14 +182,9 @@ def gated_delta_rule(
     if has_fla(value):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        offsets = layout.cu_seqlens_padded
+        facts = _kernel_offsets(layout.padded_lengths, value.device)
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
-        out, _ = chunk_gated_delta_rule(
-            *packed,
-            use_qk_l2norm_in_kernel=True,
-            cu_seqlens=offsets.long(),
-            cu_seqlens_cpu=layout.to("cpu").cu_seqlens_padded.long(),
-        )
+        out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **facts)
         return out[0]
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
 

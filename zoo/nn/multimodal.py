@@ -271,7 +271,7 @@ class MultimodalModel(LanguageModule):
         if mine is None:  # part of the graph all the same: the backward pass is collective
             local = hidden.new_zeros(0, width * (1 + layers)) + self._nothing(name)
         else:
-            local = torch.cat((mine.embeddings, *mine.deepstack), dim=-1)
+            local = torch.cat((mine.embeddings, *mine.deepstack), dim=-1).to(hidden.dtype)
         everyone: Tensor = GatherEncoded.apply(local, longest, self.groups)
         embeddings, *deepstack = everyone.split(width, dim=-1)
         return Encoded(embeddings, tuple(deepstack))
