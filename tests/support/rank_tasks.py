@@ -212,14 +212,21 @@ def _router_figures(config: Any, micro_batches: int) -> dict[str, Tensor]:
     return found
 
 
-def train(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """A run of the bundled recipe through zoo.engine.loop.train; its losses and gradient norms."""
+def train(
+    rank: int,
+    size: int,
+    overrides: Sequence[str],
+    recipe_name: str = "qwen3_omni_sft",
+    model_size: str = "tiny",
+) -> dict[str, Any]:
+    """A run of a recipe through zoo.engine.loop.train; its losses and gradient norms."""
     import json
 
     from zoo.config.compose import load_recipe
     from zoo.engine import loop
 
-    recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
+    fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
+    recipe = load_recipe(recipe_name, [*fixed, *overrides])
     result = loop.train(recipe)
     lines = (Path(result.run_dir) / "train.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "grad_norm" in record]

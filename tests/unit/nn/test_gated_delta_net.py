@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.gated_delta_net import CHUNK, causal_convolution, chunked_delta_rule
+from zoo.nn.gated_delta_net import CHUNK, _kernel_offsets, causal_convolution, chunked_delta_rule
 from zoo.packing import PackedLayout
 
 LENGTHS = [(1,), (5,), (CHUNK,), (3, 1, 70), (130, 64, 2, 200), (1, 1, 1)]
@@ -77,3 +77,12 @@ def test_what_stands_in_another_segment_does_not_matter() -> None:
     plain, other = chunked_delta_rule(*first, lengths), chunked_delta_rule(*mixed, lengths)
     assert torch.equal(plain[:70], other[:70]) and torch.equal(plain[100:], other[100:])
     assert not torch.equal(plain[70:100], other[70:100])
+
+
+def test_what_the_kernels_are_told_of_a_row() -> None:
+    """Offsets, and segment and number of each chunk; the same tensors for every layer of a layout."""
+    lengths = (CHUNK + 6, 1, 2 * CHUNK)
+    facts = _kernel_offsets(lengths, torch.device("cpu"))
+    assert facts["cu_seqlens"].tolist() == [0, CHUNK + 6, CHUNK + 7, 3 * CHUNK + 7]
+    assert facts["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
+    assert _kernel_offsets(lengths, torch.device("cpu")) is facts
