@@ -106,7 +106,9 @@ def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Trai
         assert torch.equal(weights[name], tensor), name
 
 
-FOLLOWED = 5e-5  # after three steps; the gradients of decays are sums that nearly cancel (measured 1.2e-5)
+# After three steps, with gradients of decays that are sums which nearly cancel: 1.2e-5 measured for the figures, 5.7e-5 for
+# weights that were zero at the start. What a wrong reduction leaves is a thousand times as much.
+FOLLOWED, WEIGHTS = 5e-5, 2e-4
 HYBRID = {
     "serial": (1, ()),
     "pp2": (2, ("parallel.pp=2",)),  # MTP and its copy of the embedding on another rank than the embedding
@@ -134,7 +136,7 @@ def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool,
         assert set(weights[name]) == set(weights["serial"])
         for key, tensor in weights["serial"].items():
             difference = float((weights[name][key] - tensor).norm() / tensor.norm().clamp(min=1e-3))
-            assert difference < FOLLOWED, (name, key)
+            assert difference < WEIGHTS, (name, key)
     resumed = tmp_path / "resumed"
     (resumed / "checkpoints").mkdir(parents=True)
     shutil.copytree(tmp_path / "pp2" / "checkpoints" / "iter_2", resumed / "checkpoints" / "iter_2")
