@@ -7,6 +7,7 @@ docs/architecture.md holds the same as a table. Below stand the functions that a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -72,6 +73,26 @@ def _build_gated_delta_net_without_fla() -> None:
     net.chunk_gated_delta_rule = net.chunk_gated_delta_rule or net.torch_chunk_gated_delta_rule
 
 
+def _save_every_bucket_from_its_start() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer: Any = DistributedOptimizer
+    original = optimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(original)
+    def sharded(self: Any, *arguments: Any, **options: Any) -> Any:
+        whole = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = ranges_without_padding(buffer)
+            return original(self, *arguments, **options)
+        finally:
+            for buffer, ranges in zip(self.buffers, whole, strict=True):
+                buffer.param_index_map = ranges
+
+    optimizer.sharded_param_state_fully_reshardable = sharded
+
+
 SHIMS = (
     Shim(
         name="save-without-a-manager",
@@ -86,6 +107,13 @@ SHIMS = (
         "does not use it",
         last_broken="0.19.2",
         apply=_build_gated_delta_net_without_fla,
+    ),
+    Shim(
+        name="optimizer-state-shifted-by-padding",
+        fault="a fully reshardable save joins a buffer's buckets without the padding that ends them and cuts "
+        "parameters out of it by offsets that count it: from the second bucket on, moments and fp32 weights are shifted",
+        last_broken="0.19.2",
+        apply=_save_every_bucket_from_its_start,
     ),
 )
 
@@ -177,6 +205,18 @@ AVOIDED = (
         instead="two stacked weights and a grouped product (zoo/nn/experts.py)",
     ),
 )
+
+
+def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """`param_index_map` of a buffer whose buckets follow one another without the padding that ends each."""
+    removed, moves = 0, []  # by bucket: elements of padding before it
+    for bucket in buffer.buckets:
+        moves.append(removed)
+        removed += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        parameter: (start - moves[bucket], end - moves[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
 
 
 def allocate_optimizer_state(optimizer: Any) -> None:

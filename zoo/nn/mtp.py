@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
@@ -107,3 +108,15 @@ class MultiTokenPrediction(MegatronModule):
             joined = scatter_to_sequence_parallel_region(joined, group=self.tp_group)
         states = run_layer(self.layers[depth], joined, rotary, seq_params, padding_mask)
         return self.final_layernorm(states)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """As every megatron-core module's, and the layers as they cut themselves.
+
+        The default takes a plain ModuleList for whole on every rank of tensor parallelism.
+        """
+        sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for depth, layer in enumerate(self.layers):
+            sharded.update(layer.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata))
+        return sharded

@@ -133,6 +133,41 @@ def test_save_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
 
 
+def saved_weights() -> dict[str, list[float]]:
+    """fp32 weights as a save cuts them: two parameters, each in a bucket that is padded to eight elements."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    parameters = {"a": torch.tensor([1.0, 2.0, 3.0]), "b": torch.tensor([4.0, 5.0])}
+    first, second = parameters.values()
+    buckets = [SimpleNamespace(grad_data=torch.zeros(8), numel_unpadded=len(p)) for p in (first, second)]
+    ranges = {first: (0, 3, 0), second: (8, 10, 1)}
+    buffer = SimpleNamespace(param_index_map=ranges, buckets=buckets, numel_unpadded=5)
+    together = {"param": torch.cat([first, second]), "numel_unpadded": 5}
+    optimizer = SimpleNamespace(
+        buffers=[buffer],
+        gbuf_ranges=[{torch.float32: [{}, {}]}],
+        get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: together}},
+    )
+    described = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in parameters.items()}
+    saved = DistributedOptimizer.sharded_param_state_fully_reshardable(optimizer, described, False, {})
+    assert buffer.param_index_map is ranges
+    return {state["param"].key: state["param"].data.tolist() for state in saved.values()}
+
+
+def test_optimizer_state_shifted_by_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name = "sharded_param_state_fully_reshardable"
+    original = inspect.unwrap(getattr(DistributedOptimizer, name))
+    monkeypatch.setattr(DistributedOptimizer, name, original)
+    wanted = {"optimizer.state.param.a": [1.0, 2.0, 3.0], "optimizer.state.param.b": [4.0, 5.0]}
+    if saved_weights() == wanted:
+        remove_me("optimizer-state-shifted-by-padding")
+    shim("optimizer-state-shifted-by-padding").apply()
+    assert saved_weights() == wanted
+
+
 def gated_delta_net() -> Any:
     """mcore's layer, 2 heads of 4 channels, with nothing but identities around its own weights."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
