@@ -40,6 +40,9 @@ PARALLEL = {
     "dp4": (4, []),
     "pp2 vpp2 tp2": (4, ["parallel.pp=2", "parallel.vpp=2", "parallel.tp=2"]),
     "pp2 ep2": (4, ["parallel.pp=2", "parallel.ep=2"]),
+    # deepstack on its way through stages whose layers are run twice
+    "pp4 recompute": (4, ["parallel.pp=4", "engine.recompute=full"]),
+    "pp2 vpp2 recompute": (2, ["parallel.pp=2", "parallel.vpp=2", "engine.recompute=selective"]),
 }
 TIED = {
     "tp2": (2, ["parallel.tp=2"]),

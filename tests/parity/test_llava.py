@@ -6,7 +6,7 @@ norm of each tensor.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
@@ -70,11 +70,12 @@ class LlavaPair(Pair):
 
 
 def load(folder: Path, world: Any, *overrides: str) -> LlavaPair:
-    hf, zoo = load_plain(folder), LlavaZoo.load(folder, world, FAMILY, *overrides)
+    again = partial(LlavaZoo.load, folder, world, FAMILY, *overrides)
+    hf, zoo = load_plain(folder), again()
     examples = tile_examples(zoo.assembly.processor)
     with torch.no_grad():
         logits = [hf(**example.features).logits[0] for example in examples.values()]
-    return LlavaPair(hf, zoo, examples, logits, LOGITS, GRADIENTS, publish)
+    return LlavaPair(hf, zoo, examples, logits, LOGITS, GRADIENTS, publish, again)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

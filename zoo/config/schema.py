@@ -105,7 +105,7 @@ class EngineConfig:
 
     backend: str = "auto"  # auto | te | torch
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
-    recompute: str = "none"  # none | full: activations of decoder layers computed again in backward
+    recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
     deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
 
@@ -145,5 +145,5 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.overlong": ("error", "drop", "truncate_text"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
-    "engine.recompute": ("none", "full"),
+    "engine.recompute": ("none", "selective", "full"),
 }

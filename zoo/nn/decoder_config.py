@@ -12,6 +12,13 @@ from zoo.config.schema import Recipe
 from zoo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# By `engine.recompute`. Selective: MLP and experts, which keep most of what a layer keeps where attention stores no
+# scores. megatron-core's `layernorm` would go with them, but without Transformer Engine it ends in a NameError.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def transformer_config(
@@ -59,9 +66,7 @@ def transformer_config(
         attention_dropout=0.0,
         bias_activation_fusion=False,
         init_method_std=text.initializer_range,
-        recompute_granularity="full" if recipe.engine.recompute == "full" else None,
-        recompute_method="uniform" if recipe.engine.recompute == "full" else None,
-        recompute_num_layers=1 if recipe.engine.recompute == "full" else None,
+        **RECOMPUTE[recipe.engine.recompute],
         **_expert_settings(text, recipe),
         **_linear_attention_settings(text),
         tensor_model_parallel_size=parallel.tp,

@@ -186,7 +186,7 @@ def test_replace_in_checks_like_an_override() -> None:
         ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text"),
         ("engine.backend=jax", "engine.backend=jax: wanted one of auto, te, torch"),
         ("engine.precision=fp8", "engine.precision=fp8: wanted one of fp32, bf16 or null"),
-        ("engine.recompute=all", "engine.recompute=all: wanted one of none, full"),
+        ("engine.recompute=all", "engine.recompute=all: wanted one of none, selective, full"),
         ("train.stepz=3", "train.stepz: no such key; nearest: train.steps"),
         ("lr=3", "lr: no such key; nearest: train.lr"),
         ("trian.lr=3", "trian.lr: no such key; nearest: train.lr"),

@@ -26,7 +26,7 @@ MAX_SPEECH = 2.2  # s, the longest spoken clip
 
 KINDS = ("image", "multi_image", "video", "audio", "multi_audio", "audio_in_video", "text")
 ROWS = {
-    "train": dict(zip(KINDS, (1260, 200, 50, 620, 150, 30, 60), strict=True)),
+    "train": dict(zip(KINDS, (1260, 450, 90, 490, 120, 30, 110), strict=True)),
     "heldout": dict(zip(KINDS, (80, 15, 15, 60, 15, 10, 15), strict=True)),
 }
 PROMPTS = {
@@ -66,6 +66,7 @@ VOICES = {
     for name, accents in VARIANTS.items()
 }
 GAPS = {"train": (0.03, 0.12), "heldout": (0.05, 0.25)}  # s, silence between words; half of it at the ends
+TURNS = {"train": 8, "heldout": 1}  # questions in a row of text
 PEAK = 0.6  # of full scale, the loudest sample of a train clip; data.augment varies it
 
 
@@ -242,20 +243,34 @@ def audio_in_video_rows(split: Split, count: int) -> None:
 
 
 def text_rows(split: Split, count: int) -> None:
-    """Adds `count` rows of text alone; a number's last digit modulo 5 is 4 in the held-out split only."""
-    for number in range(count):
-        last = [d for d in range(10) if (d % 5 == 4) == (split.name == "heldout")]
-        size = 2 + split.rng.choice(4, p=(0.2, 0.4, 0.25, 0.15))
-        digits = "".join(map(str, split.rng.integers(10, size=size - 1))) + str(split.rng.choice(last))
-        prompt = PROMPTS["text"][number % len(PROMPTS["text"])]
-        answer = digits[::-1] if "everse" in prompt else digits
-        split.rows.append(row("text", prompt.format(digits), answer))
+    """Adds `count` conversations of text alone, each of TURNS questions.
+
+    Numbers whose digits sum up to 4 modulo 5 are in the held-out split only.
+    """
+    rng = split.rng
+    for _ in range(count):
+        turns: list[tuple[str, str]] = []
+        while len(turns) < TURNS[split.name]:
+            digits = "".join(map(str, rng.integers(10, size=2 + rng.choice(4, p=(0.2, 0.4, 0.25, 0.15)))))
+            if (sum(map(int, digits)) % 5 == 4) == (split.name == "heldout"):
+                prompt = split.prompt("text")
+                turns.append((prompt.format(digits), digits[::-1] if "everse" in prompt else digits))
+        split.rows.append(conversation("text", turns))
 
 
 def row(kind: str, content: str, answer: str, **extra: object) -> dict:
     """One JSONL row: a user's turn and an assistant's, with the media of `extra`."""
-    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-    return {"kind": kind, "messages": turns, **extra}
+    return conversation(kind, [(content, answer)], **extra)
+
+
+def conversation(kind: str, turns: Sequence[tuple[str, str]], **extra: object) -> dict:
+    """One JSONL row of several questions and their answers."""
+    messages = [
+        {"role": role, "content": text}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+    return {"kind": kind, "messages": messages, **extra}
 
 
 def make_split(name: str, out: Path, seed: int) -> Split:
@@ -293,7 +308,10 @@ def read_rows(path: Path) -> list[dict]:
 
 def check_row(out: Path, item: dict) -> None:
     """Decodes a row's media and compares them with its placeholders and its answer's length."""
-    content, answer = (turn["content"] for turn in item["messages"])
+    content, answer = (
+        " ".join(turn["content"] for turn in item["messages"] if turn["role"] == role)
+        for role in ("user", "assistant")
+    )
     parts = answer.split()
     assert all(part.isdecimal() and part.isascii() for part in parts), item
     for key, mark in MARKS.items():
