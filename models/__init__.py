@@ -3,7 +3,9 @@
 from zoo.registry import ModelFamily
 
 
-def family(package: str, prefix: str, title: str, *, modalities: str, parts: str) -> ModelFamily:
+def family(
+    package: str, prefix: str, title: str, *, modalities: str, parts: str, proved: str
+) -> ModelFamily:
     """The family of a package here, whose parts lie where those of all families lie.
 
     Args:
@@ -12,6 +14,7 @@ def family(package: str, prefix: str, title: str, *, modalities: str, parts: str
         title: the name people know.
         modalities: of text, image, video, audio.
         parts: what `model.freeze` accepts.
+        proved: kinds of parallelism that tests/distributed/test_matrix.py holds to one rank's gradients.
     """
     name = package.rpartition(".")[2]
     return ModelFamily(
@@ -19,6 +22,7 @@ def family(package: str, prefix: str, title: str, *, modalities: str, parts: str
         title=title,
         modalities=tuple(modalities.split()),
         parts=tuple(parts.split()),
+        proved=tuple(proved.split()),
         config=f"{package}.config:{prefix}Config",
         model=f"{package}.model:{prefix}Model",
         step=f"{package}.step:{prefix}Step",

@@ -8,4 +8,5 @@ FAMILY = family(
     "LLaVA (1.5, NeXT, OneVision)",
     modalities="text image video",
     parts="vision projector language",
+    proved="tp sp pp vpp cp dp",
 )

@@ -8,4 +8,5 @@ FAMILY = family(
     "Qwen3-Omni (thinker)",
     modalities="text image video audio",
     parts="vision audio language",
+    proved="tp sp pp vpp cp ep etp dp",
 )

@@ -2,4 +2,11 @@
 
 from zoo.models import family
 
-FAMILY = family(__name__, "Qwen3VL", "Qwen3-VL", modalities="text image video", parts="vision language")
+FAMILY = family(
+    __name__,
+    "Qwen3VL",
+    "Qwen3-VL",
+    modalities="text image video",
+    parts="vision language",
+    proved="tp sp pp vpp cp ep etp dp",
+)

@@ -20,6 +20,7 @@ from support.rank_tasks import Held, Layout, Plan, run_layouts
 from torch import Tensor
 
 from zoo.errors import ConfigError
+from zoo.registry import families
 
 
 @dataclass
@@ -110,6 +111,19 @@ def logprob_error(held: list[Held], batches: list[Batch], wanted: list[Tensor]) 
         assert got.shape == want.shape
         error = max(error, float(((got - want).abs() / want.abs().clamp(min=1.0)).max()))
     return error
+
+
+def test_what_zoo_list_shows_is_what_is_proved() -> None:
+    """Each family's `proved`: the kinds of parallelism of its rows here that are not refused."""
+    from zoo.config.files import read_recipe
+
+    found: dict[str, set[str]] = {}
+    for name, model in MODELS.items():
+        kinds = found.setdefault(read_recipe(model.recipe).tree["model"]["family"], set())
+        for parallel, setting in PARALLEL.items():
+            if (parallel, name) not in REFUSED:
+                kinds |= setting.kinds
+    assert {name: set(family.proved) for name, family in families().items()} == found
 
 
 @pytest.mark.parametrize("model", MODELS)

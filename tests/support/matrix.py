@@ -37,6 +37,12 @@ class Parallel:
     ranks: int
     overrides: tuple[str, ...]
 
+    @property
+    def kinds(self) -> set[str]:
+        """Of tp, sp, pp, ...: what it cuts; dp where it cuts nothing."""
+        pairs = (override.removeprefix("parallel.").split("=") for override in self.overrides)
+        return {key for key, value in pairs if value != "false"} or {"dp"}
+
 
 def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
     def write(folder: Path) -> Path:
@@ -47,10 +53,13 @@ def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
     return write
 
 
-def _qwen3_vl(folder: Path) -> Path:
-    from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+def _qwen3_vl(**sizes: Any) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
-    return write_tiny_qwen3_vl(folder, num_hidden_layers=4)
+        return write_tiny_qwen3_vl(folder, num_hidden_layers=4, **sizes)
+
+    return write
 
 
 def _llava(folder: Path) -> Path:
@@ -75,7 +84,8 @@ HEARD = (
 )
 
 MODELS = {
-    "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl, vision_examples, SEEN),
+    "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl(), vision_examples, SEEN),
+    "deepstack": Model("experts, deepstack", "qwen3_vl_moe_sft", _qwen3_vl(moe=True), vision_examples, SEEN),
     "moe": Model(
         "experts, shared expert with gate",
         "qwen35_vl_moe_sft",
@@ -134,7 +144,7 @@ REFUSED = {
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
         for model in ("dense", "gdn", "llava")
     },
-    **{("tp2", model): NEEDS_SP for model in ("moe", "mtp", "omni")},
+    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")

@@ -1,7 +1,7 @@
 """
 usage: zoo list [--json]
 
-Shows model families with what they read, recipes, sizes and hardware overlays.
+Shows model families with what they read, their sizes and the parallelism that tests prove, recipes, hardware overlays.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def catalogue() -> dict[str, Any]:
                 "title": family.title,
                 "modalities": list(family.modalities),
                 "sizes": size_names(family.name),
+                "proved_parallelism": list(family.proved),
             }
             for family in families().values()
         },
@@ -56,6 +57,8 @@ def _table(found: dict[str, Any]) -> str:
     for name, family in found["families"].items():
         lines.append(f"  {name:<18} {family['title']}: {', '.join(family['modalities'])}")
         lines.append(f"  {'':<18} size={' | '.join(family['sizes']) or '-'}")
+        proved = " ".join(family["proved_parallelism"]) or "none"
+        lines.append(f"  {'':<18} parallelism with the gradients of one rank, by test: {proved}")
     lines.append("recipes")
     for name, recipe in found["recipes"].items():
         lines.append(f"  {name:<18} {recipe['description']}")
