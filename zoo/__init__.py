@@ -16,17 +16,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zoo.config.compose import load_recipe
     from zoo.config.schema import Recipe
+    from zoo.engine.convert import convert
     from zoo.engine.launch import launch as train
     from zoo.engine.result import TrainResult
+    from zoo.engine.score import score
+    from zoo.engine.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "TrainResult", "__version__", "load_recipe", "train"]
+__all__ = ["Recipe", "TrainResult", "__version__", "convert", "load_recipe", "score", "train", "verify"]
 
 _WHERE = {
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.engine.result", "TrainResult"),
+    "convert": ("zoo.engine.convert", "convert"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
+    "score": ("zoo.engine.score", "score"),
     "train": ("zoo.engine.launch", "launch"),
+    "verify": ("zoo.engine.verify", "verify"),
 }
 
 

@@ -120,6 +120,12 @@ class Qwen3OmniProcessor(Processor):
             media["feature_lens"] = lengths
         return media
 
+    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+        """The features, with what the thinker takes beside them."""
+        if "video_second_per_grid" in features:
+            features["video_second_per_grid"] = torch.as_tensor(features["video_second_per_grid"])
+        return {**features, "use_audio_in_video": row.use_audio_in_video}
+
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that the towers' outputs replace."""
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []

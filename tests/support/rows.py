@@ -119,21 +119,5 @@ def _seconds(processor: Any, row: Any) -> float:
 
 
 def encode(processor: Any, row: Any, name: str) -> Example:
-    """The row's sample, and what the HF processor itself returned while it was made."""
-    seen: dict[str, Any] = {}
-    original = type(processor).media_tensors
-
-    def media_tensors(features: Any) -> dict[str, Tensor]:
-        seen.update(features)
-        return original(processor, features)
-
-    processor.media_tensors = media_tensors
-    try:
-        sample = processor.encode(row, video_fps=2.0, max_frames=768)
-    finally:
-        del processor.media_tensors
-    if "video_second_per_grid" in seen:
-        seen["video_second_per_grid"] = torch.as_tensor(seen["video_second_per_grid"])
-    if "audio" in processor.modalities:  # an argument of models with sound
-        seen["use_audio_in_video"] = row.use_audio_in_video
-    return Example(name, sample, seen)
+    """The row's sample, and the arguments of transformers' model."""
+    return Example(name, *processor.encode_both(row, video_fps=2.0, max_frames=768))

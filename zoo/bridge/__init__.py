@@ -5,7 +5,7 @@ A family's table (`zoo.bridges.<family>.BRIDGE`) is all that is special to it.
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.export import export_hf
-from zoo.bridge.export_writer import ExportWriter, ShardWriter
+from zoo.bridge.export_writer import ExportWriter, Planned, ShardWriter
 from zoo.bridge.load import load_hf
 from zoo.bridge.mapping import (
     Bridge,
@@ -32,6 +32,7 @@ __all__ = [
     "GateUp",
     "GatedQKV",
     "Layout",
+    "Planned",
     "Rows",
     "Rule",
     "SafetensorsFolder",

@@ -11,7 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, ExportWriter, Shard, ShardWriter, disk_errors
+from zoo.bridge.export_writer import (
+    DEFAULT_SHARD_BYTES,
+    ExportWriter,
+    Planned,
+    Shard,
+    ShardWriter,
+    disk_errors,
+)
 from zoo.bridge.load import fit_shapes
 from zoo.bridge.mapping import Bridge, Entry, Resolution
+from zoo.bridge.native import CARRIED, native
 from zoo.bridge.parallel import (
     Comm,
     ShardInfo,
@@ -33,7 +41,9 @@ from zoo.bridge.parallel import (
     together,
 )
 from zoo.bridge.safetensors_io import SafetensorsFolder
+from zoo.bridge.streams import Job, carried, in_order, run, to_hf
 from zoo.bridge.transforms import Dims
+from zoo.config.locate import Place, locate
 from zoo.errors import UserError
 
 # Beside the weights: tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
@@ -42,21 +52,92 @@ _NOT_COPIED = ("config.json",)  # written from the config
 
 
 @dataclass(frozen=True)
+class _Source:
+    """What training started from: its tensors, under Hugging Face's names or zoo's, and the files beside them."""
+
+    files: Path
+    reader: SafetensorsFolder
+    resolution: Resolution
+    bridge: Bridge
+    dims: Dims
+
+    @classmethod
+    def open(
+        cls, source: Place | str | Path | None, bridge: Bridge, zoo_names: Sequence[str], dims: Dims
+    ) -> _Source | None:
+        if source is None:
+            return None
+        place = source if isinstance(source, Place) else locate(str(source))
+        if place.kind == "run":
+            raise UserError(f"{place.folder}: tensors can't be carried over from a run's checkpoint")
+        table = native(bridge) if place.kind == "zoo" else bridge
+        reader = SafetensorsFolder(place.weights)
+        return cls(place.files, reader, table.resolve(reader.names(), zoo_names, dims), bridge, dims)
+
+    def dtype_of(self, zoo_name: str) -> torch.dtype:
+        """The dtype the tensor has."""
+        entry = self.resolution.entries[zoo_name]
+        return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
+
+    def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
+        """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
+
+        With a `dtype` the frozen ones are cast, so nothing is left of them to be copied.
+        """
+        jobs = []
+        published = {actual: name for name, actual in self.resolution.source.items()}
+        for name in self.resolution.carried:
+            target = published[name]
+            if target.startswith(CARRIED):
+                target = target.removeprefix(CARRIED)
+            elif (entry := self._native_entry(target)) is not None:
+                jobs.append(to_hf(entry, name, self.reader, self.dims, None))
+                continue
+            jobs.append(carried(name, self.reader, target, to_zoo=False))
+        for name in frozen if dtype is None else ():
+            jobs += self._frozen(name)
+        return jobs
+
+    def keeps(self, zoo_name: str) -> bool:
+        """Whether a frozen tensor can be written from here as it is."""
+        return bool(self._frozen(zoo_name))
+
+    def _frozen(self, zoo_name: str) -> list[Job]:
+        entry, wanted = self.resolution.entries[zoo_name], self.bridge.publish([zoo_name])[zoo_name]
+        if not wanted.rule.writes(self.dims):
+            return []
+        if entry.layout.patterns == (entry.rule.zoo,):
+            return [to_hf(wanted, self.resolution.source[entry.hf_names()[0]], self.reader, self.dims, None)]
+        if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
+            return []
+        names = entry.layout.all_names(entry.binding, self.dims.experts)
+        return [carried(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
+
+    def _native_entry(self, name: str) -> Entry | None:
+        """The published entry of a tensor that stands under zoo's name."""
+        try:
+            return self.bridge.publish([name])[name]
+        except BridgeError:
+            return None
+
+
+@dataclass(frozen=True)
 class _Plan:
     """What one export writes: entries of all ranks, their published names, and the source's part."""
 
     entries: Mapping[str, Entry]
-    names: Sequence[str]
+    names: Sequence[str]  # published ones of `entries`
     config: dict[str, Any]
-    reader: SafetensorsFolder | None
-    resolution: Resolution | None
+    source: _Source | None
+    dtype: torch.dtype | None
+    copies: Sequence[Job] = field(default=())  # from the source, by rank 0
+    copied: frozenset[str] = frozenset()  # zoo names among them
 
-    def dtype_of(self, zoo_name: str) -> torch.dtype | None:
-        """The dtype the tensor has in the source."""
-        if self.reader is None or self.resolution is None:
-            return None
-        entry = self.resolution.entries[zoo_name]
-        return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
+    def dtype_of(self, zoo_name: str, parameter: Tensor) -> torch.dtype:
+        """The dtype a tensor is written in."""
+        if self.dtype is not None:
+            return self.dtype
+        return parameter.dtype if self.source is None else self.source.dtype_of(zoo_name)
 
 
 def export_hf(
@@ -68,7 +149,7 @@ def export_hf(
     comm: Comm | None = None,
     *,
     config: Any = None,
-    source: str | Path | None = None,
+    source: Place | str | Path | None = None,
     processor: Any = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
@@ -76,10 +157,10 @@ def export_hf(
 ) -> Path:
     """Write the model as an HF folder; call it on every rank, with `folder` on a file system that all share.
 
-    `config` is an HF config object or dict (default: the source's). From `source`, the HF folder that training started
-    from, come the tensors that zoo does not train, byte for byte, and the files of tokenizer and processor; a
-    `processor` (anything with save_pretrained) is written over these. `dtype` None keeps the source's dtypes, or the
-    model's where there is no source. Returns the folder.
+    `config` is an HF config object or dict (default: the source's). From `source`, the weights that training started
+    from, come the tensors that zoo does not train and those of frozen parameters, byte for byte, and the files of
+    tokenizer and processor; a `processor` (anything with save_pretrained) is written over these. `dtype` None keeps the
+    source's dtypes, or the model's where there is no source. Returns the folder.
 
     Raises on all ranks, leaving an existing folder as it was: BridgeError for tensors that do not fit, UserError
     where the folder exists and `overwrite` is false, where the source is broken, or where the disk is full.
@@ -89,16 +170,19 @@ def export_hf(
     parameters = together(comm, lambda: model_parameters(model_chunks))
     held = comm.gather_objects([name for name, _ in parameters])
     everywhere = sorted({name for names in held for name in names})
-    stored = dtype or (parameters[0][1].dtype if source is None else None)
-    plan = together(comm, lambda: _plan(bridge, everywhere, dims, config, source, stored))
+    frozen = sorted({n for names in comm.gather_objects(_frozen(parameters)) for n in names})
+    stated = dtype or (parameters[0][1].dtype if source is None else None)
+    plan = together(comm, lambda: _plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: _check(plan, parameters, dims, shard))
     together(comm, lambda: writer.begin() if comm.rank == 0 else None)
     try:
-        shards = ShardWriter(writer.partial, rank=comm.rank, shard_bytes=shard_bytes)
-        mine = _own(parameters, held)
-        failure = _write_parameters(mine, plan, dims, shard, comm, shards, dtype)
-        together(comm, lambda: _finish_shards(shards, failure, plan, comm.rank))
-        written = [s for of_rank in comm.gather_objects(shards.shards) for s in of_rank]
+        mine = _in_order(_own(parameters, held), plan)
+        written = _write_parameters(mine, plan, dims, shard, comm, writer.partial, shard_bytes)
+        if comm.rank == 0:
+            written += together(comm, lambda: _write_copies(plan, writer.partial, shard_bytes))
+        else:
+            together(comm, lambda: None)
+        written = [s for of_rank in comm.gather_objects(written) for s in of_rank]
         together(comm, lambda: _commit(writer, written, plan, processor) if comm.rank == 0 else None)
     except BaseException:
         if comm.rank == 0:
@@ -107,32 +191,36 @@ def export_hf(
     return writer.target
 
 
+def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
+    return [name for name, parameter in parameters if not parameter.requires_grad]
+
+
 def _plan(
     bridge: Bridge,
     zoo_names: Sequence[str],
     dims: Dims,
     config: Any,
-    source: str | Path | None,
+    given: Place | str | Path | None,
     dtype: torch.dtype | None,
+    stated: torch.dtype | None,
+    frozen: Sequence[str],
 ) -> _Plan:
     """Pair names with rules and with the source; nothing is written yet."""
     entries = bridge.publish(zoo_names)
     names = bridge.published_names(entries.values(), dims)
-    reader = None if source is None else SafetensorsFolder(source)
-    resolution = None if reader is None else bridge.resolve(reader.names(), zoo_names, dims)
-    carried = list(resolution.carried) if resolution else []
+    source = _Source.open(given, bridge, zoo_names, dims)
+    kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
+    copies = in_order(source.copies(kept, dtype)) if source else []
     plain = _plain_config(config, source)
     if bridge.export_config is not None:
-        plain = bridge.export_config(plain, [*names, *carried])
-    if dtype is not None:
-        plain = {
-            **_with_dtype(plain, str(dtype).removeprefix("torch.")),
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-    return _Plan(entries, names, plain, reader, resolution)
+        others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
+        plain = bridge.export_config(plain, [*names, *others])
+    if stated is not None:
+        plain = with_dtype(plain, stated)
+    return _Plan(entries, names, plain, source, dtype, copies, frozenset(kept))
 
 
-def _plain_config(config: Any, source: str | Path | None) -> dict[str, Any]:
+def _plain_config(config: Any, source: _Source | None) -> dict[str, Any]:
     """The config as a dict, as save_pretrained would write it."""
     if isinstance(config, Mapping):
         return dict(config)
@@ -140,23 +228,28 @@ def _plain_config(config: Any, source: str | Path | None) -> dict[str, Any]:
         return json.loads(config.to_json_string())
     if source is None:
         raise UserError("export: no config given, and no source folder to take it from")
-    path = Path(source) / "config.json"
+    path = source.files / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the export a config")
     return json.loads(path.read_text())
 
 
-def _with_dtype(value: Any, dtype: str) -> Any:
-    """The config with `dtype` wherever it, or a part of it, states one."""
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with `dtype` at its top, and wherever a part of it states one."""
+    name = str(dtype).removeprefix("torch.")
+    return {**_restated(config, name), "dtype": name}
+
+
+def _restated(value: Any, dtype: str) -> Any:
     if not isinstance(value, dict):
         return value
-    return {k: dtype if k in ("dtype", "torch_dtype") else _with_dtype(v, dtype) for k, v in value.items()}
+    return {k: dtype if k in ("dtype", "torch_dtype") else _restated(v, dtype) for k, v in value.items()}
 
 
 def _check(plan: _Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
     """Shapes of this rank's parameters against the table, and against the source where there is one."""
-    if plan.reader is not None and plan.resolution is not None:
-        fit_shapes(parameters, plan.resolution, plan.reader, dims, shard)
+    if plan.source is not None:
+        fit_shapes(parameters, plan.source.resolution, plan.source.reader, dims, shard)
     problems = []
     for name, parameter in parameters:
         entry = plan.entries[name]
@@ -181,29 +274,77 @@ def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]
     return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
+def _in_order(parameters: Sequence[tuple[str, Tensor]], plan: _Plan) -> list[tuple[str, Tensor]]:
+    """As a ShardWriter wants them, and alike on all ranks that share them; without those that are copied."""
+    left = [(name, parameter) for name, parameter in parameters if name not in plan.copied]
+    return sorted(left, key=lambda pair: -plan.dtype_of(*pair).itemsize)
+
+
 def _write_parameters(
     parameters: Sequence[tuple[str, Tensor]],
     plan: _Plan,
     dims: Dims,
     shard: ShardInfo,
     comm: Comm,
-    shards: ShardWriter,
-    dtype: torch.dtype | None,
-) -> UserError | None:
+    folder: Path,
+    shard_bytes: int,
+) -> list[Shard]:
     """Gather and write each parameter; a rank that cannot write goes on gathering, as the others wait for it."""
-    failure = None
+    planned = [tensor for pair in parameters for tensor in _outputs(*pair, plan, dims, shard)]
+    shards = ShardWriter(folder, planned, rank=comm.rank, shard_bytes=shard_bytes)
+    failure: UserError | None = None
     for name, parameter in parameters:
         entry = plan.entries[name]
-        if not entry.rule.writes(dims) or (shard.edp_rank if entry.rule.stacked else shard.dp_rank) != 0:
+        if not _takes_part(entry, dims, shard):
             continue
         tensors = _stacked if entry.rule.stacked else _dense
         for hf_name, tensor in tensors(parameter.detach(), entry, dims, shard, comm):
             if failure is None:
                 try:
-                    shards.add(hf_name, tensor, dtype or plan.dtype_of(name))
+                    shards.write(hf_name, [tensor])
                 except UserError as error:
                     failure = error
-    return failure
+    shards.close()
+
+    def report() -> list[Shard]:
+        if failure is not None:
+            raise failure
+        return shards.shards
+
+    return together(comm, report)
+
+
+def _takes_part(entry: Entry, dims: Dims, shard: ShardInfo) -> bool:
+    """Whether this rank gathers the tensor with others: one replica of it does."""
+    return entry.rule.writes(dims) and (shard.edp_rank if entry.rule.stacked else shard.dp_rank) == 0
+
+
+def _outputs(name: str, parameter: Tensor, plan: _Plan, dims: Dims, shard: ShardInfo) -> list[Planned]:
+    """What of a parameter this rank writes."""
+    entry = plan.entries[name]
+    stacked, per_expert = entry.rule.stacked, entry.layout.per_expert
+    first = shard.etp_rank == 0 and (per_expert or shard.ep_rank == 0) if stacked else shard.tp_rank == 0
+    if not first or not _takes_part(entry, dims, shard):
+        return []
+    shapes = entry.hf_shapes(full_shape(parameter.shape, entry.rule.shard_for(dims), shard), dims)
+    mine = list(shapes)
+    if per_expert:
+        count = parameter.shape[0]
+        start = shard.ep_rank * count
+        mine = [name for expert in range(start, start + count) for name in entry.hf_names(expert)]
+    dtype = plan.dtype_of(name, parameter)
+    return [Planned(hf_name, shapes[hf_name], dtype) for hf_name in mine]
+
+
+def _write_copies(plan: _Plan, folder: Path, shard_bytes: int) -> list[Shard]:
+    """On rank 0: what comes from the source."""
+    planned = [tensor for job in plan.copies for tensor in job.planned]
+    shards = ShardWriter(folder, planned, shard_bytes=shard_bytes, label="source")
+    try:
+        run(plan.copies, shards)
+    finally:
+        shards.close()
+    return shards.shards
 
 
 def _dense(
@@ -241,35 +382,25 @@ def _stacked(
         yield from zip(entry.hf_names(expert), tensors, strict=True)
 
 
-def _finish_shards(shards: ShardWriter, failure: UserError | None, plan: _Plan, rank: int) -> None:
-    """Flush, after rank 0 has added the carried tensors."""
-    if failure is not None:
-        raise failure
-    if rank == 0 and plan.reader is not None and plan.resolution is not None:
-        for name in plan.resolution.carried:
-            shards.add(name, plan.reader.get(name))
-    shards.flush()
-
-
 def _commit(writer: ExportWriter, shards: list[Shard], plan: _Plan, processor: Any) -> None:
     """On rank 0: check what was written, add the files beside the weights, and give the folder its name."""
-    carried = list(plan.resolution.carried) if plan.resolution else []
-    expected = Counter([*plan.names, *carried])
+    copied = [tensor.name for job in plan.copies for tensor in job.planned]
+    expected = Counter({*plan.names, *copied})
     written = Counter(name for shard in shards for name in shard.tensors)
     problems = [f"{name}: not written by any rank" for name in (expected - written)]
     problems += [f"{name}: written more than once, or not asked for" for name in (written - expected)]
     if problems:
         raise BridgeError(f"{writer.target}: the export is not whole", problems)
     with disk_errors(writer.partial):
-        if plan.reader is not None:
-            _copy_side_files(plan.reader.folder, writer.partial)
+        if plan.source is not None:
+            copy_side_files(plan.source.files, writer.partial)
         if processor is not None:
             processor.save_pretrained(writer.partial)
         (writer.partial / "config.json").write_text(json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
         writer.commit(shards)
 
 
-def _copy_side_files(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path) -> None:
     """Tokenizer, processor, chat templates and generation config, as they are."""
     for path in sorted(source.iterdir()):
         if path.is_dir():

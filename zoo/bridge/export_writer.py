@@ -8,20 +8,21 @@ folder: until then a killed export leaves nothing that loads, and the next expor
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from zoo.bridge.safetensors_io import INDEX_NAME, SINGLE_NAME
+from zoo.bridge.safetensors_io import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.errors import UserError
 
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use
 
 
@@ -30,12 +31,26 @@ def disk_errors(path: Path) -> Iterator[None]:
     """Turn a failure to write (full disk, no permission) into a UserError that says what is free."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         free = shutil.disk_usage(place).free
         raise UserError(
             f"{path}: cannot be written ({error}); {free:,} bytes are free on the disk"
         ) from error
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that will be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -47,33 +62,91 @@ class Shard:
 
 
 class ShardWriter:
-    """One process's shards: buffers tensors up to `shard_bytes`, then writes them to one file."""
+    """One process's shards, each written from front to back as its tensors come in: nothing is kept in memory.
 
-    def __init__(self, folder: Path, *, rank: int = 0, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
-        self.folder, self.rank, self.shard_bytes = folder, rank, shard_bytes
+    A shard's header says what is in it and stands first, so what will be written is told beforehand, and comes in
+    that order. Tensors of wide dtypes go first, as offsets must be multiples of the dtypes' sizes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        planned: Iterable[Planned],
+        *,
+        rank: int = 0,
+        shard_bytes: int = DEFAULT_SHARD_BYTES,
+        label: str = "rank",
+    ) -> None:
+        """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others."""
+        self.folder = folder
         self.shards: list[Shard] = []
-        self._buffer: dict[str, Tensor] = {}
-        self._buffered = 0
+        self._prefix = f"{label}{rank:05d}"
+        self._stream: BinaryIO | None = None
+        self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
+        self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
+        self._group: list[Planned] = []
 
-    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
-        """Queue a copy of the tensor, cast to `dtype` where one is given; may write a shard."""
-        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
-        if self._buffer and self._buffered + nbytes > self.shard_bytes:
-            self.flush()
-        copied = torch.empty(tensor.shape, dtype=dtype or tensor.dtype)
-        self._buffer[name] = copied.copy_(tensor.detach())
-        self._buffered += nbytes
+    def write(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """The next tensor, as rows that follow one another, of any dtype."""
+        if not self._group:
+            self._begin()
+        planned = self._group.pop(0)
+        assert planned.name == name, f"{name} comes where {planned.name} was told"
+        left = planned.nbytes
+        with disk_errors(self.folder):
+            for piece in pieces:
+                raw = piece.detach().to("cpu", planned.dtype).contiguous().view(-1).view(torch.uint8)
+                left -= raw.numel()
+                self._put(memoryview(raw.numpy()))
+            assert not left, f"{name}: {-left} bytes more than were told"
+            if not self._group:
+                self._end()
 
-    def flush(self) -> None:
-        """Write what is queued."""
-        if not self._buffer:
-            return
-        file = f"rank{self.rank:05d}-part{len(self.shards) + 1:05d}.tmp"
+    def close(self) -> None:
+        """Let go of a shard that was not finished."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def _put(self, data: memoryview) -> None:
+        assert self._stream is not None
+        while len(data):
+            data = data[self._stream.write(data) :]
+
+    def _begin(self) -> None:
+        self._group = self._waiting.pop()
+        file = f"{self._prefix}-part{len(self.shards) + 1:05d}.tmp"
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for tensor in self._group:
+            header[tensor.name] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [at, at + tensor.nbytes],
+            }
+            at += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
         with disk_errors(self.folder / file):
-            save_file(self._buffer, self.folder / file, metadata={"format": "pt"})
-        sizes = {name: tensor.numel() * tensor.itemsize for name, tensor in self._buffer.items()}
-        self.shards.append(Shard(file, sizes))
-        self._buffer, self._buffered = {}, 0
+            self._stream = open(self.folder / file, "wb", buffering=0)
+            self._put(memoryview(len(text).to_bytes(8, "little") + text))
+        self.shards.append(Shard(file, {tensor.name: tensor.nbytes for tensor in self._group}))
+
+    def _end(self) -> None:
+        self.close()
+
+
+def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
+    """Tensors in groups of at most `most` bytes, or of one that is larger."""
+    groups: list[list[Planned]] = []
+    size = 0
+    for tensor in planned:
+        if not groups or size + tensor.nbytes > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.nbytes
+    return groups
 
 
 class ExportWriter:
@@ -104,21 +177,23 @@ class ExportWriter:
         """Remove what was written."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
-    def commit(self, shards: Iterable[Shard]) -> None:
-        """Name the shards, write the index and put the folder in the target's place."""
+    def commit(self, shards: Iterable[Shard], part: str = "") -> None:
+        """Name the shards, write the index and put the folder in the target's place; `part` is a folder for them in it."""
         ordered = list(shards)
         files = _published_files(len(ordered))
+        folder = self.partial / part
+        folder.mkdir(exist_ok=True)
         for shard, file in zip(ordered, files, strict=True):
-            (self.partial / shard.file).rename(self.partial / file)
+            (self.partial / shard.file).rename(folder / file)
         if len(ordered) > 1:
-            self._write_index(ordered, files)
+            self._write_index(folder, ordered, files)
         self._replace_target()
 
-    def _write_index(self, shards: list[Shard], files: list[str]) -> None:
+    def _write_index(self, folder: Path, shards: list[Shard], files: list[str]) -> None:
         weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard.tensors}
         total = sum(sum(shard.tensors.values()) for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (self.partial / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def _replace_target(self) -> None:
         """Rename the partial folder; a former target is moved aside first and removed after."""

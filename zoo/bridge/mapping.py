@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -183,6 +184,7 @@ class Resolution:
     entries: Mapping[str, Entry]  # zoo name -> entry
     carried: Sequence[str]  # names, as in the source, of tensors that zoo does not train
     source: Mapping[str, str]  # published name -> name in the source
+    allowed: Sequence[str] = ()  # problems that the caller has allowed, of tensors that are left out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,10 +255,13 @@ class Bridge:
             raise BridgeError(f"{self.name}: duplicate tensors", problems)
         return list(owner)
 
-    def resolve(self, hf_names: Collection[str], zoo_names: Iterable[str], dims: Dims) -> Resolution:
+    def resolve(
+        self, hf_names: Collection[str], zoo_names: Iterable[str], dims: Dims, allow: Sequence[str] = ()
+    ) -> Resolution:
         """Pair the tensors of a checkpoint with those of a whole model (all its ranks).
 
-        Raises BridgeError that lists every tensor that is missing, unmapped, extra or there twice.
+        Raises BridgeError that lists every tensor that is missing, unmapped, extra or there twice. Such a tensor whose
+        name fits one of the patterns `allow` (`talker.*`) is left out instead, with what needs it.
         """
         source, problems = self._translate(hf_names)
         published_entries = self.publish(zoo_names)
@@ -272,9 +277,22 @@ class Bridge:
                 unused.difference_update(candidate.all_names(published.binding, dims.experts))
         for name in sorted(unused):
             problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
-        if problems:
-            raise BridgeError(f"{self.name}: the checkpoint and the model do not match", problems)
-        return Resolution(entries, [actual for name, actual in source.items() if name in carried], source)
+        refused = [problem for problem in problems if not _is_allowed(problem, allow)]
+        if refused:
+            raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused)
+        whole = {
+            name: entry
+            for name, entry in entries.items()
+            if all(part in source for part in entry.layout.all_names(entry.binding, dims.experts))
+        }
+        kept = [actual for name, actual in source.items() if name in carried]
+        return Resolution(whole, kept, source, problems)
+
+    def has_optional(self, hf_names: Collection[str]) -> bool:
+        """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
+        published, _ = self._translate(hf_names)
+        parts = [_compile(pattern) for pattern in self.optional]
+        return any(part.fullmatch(name) for part in parts for name in published)
 
     def _absent(self, entries: Iterable[Entry]) -> list[re.Pattern[str]]:
         """The optional parts that a model with these entries was built without."""
@@ -305,6 +323,10 @@ class Bridge:
                 break
         twice = [f"{name}: duplicate, stored as {' and '.join(n)}" for name, n in best.items() if len(n) > 1]
         return {name: names[0] for name, names in best.items()}, twice
+
+
+def _is_allowed(problem: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(problem.partition(":")[0], pattern) for pattern in patterns)
 
 
 def _rename(name: str, dialect: Mapping[str, str]) -> str:

@@ -3,7 +3,8 @@
 Guarantees: a folder is either read whole and right or refused before the first tensor. Every header is checked
 against its file's size (a truncated file, overlapping, negative or huge offsets and holes are refused), an index
 and its shards must name the same tensors, and no index entry leaves the folder. Tensors are memory-mapped: `get`
-reads only the pages that are used. Nothing but safetensors is ever opened: no pickle, no code.
+reads only the pages that are used; `read` copies rows into memory of their own. Nothing but safetensors is ever
+opened: no pickle, no code.
 
 Format: https://github.com/huggingface/safetensors#format
 """
@@ -15,7 +16,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -60,6 +61,7 @@ class TensorInfo:
     dtype: torch.dtype
     file: Path
     nbytes: int
+    offset: int  # of its first byte in the file
 
 
 class SafetensorsFolder:
@@ -71,6 +73,7 @@ class SafetensorsFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._handles: dict[Path, Any] = {}
+        self._open: tuple[Path, BinaryIO] | None = None  # the file that `read` read last
         self._tensors = self._read_headers()
 
     def names(self) -> list[str]:
@@ -99,9 +102,38 @@ class SafetensorsFolder:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
 
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor in memory of their own, which is free again when they are dropped."""
+        info = self._tensors[name]
+        shape = info.shape
+        if shape and (first, last) != (0, None):
+            shape = (len(range(shape[0])[first:last]), *shape[1:])
+        row = info.nbytes // max(info.shape[0], 1) if info.shape else 0
+        raw = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8)
+        try:
+            if self._open is None or self._open[0] != info.file:
+                self._close_read()
+                self._open = (info.file, open(info.file, "rb", buffering=0))
+            stream, view, done = self._open[1], memoryview(raw.numpy()), 0
+            stream.seek(info.offset + first * row)
+            while done < len(view):
+                got = stream.readinto(view[done:])
+                if not got:
+                    raise CheckpointError(f"{info.file}: {name} ends early; was the file changed meanwhile?")
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{info.file}: {name} cannot be read ({error.strerror})") from error
+        return raw.view(info.dtype).view(shape)
+
     def close(self) -> None:
         """Let go of the files; tensors already taken stay valid."""
         self._handles.clear()
+        self._close_read()
+
+    def _close_read(self) -> None:
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
     def __enter__(self) -> Self:
         return self
@@ -145,15 +177,18 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     header.pop("__metadata__", None)
     spans, tensors = [], {}
     for name, entry in header.items():
-        info, span = _tensor_info(name, entry, file)
+        info, span = _tensor_info(name, entry, file, data=8 + length)
         tensors[name] = info
         spans.append((*span, name))
     _check_spans(spans, size - 8 - length, file)
     return tensors
 
 
-def _tensor_info(name: str, entry: Any, file: Path) -> tuple[TensorInfo, tuple[int, int]]:
-    """The facts of a header entry and its (begin, end) in the data; CheckpointError where they contradict."""
+def _tensor_info(name: str, entry: Any, file: Path, data: int) -> tuple[TensorInfo, tuple[int, int]]:
+    """The facts of a header entry and its (begin, end) in the data, which begin at byte `data` of the file.
+
+    CheckpointError where they contradict.
+    """
     where = f"{file}: header entry of {name[:200]!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{where} is not dtype, shape and data_offsets")
@@ -169,7 +204,8 @@ def _tensor_info(name: str, entry: Any, file: Path) -> tuple[TensorInfo, tuple[i
         raise CheckpointError(
             f"{where}: {offsets[1] - offsets[0]} bytes for shape {shape} of {dtype}, wanted {nbytes}"
         )
-    return TensorInfo(tuple(shape), DTYPES[dtype], file, nbytes), (offsets[0], offsets[1])
+    info = TensorInfo(tuple(shape), DTYPES[dtype], file, nbytes, data + offsets[0])
+    return info, (offsets[0], offsets[1])
 
 
 def _is_sizes(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 from zoo.errors import ConfigError, UserError
 
@@ -51,6 +52,32 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if meant is not None:
         raise ConfigError(f"{meant}: the recipe is given as recipe={meant}")
     raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(names)}")
+
+
+def split_values(
+    arguments: Sequence[str], keys: Sequence[str], usage: str, wanted: Sequence[str]
+) -> tuple[list[str], dict[str, str]]:
+    """The arguments in their places, as many as `wanted` names, and `key=value` of the known keys (`--key=value` too).
+
+    Raises:
+        UserError: too few or too many places, or a key that there is not.
+    """
+    places: list[str] = []
+    values: dict[str, str] = {}
+    for argument in arguments:
+        key, equals, value = argument.removeprefix("--").partition("=")
+        if not equals or not key.replace("_", "").isalnum() or Path(argument).exists():
+            places.append(argument)
+        elif key in keys:
+            values[key] = value
+        else:
+            near = get_close_matches(key, keys, n=1) or list(keys)
+            raise UserError(f"{key}: no such key; nearest: {', '.join(near)}")
+    if len(places) != len(wanted):
+        missing = wanted[len(places) :]
+        problem = f"{' and '.join(missing)} missing" if missing else f"{places[len(wanted)]} is one too many"
+        raise UserError(f"{problem}: {usage}")
+    return places, values
 
 
 def _hint(argument: str, flags: Sequence[str]) -> str:

@@ -31,12 +31,21 @@ from zoo.config.files import (
     recipe_names,
     size_names,
 )
+from zoo.config.locate import look
 from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import CHOICES, Recipe
 from zoo.errors import ConfigError
 from zoo.registry import get_family
 
-__all__ = ["ConfigError", "Resolved", "load_recipe", "replace_in", "resolve", "save_recipe"]
+__all__ = [
+    "ConfigError",
+    "Resolved",
+    "load_recipe",
+    "recipe_for_weights",
+    "replace_in",
+    "resolve",
+    "save_recipe",
+]
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
@@ -90,6 +99,20 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     for key, value in stamps.items():
         _set(tree, key, value, "")
     return Resolved(_to_recipe(tree), why)
+
+
+def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe that does no more than name weights, which lie here, and their family.
+
+    Raises:
+        ConfigError: an override is wrong.
+    """
+    tree = _schema_tree(Recipe())
+    _apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
+    typed = _override_layer(overrides)
+    _take_arch_of_init(tree, [typed])
+    _apply(tree, typed)
+    return _to_recipe(tree)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -262,8 +285,9 @@ def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "m
 
 
 def _hf_config(init: Any) -> dict[str, Any] | None:
-    """The `config.json` of a Hugging Face folder; None when `init` is no such folder."""
-    if not isinstance(init, str) or not (file := Path(init).expanduser() / "config.json").is_file():
+    """The `config.json` of weights that lie here; None when `init` is no path of any."""
+    place = look(init) if isinstance(init, str) else None
+    if place is None or not (file := place.files / "config.json").is_file():
         return None
     try:
         arch = json.loads(file.read_text(encoding="utf-8"))

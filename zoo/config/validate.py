@@ -14,6 +14,7 @@ from typing import Any
 
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
+from zoo.config.locate import is_hub_id
 from zoo.config.reference import nearest, show_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
@@ -161,8 +162,7 @@ def _check_model(recipe: Recipe) -> None:
             f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out"
         )
     init = recipe.model.init
-    is_hub_id = init.count("/") == 1 and not init.startswith((".", "/", "~"))
-    if init != "random" and not is_hub_id and not Path(init).expanduser().exists():
+    if init != "random" and not is_hub_id(init) and not Path(init).expanduser().exists():
         raise ConfigError(
             f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id"
         )

@@ -91,6 +91,12 @@ class Processor:
                 answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
                 media give ("placeholder_mismatch").
         """
+        return self.encode_both(row, video_fps=video_fps, max_frames=max_frames, augment=augment)[0]
+
+    def encode_both(
+        self, row: Row, *, video_fps: float, max_frames: int, augment: Augment | None = None
+    ) -> tuple[Sample, dict[str, Any]]:
+        """As `encode`, and what the HF processor returned, which transformers' model takes as arguments."""
         self._refuse_special_tokens(row)
         try:
             media, fps = self._load(row, video_fps, max_frames)
@@ -114,7 +120,7 @@ class Processor:
             labels = self._labels(row, input_ids)
         else:
             labels = plain_turns.labels(self.tokenizer, text, answers, input_ids, self.media_ids)
-        return Sample(input_ids, labels, tensors, row.kind, row.source)
+        return Sample(input_ids, labels, tensors, row.kind, row.source), self.model_inputs(row, dict(features))
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -133,6 +139,10 @@ class Processor:
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The towers' tensors out of the HF processor's result; each can be joined along dim 0 over samples."""
         return {}
+
+    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of transformers' model, from what its processor returned for the row."""
+        return features
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """How many of each placeholder token the media give: {"<|image_pad|>": 12}."""

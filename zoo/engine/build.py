@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, load_hf
+from zoo.bridge.native import native
 from zoo.bridge.parallel import cut, full_shape, model_parameters
+from zoo.config.locate import Place, locate
 from zoo.config.schema import Recipe
+from zoo.engine import checkpoint
 from zoo.engine.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.multimodal import Stage
@@ -26,46 +29,27 @@ class Assembly:
     family: ModelFamily
     config: Any
     processor: Any
-    source: Path | None  # Hugging Face folder the weights come from; None for random ones
+    source: Place | None  # where the weights come from; None for random ones
+
+    def save_files(self, folder: Path) -> None:
+        """Write config.json and the processor's files."""
+        self.processor.save(folder)
+        (folder / "config.json").write_text(self.config.hf.to_json_string(), encoding="utf-8")
 
 
 def assemble(recipe: Recipe) -> Assembly:
     """Resolve family, architecture and processor; raises UserError where something is missing."""
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
-    source = hf_folder(recipe.model.init)
-    if source is not None:
-        config = config_class.from_folder(source)
-        return Assembly(family, config, build_processor(config.hf, str(source)), source)
+    if recipe.model.init != "random":
+        source = locate(recipe.model.init, key="model.init")
+        config = config_class.from_folder(source.files)
+        return Assembly(family, config, build_processor(config.hf, str(source.files)), source)
     if not recipe.model.arch:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
     config = config_class.from_arch(recipe.model.arch)
     processor = build_processor(config.hf, None)
     return Assembly(family, config.for_processor(processor), processor, None)
-
-
-def hf_folder(init: str) -> Path | None:
-    """The local folder behind model.init, downloaded where it is a hub id; None for random weights."""
-    if init == "random":
-        return None
-    folder = Path(init).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise UserError(
-                f"model.init={init}: no config.json there; wanted a Hugging Face checkpoint folder"
-            )
-        return folder
-    if init.startswith((".", "/", "~")) or init.count("/") != 1:
-        raise UserError(f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(init))
-    except Exception as error:
-        raise UserError(
-            f"model.init={init}: neither a folder here nor a model that the hub gives out "
-            f"({type(error).__name__}); check the name, or the connection and the token"
-        ) from error
 
 
 def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
@@ -103,9 +87,13 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
 def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
     """Weights from the source folder, or random ones that don't depend on the parallel layout."""
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
-    shard = ShardInfo.from_groups(world.groups)
-    if assembly.source is not None:
-        load_hf(chunks, assembly.source, bridge, dims, shard)
+    shard, source = ShardInfo.from_groups(world.groups), assembly.source
+    if source is not None and source.kind == "run":
+        checkpoint.load_weights(chunks, source.folder, world)
+        return
+    if source is not None:
+        table = native(bridge) if source.kind == "zoo" else bridge
+        load_hf(chunks, source.weights, table, dims, shard)
         return
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.locate import HF_PART, STATE, checkpoints, look
 from zoo.config.schema import Recipe
 from zoo.engine import compat
 from zoo.engine.runlog import write_atomically
 from zoo.engine.world import World
 from zoo.errors import UserError
-
-STATE = "state.json"
-_NAME = re.compile(r"iter_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,22 @@ class Trainable:
     scheduler: Any
 
 
-def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Whole checkpoints of a run folder, oldest first."""
-    folder = Path(run_dir) / "checkpoints"
-    found = [p for p in folder.glob("iter_*") if _NAME.fullmatch(p.name) and (p / STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("iter_")))
-
-
 def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
     """What two runs must share to share checkpoints: family and architecture."""
     arch = json.loads(hf_config.to_json_string(use_diff=False))
     for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         arch.pop(key, None)
     return {"family": recipe.model.family, "arch": arch}
+
+
+def origin(recipe: Recipe) -> dict[str, Any]:
+    """What else an export of a checkpoint needs to know: where tensors that are not trained lie, and what was built."""
+    init = recipe.model.init
+    place = look(init)
+    return {
+        "init": str(place.folder.absolute()) if place else init,
+        "mtp_loss": recipe.train.mtp_loss,
+    }
 
 
 def read_state(checkpoint: Path, model: dict[str, Any]) -> dict[str, Any]:
@@ -76,8 +76,18 @@ def _differences(theirs: Any, ours: Any, prefix: str = "") -> Any:
         yield prefix.rstrip("."), theirs, ours
 
 
-def save(trainable: Trainable, folder: Path, state: dict[str, Any], world: World, keep: int) -> Path:
-    """Write `folder`/iter_N with N = state["step"], then drop all but the `keep` newest."""
+def save(
+    trainable: Trainable,
+    folder: Path,
+    state: dict[str, Any],
+    world: World,
+    keep: int,
+    beside: Callable[[Path], None],
+) -> Path:
+    """Write `folder`/iter_N with N = state["step"], then drop all but the `keep` newest.
+
+    `beside` writes config.json and the processor's files into a folder that it is given.
+    """
     from megatron.core import dist_checkpointing
 
     target = folder / f"iter_{state['step']}"
@@ -93,6 +103,8 @@ def save(trainable: Trainable, folder: Path, state: dict[str, Any], world: World
         dist_checkpointing.save(_sharded(trainable, metadata, False), str(partial), content_metadata=metadata)
     dist.barrier()
     if world.is_main:
+        (partial / HF_PART).mkdir()
+        beside(partial / HF_PART)
         write_atomically(partial / STATE, json.dumps(state) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
@@ -115,6 +127,18 @@ def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
     step = loaded["scheduler"]["num_steps"]
     compat.load_optimizer_state(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
+
+
+def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
+    """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has."""
+    from megatron.core import dist_checkpointing
+
+    wanted = {f"model{i}": c.sharded_state_dict(metadata=_metadata(world)) for i, c in enumerate(chunks)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{index}"], strict=True)
 
 
 def _metadata(world: World) -> dict[str, Any]:

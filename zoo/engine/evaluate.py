@@ -45,7 +45,7 @@ def evaluate(
             if len(chunks) > 1
             else itertools.repeat(given),
             model=list(chunks),
-            num_microbatches=_smallest_count(world, chunks),
+            num_microbatches=smallest_count(world, chunks),
             seq_length=given.input_ids.shape[1],
             micro_batch_size=given.input_ids.shape[0],
             forward_only=True,
@@ -57,7 +57,7 @@ def evaluate(
     return sums.gather(world)
 
 
-def _smallest_count(world: World, chunks: Sequence[Any]) -> int:
+def smallest_count(world: World, chunks: Sequence[Any]) -> int:
     """Micro-batches of one forward pass: an interleaved pipeline wants as many as it has stages."""
     return world.pp_size if len(chunks) > 1 else 1
 

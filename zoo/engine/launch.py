@@ -7,7 +7,9 @@ so is what any rank says of its failure: it is shown when it is known which rank
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from zoo.config.compose import is_saved_recipe, save_recipe
 from zoo.config.devices import gpu_count
@@ -113,6 +116,32 @@ def world_size(recipe: Recipe) -> int:
             f"nproc={recipe.nproc}: a rank needs a GPU of its own and {gpus} can be seen; nproc={gpus} would work"
         )
     return recipe.nproc
+
+
+def run_task(task: str, recipe: Recipe, ranks: int) -> Any:
+    """What the function `task` ("module:name") of a recipe returns on rank 0 of so many ranks.
+
+    In this process where it is one rank, or a rank of torchrun; else in child processes, as `launch` does.
+
+    Raises:
+        UserError: a mistake of the user's that a rank has found.
+        WorkerError: a child process failed.
+        KeyboardInterrupt: the ranks were stopped by a signal.
+    """
+    recipe = validate(recipe, ranks)
+    if under_torchrun() or ranks == 1:
+        module, _, name = task.partition(":")
+        return getattr(importlib.import_module(module), name)(recipe)
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        config, result = Path(folder) / "config.yaml", Path(folder) / "result"
+        save_recipe(recipe, config)
+        command = [sys.executable, "-m", "zoo.engine.worker", str(config), task, str(result)]
+        code = run_ranks(command, ranks, threads=recipe.engine.threads)
+        if code == 130:
+            raise KeyboardInterrupt
+        if code:
+            raise WorkerError(code)
+        return pickle.loads(result.read_bytes())
 
 
 def _train_in_children(recipe: Recipe, ranks: int) -> TrainResult:

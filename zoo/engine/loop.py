@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
-from zoo.engine import build, checkpoint
+from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
@@ -336,9 +335,11 @@ class Run:
             "total_steps": self.total_steps,
             "data": self.loader.state_dict(),
             "model": self.description,
+            "weights": checkpoint.origin(self.recipe),
         }
         folder = self.folder / "checkpoints"
-        self.saved = checkpoint.save(self.trainable, folder, state, self.world, self.recipe.train.keep)
+        keep, beside = self.recipe.train.keep, self.assembly.save_files
+        self.saved = checkpoint.save(self.trainable, folder, state, self.world, keep, beside)
         self.log.event("save", self.done, path=str(self.saved))
 
     def _export_or_stop(self) -> bool:
@@ -353,18 +354,9 @@ class Run:
 
     def _export(self) -> None:
         self.log.note("exporting ...")
-        groups = self.world.groups
-        target = export_hf(
-            list(self.trainable.chunks),
-            self.folder / "export",
-            self.assembly.family.load("bridge"),
-            build.model_dims(self.assembly),
-            ShardInfo.from_groups(groups),
-            TorchComm.from_groups(groups),
-            config=self.assembly.config.hf,
-            source=self.assembly.source,
-            processor=self.assembly.processor.hf,
-            overwrite=True,
+        chunks = list(self.trainable.chunks)
+        target = export.export(
+            chunks, self.folder / "export", self.assembly, self.world, self.assembly.source, overwrite=True
         )
         self.exported = str(target)
         self.log.event("export", self.done, path=self.exported)

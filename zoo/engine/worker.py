@@ -1,4 +1,6 @@
-"""One rank of a run: `python -m zoo.engine.worker <resolved config.yaml>`, started by :mod:`zoo.engine.launch`.
+"""One rank of a run: `python -m zoo.engine.worker <resolved config.yaml> [<task> <file for its result>]`.
+
+Started by :mod:`zoo.engine.launch`; without a task it trains.
 
 Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted (after saving), 1 for anything else (a traceback).
 Line and traceback go to the file that ZOO_LAST_WORDS names, else to stderr: a rank can't know whether it failed by
@@ -7,27 +9,38 @@ itself or because of another one, the launcher can.
 
 from __future__ import annotations
 
+import importlib
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zoo.errors import UserError, file_error
+
+if TYPE_CHECKING:
+    from zoo.config.schema import Recipe
 
 _POLL_SECONDS = 2.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the rank that the environment names; returns the exit code."""
-    (path,) = sys.argv[1:] if argv is None else argv
+    """Train, or do another task, as the rank that the environment names; returns the exit code."""
+    path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     try:
         from zoo.config.compose import load_recipe
+
+        recipe = load_recipe(path)
+        if task:
+            return _do(recipe, *task)
         from zoo.engine.loop import train
 
-        return 130 if train(load_recipe(path)).interrupted else 0
+        return 130 if train(recipe).interrupted else 0
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt:
@@ -38,6 +51,15 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(mistake)
         _leave(traceback.format_exc())
         return 1
+
+
+def _do(recipe: Recipe, task: str, result: str) -> int:
+    """Call the function `module:name`; rank 0 leaves what it returns in the file."""
+    module, _, name = task.partition(":")
+    value = getattr(importlib.import_module(module), name)(recipe)
+    if os.environ.get("RANK", "0") == "0":
+        Path(result).write_bytes(pickle.dumps(value))
+    return 0
 
 
 def _refuse(mistake: UserError) -> int:

@@ -251,14 +251,14 @@ def test_a_source_of_another_shape_is_refused(tiny: Tiny, tmp_path: Path) -> Non
 def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flush = ShardWriter.flush
+    write = ShardWriter.write
 
-    def full_disk(self: ShardWriter) -> None:
-        if self.rank == 1 and self.shards:
+    def full_disk(self: ShardWriter, name: str, pieces: Any) -> None:
+        if len(self.shards) > 1 and self.shards[0].file.startswith("rank00001"):
             raise UserError("the disk is full")
-        flush(self)
+        write(self, name, pieces)
 
-    monkeypatch.setattr(ShardWriter, "flush", full_disk)
+    monkeypatch.setattr(ShardWriter, "write", full_disk)
     world = fakes.grid(dp=2, ep=2)
     done = parallel_export(tiny, world, tmp_path / "out", [ALL], config={}, shard_bytes=5_000)
     assert all("the disk is full" in str(error) for error in done), done

@@ -5,20 +5,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from zoo.bridge import CheckpointError, ExportWriter, SafetensorsFolder, ShardWriter
+from zoo.bridge import CheckpointError, ExportWriter, Planned, SafetensorsFolder, ShardWriter
 from zoo.errors import UserError
 
 
 def export(target: Path, names: str, shard_bytes: int, **kwargs: bool) -> ExportWriter:
     writer = ExportWriter(target, **kwargs)
     writer.begin()
-    shards = ShardWriter(writer.partial, shard_bytes=shard_bytes)
+    shards = ShardWriter(writer.partial, planned(names), shard_bytes=shard_bytes)
     for i, name in enumerate(names):
-        shards.add(name, torch.full((2, 3), float(i)))  # 24 bytes each
-    shards.flush()
+        shards.write(name, [torch.full((2, 3), float(i))])
     writer.commit(shards.shards)
     return writer
+
+
+def planned(names: str) -> list[Planned]:
+    """Tensors of 24 bytes."""
+    return [Planned(name, (2, 3), torch.float32) for name in names]
 
 
 def test_one_shard_has_no_index(tmp_path: Path) -> None:
@@ -41,29 +46,52 @@ def test_a_tensor_over_the_shard_size_gets_its_own(tmp_path: Path) -> None:
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
 
-def test_views_and_casts_are_copied(tmp_path: Path) -> None:
+def test_views_casts_and_pieces(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
-    shards = ShardWriter(writer.partial)
     whole = torch.arange(12.0).view(3, 4)
-    shards.add("left", whole[:, :2])
-    shards.add("right", whole.t()[2:], torch.bfloat16)
-    whole.zero_()
-    shards.flush()
+    told = [
+        Planned("right", (2, 3), torch.bfloat16),
+        Planned("left", (3, 2), torch.float32),
+        Planned("none", (0, 4), torch.float32),
+        Planned("one", (), torch.int64),
+    ]
+    shards = ShardWriter(writer.partial, told)
+    pieces = {
+        "right": [whole.t()[2:]],
+        "left": [whole[:1, :2], whole[1:, :2]],
+        "none": [whole[:0]],
+        "one": [torch.tensor(7)],
+    }
+    assert [tensor.name for tensor in shards.order] == ["one", "left", "none", "right"], "wide dtypes first"
+    for tensor in shards.order:
+        shards.write(tensor.name, pieces[tensor.name])
     writer.commit(shards.shards)
     reader = SafetensorsFolder(tmp_path / "out")
-    assert reader.get("left").tolist() == [[0, 1], [4, 5], [8, 9]]
+    assert reader.get("left").tolist() == [[0, 1], [4, 5], [8, 9]] == reader.read("left").tolist()
+    assert reader.read("left", 1, 2).tolist() == [[4, 5]] and reader.read("left", 1).shape == (2, 2)
+    assert reader.read("none").shape == (0, 4) and reader.read("one").item() == 7
     assert (
         reader.get("right").tolist() == [[2, 6, 10], [3, 7, 11]] and reader.dtype("right") == torch.bfloat16
     )
+    assert load_file(tmp_path / "out" / "model.safetensors")["one"].item() == 7
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_was_not_told_is_refused(rows: int, tmp_path: Path) -> None:
+    shards = ShardWriter(tmp_path, planned("ab"))
+    with pytest.raises(AssertionError, match="bytes more than were told"):
+        shards.write("a", [torch.ones(rows, 3)])
+    with pytest.raises(AssertionError, match="comes where b was told"):
+        shards.write("c", [torch.ones(2, 3)])
 
 
 def test_an_interrupted_export_leaves_nothing_that_loads(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
-    shards = ShardWriter(writer.partial, shard_bytes=30)
-    for name in "abc":
-        shards.add(name, torch.ones(2, 3))  # two shards lie on the disk, one is queued: killed here
+    shards = ShardWriter(writer.partial, planned("abc"), shard_bytes=30)
+    for name in "ab":
+        shards.write(name, [torch.ones(2, 3)])  # two shards lie on the disk: killed here
     assert len(list(writer.partial.iterdir())) == 2
     for folder in (tmp_path / "out", writer.partial):
         with pytest.raises(CheckpointError):
@@ -94,7 +122,6 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:
 def test_a_disk_that_fails_is_a_clear_error(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
-    shards = ShardWriter(writer.partial / "gone")
-    shards.add("a", torch.ones(3))
+    shards = ShardWriter(writer.partial / "gone", planned("a"))
     with pytest.raises(UserError, match=r"cannot be written.*bytes are free"):
-        shards.flush()
+        shards.write("a", [torch.ones(2, 3)])

@@ -26,7 +26,7 @@ MAX_SPEECH = 2.2  # s, the longest spoken clip
 
 KINDS = ("image", "multi_image", "video", "audio", "multi_audio", "audio_in_video", "text")
 ROWS = {
-    "train": dict(zip(KINDS, (1260, 450, 90, 490, 120, 30, 110), strict=True)),
+    "train": dict(zip(KINDS, (1260, 450, 90, 490, 120, 30, 220), strict=True)),
     "heldout": dict(zip(KINDS, (80, 15, 15, 60, 15, 10, 15), strict=True)),
 }
 PROMPTS = {
@@ -45,7 +45,7 @@ PROMPTS = {
         "Write the digits shown, then the digits said.",
         "What do you see, and what do you hear?",
     ),
-    "text": ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse."),
+    "text": ("Copy {}.", "Repeat {}.", "Write {}.", "Say {} again."),
 }
 # accent -> espeak-ng's variants of it; "" is the plain voice
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -66,7 +66,7 @@ VOICES = {
     for name, accents in VARIANTS.items()
 }
 GAPS = {"train": (0.03, 0.12), "heldout": (0.05, 0.25)}  # s, silence between words; half of it at the ends
-TURNS = {"train": 8, "heldout": 1}  # questions in a row of text
+TURNS = {"train": ((2, 5), (20, 40), (3, 9)), "heldout": ((2, 5),)}  # least and most digits of each turn of text
 PEAK = 0.6  # of full scale, the loudest sample of a train clip; data.augment varies it
 
 
@@ -243,18 +243,19 @@ def audio_in_video_rows(split: Split, count: int) -> None:
 
 
 def text_rows(split: Split, count: int) -> None:
-    """Adds `count` conversations of text alone, each of TURNS questions.
+    """Adds `count` conversations of text alone: numbers to say again, of as many digits as TURNS says.
 
-    Numbers whose digits sum up to 4 modulo 5 are in the held-out split only.
+    Long numbers are in the train split, as copying them is learnt sooner than knowing them by heart. Numbers whose
+    digits sum up to 4 modulo 5 are in the held-out split only.
     """
-    rng = split.rng
     for _ in range(count):
-        turns: list[tuple[str, str]] = []
-        while len(turns) < TURNS[split.name]:
-            digits = "".join(map(str, rng.integers(10, size=2 + rng.choice(4, p=(0.2, 0.4, 0.25, 0.15)))))
-            if (sum(map(int, digits)) % 5 == 4) == (split.name == "heldout"):
-                prompt = split.prompt("text")
-                turns.append((prompt.format(digits), digits[::-1] if "everse" in prompt else digits))
+        turns = []
+        for shortest, longest in TURNS[split.name]:
+            number = ""
+            while not number or (sum(map(int, number)) % 5 == 4) != (split.name == "heldout"):
+                size = split.rng.integers(shortest, longest + 1)
+                number = "".join(map(str, split.rng.integers(10, size=size)))
+            turns.append((split.prompt("text").format(number), number))
         split.rows.append(conversation("text", turns))
 
 

@@ -1,0 +1,62 @@
+"""zoo's own weights on disk: safetensors under zoo's names, whole tensors, which any parallel layout cuts its parts from.
+
+    FOLDER/zoo.json     format, family, and what a conversion was allowed to leave out
+    FOLDER/hf/          config.json and the files of tokenizer and processor, as Hugging Face has them
+    FOLDER/weights/     model.safetensors, or its shards and their index; `carried.<published name>` is not trained
+
+The same reader and the same checks serve it as serve Hugging Face's folders: `native` gives a table in which each name
+stands for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from zoo.bridge.mapping import Bridge, Layout, Rule
+from zoo.bridge.safetensors_io import CheckpointError
+from zoo.config.locate import ABOUT
+
+CARRIED = "carried."
+FORMAT = 1
+
+
+def read_about(folder: str | Path) -> dict[str, Any]:
+    """What zoo.json says; CheckpointError for one of another format."""
+    path = Path(folder) / ABOUT
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its JSON cannot be read ({error})") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        seen = about.get("format") if isinstance(about, dict) else None
+        raise CheckpointError(f"{path}: format {seen!r}, wanted {FORMAT}; was it written by another zoo?")
+    return about
+
+
+def native(bridge: Bridge) -> Bridge:
+    """The table of zoo's own weights: names stand for themselves, tensors that zoo carries have a prefix."""
+    rules = tuple(
+        Rule(
+            rule.zoo,
+            (Layout((rule.zoo,)),),
+            rule.shard,
+            tied_to=rule.tied_to and bridge.zoo_name(rule.tied_to),
+        )
+        for rule in bridge.rules
+    )
+    return Bridge(
+        name=f"{bridge.name} in zoo's names",
+        rules=rules,
+        carry=(f"{CARRIED}{{rest}}",),
+        optional=tuple(_zoo_part(bridge, pattern) for pattern in bridge.optional),
+    )
+
+
+def _zoo_part(bridge: Bridge, pattern: str) -> str:
+    """Zoo's pattern for a part that Hugging Face names `<prefix>{rest}`."""
+    prefix = pattern.removesuffix("{rest}")
+    names = [rule.zoo for rule in bridge.rules if rule.layouts[0].patterns[0].startswith(prefix)]
+    return os.path.commonprefix(names) + "{rest}"

@@ -1,0 +1,131 @@
+"""Whole tensors from one layout to another, a piece at a time: what a conversion and an export write.
+
+A `Job` is one zoo tensor: what is written of it, and a function that makes it, expert by expert, or in chunks of rows
+where it is copied as it is. So memory holds one tensor (of one expert), whatever the checkpoint's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from zoo.bridge.export_writer import Planned, ShardWriter
+from zoo.bridge.mapping import Entry
+from zoo.bridge.native import CARRIED
+from zoo.bridge.safetensors_io import SafetensorsFolder
+from zoo.bridge.transforms import Copy, Dims
+
+CHUNK = 64 * 2**20  # bytes of a piece of a tensor that is copied
+
+Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is written of one tensor; `make` gives the planned tensors in their order, all of one dtype."""
+
+    planned: tuple[Planned, ...]
+    make: Callable[[], Made]
+
+
+def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] = lambda count: None) -> None:
+    """Make and write all jobs; `wrote` hears of the bytes of each tensor.
+
+    The writer must have been told the planned tensors of `in_order(jobs)`.
+    """
+    for job in jobs:
+        sizes = iter(job.planned)
+        for name, pieces in job.make():
+            writer.write(name, pieces)
+            wrote(next(sizes).nbytes)
+
+
+def in_order(jobs: Iterable[Job]) -> list[Job]:
+    """The jobs as a ShardWriter wants their tensors: those of wide dtypes first."""
+    return sorted(jobs, key=lambda job: -job.planned[0].dtype.itemsize)
+
+
+def to_zoo(
+    entry: Entry,
+    shape: tuple[int, ...],
+    source: Mapping[str, str],
+    reader: SafetensorsFolder,
+    dims: Dims,
+    dtype: torch.dtype | None,
+) -> Job:
+    """A zoo tensor of that full shape out of the tensors of its entry; `dtype` None keeps theirs."""
+    names = [source[name] for name in entry.layout.all_names(entry.binding, dims.experts)]
+    stored = dtype or reduce(torch.promote_types, (reader.dtype(name) for name in names))
+    transform, stacked = entry.layout.transform, entry.rule.stacked
+
+    def pieces() -> Iterator[Tensor]:
+        if isinstance(transform, Copy) and not entry.layout.per_expert:
+            yield from rows(reader, names[0])
+        elif not stacked:
+            yield transform.to_zoo([reader.read(name) for name in names], dims)
+        else:
+            for expert in range(shape[0]):
+                yield transform.to_zoo(of_expert(entry, expert, source, reader), dims)
+
+    return Job((Planned(entry.zoo, shape, stored),), lambda: iter([(entry.zoo, pieces())]))
+
+
+def of_expert(
+    entry: Entry, expert: int, source: Mapping[str, str], reader: SafetensorsFolder
+) -> list[Tensor]:
+    """The tensors of one expert, of a file that has them one by one or stacked."""
+    names = [source[name] for name in entry.hf_names(expert)]
+    if entry.layout.per_expert:
+        return [reader.read(name) for name in names]
+    return [reader.read(name, expert, expert + 1)[0] for name in names]
+
+
+def to_hf(entry: Entry, zoo_name: str, reader: SafetensorsFolder, dims: Dims, dtype: torch.dtype | None) -> Job:
+    """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`."""
+    shape, stored = reader.shape(zoo_name), dtype or reader.dtype(zoo_name)
+    transform, names = entry.layout.transform, entry.layout.all_names(entry.binding, dims.experts)
+    shapes = entry.hf_shapes(shape, dims)
+
+    def part_of_each(which: int) -> Iterator[Tensor]:
+        for expert in range(shape[0]):
+            (one,) = reader.read(zoo_name, expert, expert + 1)
+            yield transform.to_hf(one, dims)[which]
+
+    def make() -> Made:
+        if isinstance(transform, Copy) and not entry.layout.per_expert:
+            yield names[0], rows(reader, zoo_name)
+        elif not entry.rule.stacked:
+            for name, part in zip(names, transform.to_hf(reader.read(zoo_name), dims), strict=True):
+                yield name, [part]
+        elif entry.layout.per_expert:
+            for expert in range(shape[0]):
+                (one,) = reader.read(zoo_name, expert, expert + 1)
+                for name, part in zip(entry.hf_names(expert), transform.to_hf(one, dims), strict=True):
+                    yield name, [part]
+        else:
+            for which, name in enumerate(names):
+                yield name, part_of_each(which)
+
+    return Job(tuple(Planned(name, shapes[name], stored) for name in names), make)
+
+
+def carried(name: str, reader: SafetensorsFolder, published: str, *, to_zoo: bool) -> Job:
+    """A tensor as it is, under its published name or under that of zoo's own weights."""
+    target = f"{CARRIED}{published}" if to_zoo else published
+    planned = Planned(target, reader.shape(name), reader.dtype(name))
+    return Job((planned,), lambda: iter([(target, rows(reader, name))]))
+
+
+def rows(reader: SafetensorsFolder, name: str) -> Iterator[Tensor]:
+    """A tensor in pieces of whole rows, each of about CHUNK bytes."""
+    shape, size = reader.shape(name), reader.info(name).nbytes
+    if size <= CHUNK or not shape:
+        yield reader.read(name)
+        return
+    step = max(1, CHUNK * shape[0] // size)
+    for first in range(0, shape[0], step):
+        yield reader.read(name, first, min(first + step, shape[0]))

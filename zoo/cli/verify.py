@@ -1,0 +1,82 @@
+"""
+usage: zoo verify A B [rows=FILE] [key=value ...] [--json]
+
+Compares two checkpoints, each a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run:
+every tensor (equal, largest difference, missing) and, with rows=FILE (a JSONL file, or a bundled set such as
+digits:heldout), the log-probability of every token of the answers, those of a Hugging Face folder by transformers.
+Exits with 1 where something differs.
+
+  rows=FILE          also compare log-probabilities on these rows
+  tolerance=1e-3     largest difference of a log-probability that passes
+  packing.mode=none  any key of the recipe under which zoo computes them
+  --json             everything, for machines
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zoo.cli.arguments import split_flags
+from zoo.errors import UserError
+
+if TYPE_CHECKING:
+    from zoo.engine.verify import Verification
+
+_SHOWN = 20
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare, print what was found; 1 where something differs."""
+    flags, rest = split_flags(arguments, ("--json",))
+    places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
+    if len(places) != 2:
+        raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
+    given = [argument.removeprefix("--") for argument in rest if argument not in places]
+    own = {key: value for key, _, value in (text.partition("=") for text in given) if key in ("rows", "tolerance")}
+    overrides = [text for text in given if text.partition("=")[0] not in own]
+    options = {"tolerance": _number(own["tolerance"])} if "tolerance" in own else {}
+
+    from zoo.engine.verify import verify
+
+    found = verify(*places, rows=own.get("rows"), overrides=overrides, **options)
+    print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
+    return 0 if found.equal else 1
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"tolerance={text}: a number is wanted, such as 1e-3") from None
+
+
+def table(found: Verification) -> str:
+    """The differences, and how many there are."""
+    bad = [tensor for tensor in found.tensors if tensor.status != "equal"]
+    lines = []
+    if bad:
+        width = max(len(tensor.name) for tensor in bad[:_SHOWN])
+        lines.append(f"{'tensor':<{width}}  {'status':<12}  {'max difference':>14}  shapes")
+    for tensor in bad[:_SHOWN]:
+        difference = "" if tensor.max_difference is None else f"{tensor.max_difference:.3e}"
+        shapes = " | ".join("-" if shape is None else str(list(shape)) for shape in tensor.shapes)
+        shown = "" if tensor.shapes == (None, None) else shapes
+        lines.append(f"{tensor.name:<{width}}  {tensor.status:<12}  {difference:>14}  {shown}".rstrip())
+    if len(bad) > _SHOWN:
+        lines.append(f"... and {len(bad) - _SHOWN} more")
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(found.counts.items()))
+    lines.append(f"{len(found.tensors)} tensors: {counts}")
+    casts = sum(len(set(tensor.dtypes)) > 1 for tensor in found.tensors)
+    if casts:
+        lines.append(f"{casts} of them in two dtypes, of the same values where they are equal")
+    if found.rows:
+        labels = sum(row["labels"] for row in found.rows)
+        lines.append(
+            f"{len(found.rows)} rows, {labels} log-probabilities: largest difference {found.largest_difference:.3e} "
+            f"(tolerance {found.tolerance:g})"
+        )
+    lines.append("equal" if found.equal else "DIFFERENT")
+    return "\n".join(lines)

@@ -1,0 +1,95 @@
+"""What a path or hub id of weights is: a Hugging Face folder, zoo's own weights, or a training run's checkpoint.
+
+    Hugging Face      FOLDER/config.json, beside the weights
+    zoo's own         FOLDER/zoo.json, weights/ and hf/ (see zoo.bridge.native)
+    of a run          RUN/checkpoints/iter_N/state.json and hf/; RUN stands for its newest
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zoo.errors import UserError
+
+ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
+_ITERATION = re.compile(r"iter_(\d+)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where weights lie."""
+
+    kind: Literal["hf", "zoo", "run"]
+    folder: Path
+    files: Path  # folder with config.json and the files of tokenizer and processor
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the safetensors; a run's are in another format."""
+        return self.folder / WEIGHTS_PART if self.kind == "zoo" else self.folder
+
+
+def checkpoints(run_dir: str | Path) -> list[Path]:
+    """Whole checkpoints of a run folder, oldest first."""
+    folder = Path(run_dir) / "checkpoints"
+    found = [p for p in folder.glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / STATE).is_file()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("iter_")))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether it looks like `organisation/name` and is no path here."""
+    return text.count("/") == 1 and not text.startswith((".", "/", "~")) and not Path(text).exists()
+
+
+def look(text: str) -> Place | None:
+    """What lies at a path; None where there is nothing that is known."""
+    folder = Path(text).expanduser()
+    if (folder / ABOUT).is_file():
+        return Place("zoo", folder, folder / HF_PART)
+    if (folder / STATE).is_file():
+        return Place("run", folder, folder / HF_PART)
+    if (folder / "config.json").is_file():
+        return Place("hf", folder, folder)
+    found = checkpoints(folder)
+    return Place("run", found[-1], found[-1] / HF_PART) if found else None
+
+
+def locate(text: str, revision: str | None = None, key: str = "") -> Place:
+    """What lies at a path, or on the hub (which is downloaded).
+
+    Args:
+        text: a path or a hub id.
+        revision: branch, tag or commit of a hub id.
+        key: what the user gave it as, for messages: "model.init".
+
+    Raises:
+        UserError: nothing is there, or nothing that is known.
+    """
+    given = f"{key}={text}" if key else text
+    place = look(text)
+    if place is not None:
+        if revision is not None:
+            raise UserError(f"revision={revision}: {text} is a folder here, which has none; leave it out")
+        return place
+    if Path(text).expanduser().exists():
+        raise UserError(
+            f"{given}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "
+            "or a run's folder or checkpoint"
+        )
+    if not is_hub_id(text):
+        raise UserError(f"{given}: no such folder; wanted a checkpoint folder or a hub id")
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(text, revision=revision))
+    except Exception as error:
+        raise UserError(
+            f"{given}: neither a folder here nor a model that the hub gives out ({type(error).__name__}); "
+            "check the name, or the connection and the token"
+        ) from error
+    return Place("hf", folder, folder)

@@ -1,0 +1,102 @@
+"""What a checkpoint's model consists of, from its config alone: family, numbers, and every parameter without its data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Bridge, Dims, SafetensorsFolder
+from zoo.bridge.native import CARRIED
+from zoo.bridge.parallel import model_parameters
+from zoo.config.compose import replace_in
+from zoo.config.schema import Recipe
+from zoo.engine import build
+from zoo.engine.world import World, world
+from zoo.errors import UserError
+from zoo.registry import ModelFamily, families
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A whole model (all ranks of it) in numbers."""
+
+    family: ModelFamily
+    config: Any  # the family's
+    bridge: Bridge
+    dims: Dims
+    parameters: Mapping[str, Tensor]  # zoo name -> a tensor of the full shape on the meta device
+
+
+def read_arch(folder: str | Path) -> dict[str, Any]:
+    """The config.json of a folder; UserError where there is none, or none that can be read."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; wanted a Hugging Face checkpoint folder")
+    try:
+        arch = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: its JSON cannot be read ({error})") from None
+    if not isinstance(arch, dict):
+        raise UserError(f"{path}: holds no JSON object")
+    return arch
+
+
+def family_of(arch: Mapping[str, Any]) -> ModelFamily:
+    """The family that has a config.json's model_type; UserError with those there are where none has."""
+    kinds = {}
+    for family in families().values():
+        for kind in family.load("config").kinds:
+            kinds[kind] = family
+    kind = arch.get("model_type")
+    if kind not in kinds:
+        raise UserError(f"model_type {kind!r}: no family has it; wanted one of {', '.join(sorted(kinds))}")
+    return kinds[kind]
+
+
+def published_names(reader: SafetensorsFolder, arch: Mapping[str, Any]) -> list[str]:
+    """Hugging Face's names of zoo's own weights, one a tensor, as far as they are known without a model."""
+    bridge: Bridge = family_of(arch).load("bridge")
+    names = [name for name in reader.names() if not name.startswith(CARRIED)]
+    return [entry.hf_names(0)[0] for entry in bridge.publish(names).values()]
+
+
+def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blueprint:
+    """The model of a config.json.
+
+    Of a part that a model may lack (`Bridge.optional`: multi-token prediction), nothing is in it where `names`, those of
+    a checkpoint's tensors, are given and none of them belongs to the part.
+    """
+    family = family_of(arch)
+    bridge: Bridge = family.load("bridge")
+    config = family.load("config").from_arch(arch)
+    recipe = replace_in(Recipe(), {"model.family": family.name, "model.arch": arch, "train.steps": 1})
+    if names is not None and not bridge.has_optional(names):
+        recipe = replace_in(recipe, {"train.mtp_loss": 0.0})
+    assembly = build.Assembly(family, config, None, None)
+    _refuse_ranks()
+    with world(recipe) as here, _on_meta(here) as nowhere:
+        chunks = build.build_model(assembly, recipe, nowhere)
+    parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
+    return Blueprint(family, config, bridge, build.model_dims(assembly), parameters)
+
+
+def _refuse_ranks() -> None:
+    if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("checkpoints are converted and compared by one process: start it without torchrun")
+
+
+@contextmanager
+def _on_meta(here: World) -> Iterator[World]:
+    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device."""
+    meta = torch.device("meta")
+    with torch.device(meta), patch.object(torch.cuda, "current_device", lambda: meta):
+        yield replace(here, device=meta)
