@@ -3,9 +3,7 @@
 from zoo.registry import ModelFamily
 
 
-def family(
-    package: str, prefix: str, title: str, *, modalities: str, parts: str, proved: str
-) -> ModelFamily:
+def family(package: str, prefix: str, title: str, *, modalities: str, parts: str, proved: str) -> ModelFamily:
     """The family of a package here, whose parts lie where those of all families lie.
 
     Args:

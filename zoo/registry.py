@@ -31,7 +31,9 @@ class ModelFamily:
     step: str  # PackedStep subclass
     bridge: str  # zoo.bridge.Bridge: mapping table to Hugging Face names
     processor: str  # (config, source folder or None) -> zoo.data.Processor
-    proved: tuple[str, ...] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
+    proved: tuple[
+        str, ...
+    ] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
 
     def load(self, part: str) -> Any:
         """The object behind `part` (config, model, step, bridge or processor), imported now."""

@@ -18,6 +18,7 @@ from zoo.data import vision
 from zoo.data.errors import RowError
 from zoo.data.processor import Processor, as_tensor
 from zoo.data.rows import Row
+from zoo.data.sample import Sample
 from zoo.errors import ConfigError
 from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 
@@ -125,6 +126,13 @@ class Qwen3OmniProcessor(Processor):
         if "video_second_per_grid" in features:
             features["video_second_per_grid"] = torch.as_tensor(features["video_second_per_grid"])
         return {**features, "use_audio_in_video": row.use_audio_in_video}
+
+    def incomparable(self, sample: Sample) -> str | None:
+        """Clips under a chunk beside longer ones: transformers pads them to the longest, which its encoder sees."""
+        lengths = sample.media.get("feature_lens")
+        if lengths is None or len(lengths.clamp(max=2 * self.n_window).unique()) == 1:
+            return None
+        return "sound under a second, for which transformers' encoder depends on what else is in the row"
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that the towers' outputs replace."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import Zoo, packed_batch
+from support.engine import packed_batch
 from support.pairs import Pair, PairTests, relative_errors, worst
 from support.tiny import TEXT
 from support.tiny_qwen3_vl import tiny_config, turn_experts, write_tiny_qwen3_vl

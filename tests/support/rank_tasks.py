@@ -271,3 +271,27 @@ def misbehave(rank: int, size: int, how: str, culprit: int) -> int:
             time.sleep(600)
         dist.barrier()
     return rank
+
+
+def call(rank: int, size: int, name: str, *arguments: Any, **options: Any) -> Any:
+    """A function of zoo's public API on every rank: `zoo.convert`, `zoo.score`, `zoo.verify`."""
+    import zoo
+
+    found = getattr(zoo, name)(*arguments, **options)
+    return found.as_dict() if hasattr(found, "as_dict") else found
+
+
+def blueprint_sizes(
+    rank: int, size: int, recipe: str, model_size: str
+) -> tuple[int, dict[str, tuple[int, ...]]]:
+    """Parameters of a size of a recipe, and the published names and shapes that they become."""
+    from zoo.config.compose import load_recipe
+    from zoo.engine.blueprint import blueprint
+
+    plan = blueprint(load_recipe(recipe, [f"size={model_size}"]).model.arch)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, entry in plan.bridge.publish(plan.parameters).items():
+        if entry.rule.writes(plan.dims):
+            shapes |= entry.hf_shapes(tuple(plan.parameters[name].shape), plan.dims)
+    plan.bridge.resolve(shapes, plan.parameters, plan.dims)  # and back: nothing is left over
+    return sum(tensor.numel() for tensor in plan.parameters.values()), shapes

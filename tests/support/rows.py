@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 KINDS = ("image", "multi_image", "video", "audio", "audio_in_video", "text")
 MIXTURES = ("image+video+audio", "audio+video+image+image", "spoken+image+spoken+audio", "turns")
 # Of each kind the shortest and the longest of the first held-out rows; for audio, a clip under one second and one over two.

@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class ShardWriter:
         self.folder = folder
         self.shards: list[Shard] = []
         self._prefix = f"{label}{rank:05d}"
-        self._stream: BinaryIO | None = None
+        self._stream: FileIO | None = None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
         self._group: list[Planned] = []
@@ -128,7 +129,7 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with disk_errors(self.folder / file):
-            self._stream = open(self.folder / file, "wb", buffering=0)
+            self._stream = FileIO(self.folder / file, "w")
             self._put(memoryview(len(text).to_bytes(8, "little") + text))
         self.shards.append(Shard(file, {tensor.name: tensor.nbytes for tensor in self._group}))
 

@@ -10,8 +10,8 @@ stands for itself.
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -59,4 +59,6 @@ def _zoo_part(bridge: Bridge, pattern: str) -> str:
     """Zoo's pattern for a part that Hugging Face names `<prefix>{rest}`."""
     prefix = pattern.removesuffix("{rest}")
     names = [rule.zoo for rule in bridge.rules if rule.layouts[0].patterns[0].startswith(prefix)]
-    return os.path.commonprefix(names) + "{rest}"
+    shared = zip(*(name.split(".") for name in names), strict=False)
+    common = itertools.takewhile(lambda words: len(set(words)) == 1, shared)
+    return ".".join([words[0] for words in common]) + ".{rest}"

@@ -15,8 +15,9 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -73,7 +74,7 @@ class SafetensorsFolder:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._handles: dict[Path, Any] = {}
-        self._open: tuple[Path, BinaryIO] | None = None  # the file that `read` read last
+        self._open: tuple[Path, FileIO] | None = None  # the file that `read` read last
         self._tensors = self._read_headers()
 
     def names(self) -> list[str]:
@@ -113,7 +114,7 @@ class SafetensorsFolder:
         try:
             if self._open is None or self._open[0] != info.file:
                 self._close_read()
-                self._open = (info.file, open(info.file, "rb", buffering=0))
+                self._open = (info.file, FileIO(info.file))
             stream, view, done = self._open[1], memoryview(raw.numpy()), 0
             stream.seek(info.offset + first * row)
             while done < len(view):

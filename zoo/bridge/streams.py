@@ -84,7 +84,9 @@ def of_expert(
     return [reader.read(name, expert, expert + 1)[0] for name in names]
 
 
-def to_hf(entry: Entry, zoo_name: str, reader: SafetensorsFolder, dims: Dims, dtype: torch.dtype | None) -> Job:
+def to_hf(
+    entry: Entry, zoo_name: str, reader: SafetensorsFolder, dims: Dims, dtype: torch.dtype | None
+) -> Job:
     """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`."""
     shape, stored = reader.shape(zoo_name), dtype or reader.dtype(zoo_name)
     transform, names = entry.layout.transform, entry.layout.all_names(entry.binding, dims.experts)

@@ -49,7 +49,11 @@ def run(arguments: Sequence[str]) -> int:
 def shard_bytes(text: str) -> int:
     """`5GB`, `200 MB` or a number of bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
-    count = int(float(match[1]) * _UNITS[match[2] + "B" if match[2] in ("K", "M", "G") else match[2]]) if match else 0
+    count = (
+        int(float(match[1]) * _UNITS[match[2] + "B" if match[2] in ("K", "M", "G") else match[2]])
+        if match
+        else 0
+    )
     if count <= 0:
         raise UserError(f"shard_size={text}: wanted a size such as 5GB or 200MB")
     return count

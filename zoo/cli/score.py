@@ -26,7 +26,9 @@ def run(arguments: Sequence[str]) -> int:
     _, rest = split_flags(arguments, ())
     places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
     if len(places) != 2:
-        raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT ROWS [key=value ...]")
+        raise UserError(
+            f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT ROWS [key=value ...]"
+        )
     given = [argument for argument in rest if argument not in places]
     out = [argument.partition("=")[2] for argument in given if argument.startswith("out=")]
 
@@ -34,7 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.engine.score import score
 
     try:
-        rows = score(*places, [argument for argument in given if not argument.startswith("out=")])
+        path, file = places
+        rows = score(path, file, [argument for argument in given if not argument.startswith("out=")])
     except WorkerError as error:
         if error.code != 2:  # a user's mistake has been told in one line already
             print(f"zoo: {error}", file=sys.stderr)

@@ -15,6 +15,7 @@ Exits with 1 where something differs.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,13 +36,18 @@ def run(arguments: Sequence[str]) -> int:
     if len(places) != 2:
         raise UserError(f"{len(places)} of A and B given: zoo verify A B [rows=FILE] [key=value ...]")
     given = [argument.removeprefix("--") for argument in rest if argument not in places]
-    own = {key: value for key, _, value in (text.partition("=") for text in given) if key in ("rows", "tolerance")}
+    own = {
+        key: value
+        for key, _, value in (text.partition("=") for text in given)
+        if key in ("rows", "tolerance")
+    }
     overrides = [text for text in given if text.partition("=")[0] not in own]
-    options = {"tolerance": _number(own["tolerance"])} if "tolerance" in own else {}
 
-    from zoo.engine.verify import verify
+    from zoo.engine.verify import LOGPROBS, verify
 
-    found = verify(*places, rows=own.get("rows"), overrides=overrides, **options)
+    a, b = places
+    tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS
+    found = verify(a, b, rows=own.get("rows"), overrides=overrides, tolerance=tolerance)
     print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
     return 0 if found.equal else 1
 
@@ -73,9 +79,11 @@ def table(found: Verification) -> str:
     if casts:
         lines.append(f"{casts} of them in two dtypes, of the same values where they are equal")
     if found.rows:
-        labels = sum(row["labels"] for row in found.rows)
+        labels = sum(row["labels"] for row in found.compared_rows)
+        reasons = Counter(row["skipped"] for row in found.rows if row["skipped"])
+        lines += [f"{count} rows are not compared: {reason}" for reason, count in reasons.items()]
         lines.append(
-            f"{len(found.rows)} rows, {labels} log-probabilities: largest difference {found.largest_difference:.3e} "
+            f"{len(found.compared_rows)} rows, {labels} log-probabilities: largest difference {found.largest_difference:.3e} "
             f"(tolerance {found.tolerance:g})"
         )
     lines.append("equal" if found.equal else "DIFFERENT")

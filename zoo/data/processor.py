@@ -120,7 +120,9 @@ class Processor:
             labels = self._labels(row, input_ids)
         else:
             labels = plain_turns.labels(self.tokenizer, text, answers, input_ids, self.media_ids)
-        return Sample(input_ids, labels, tensors, row.kind, row.source), self.model_inputs(row, dict(features))
+        return Sample(input_ids, labels, tensors, row.kind, row.source), self.model_inputs(
+            row, dict(features)
+        )
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -143,6 +145,10 @@ class Processor:
     def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
         """Arguments of transformers' model, from what its processor returned for the row."""
         return features
+
+    def incomparable(self, sample: Sample) -> str | None:
+        """Why transformers' model gives another result for a sample, where that is known and right; None where it does not."""
+        return None
 
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """How many of each placeholder token the media give: {"<|image_pad|>": 12}."""

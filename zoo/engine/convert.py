@@ -88,7 +88,9 @@ def convert(
     place = locate(str(source), revision)
     target = Path(target).expanduser()
     if push_to and place.kind == "hf":
-        raise UserError(f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's")
+        raise UserError(
+            f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's"
+        )
     writer = ExportWriter(target, overwrite=overwrite)
     if place.kind == "run":
         from zoo.engine.export import export_run
@@ -169,7 +171,11 @@ def _zoo_to_hf(
             if allowed:
                 _write_json(
                     folder / CONVERSION,
-                    {"zoo_version": __version__, "allow": [*about.get("allow", ()), *allow], "allowed": allowed},
+                    {
+                        "zoo_version": __version__,
+                        "allow": [*about.get("allow", ()), *allow],
+                        "allowed": allowed,
+                    },
                 )
 
         _write(conversion, writer, "", shard_bytes, beside, quiet)
@@ -206,9 +212,7 @@ def to_hf_jobs(
         for name, entry in published.items()
         if entry.rule.writes(plan.dims)
     ]
-    jobs += [
-        carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried
-    ]
+    jobs += [carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried]
     return Conversion(in_order(jobs), resolution.allowed)
 
 

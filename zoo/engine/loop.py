@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
@@ -86,7 +87,7 @@ class Run:
         self.interrupted = False
 
     def _find_checkpoint(self) -> Path | None:
-        found = checkpoint.checkpoints(self.folder)
+        found = checkpoints(self.folder)
         if found and not self.recipe.run.resume:
             raise UserError(
                 f"run.resume=false: {self.folder} holds {found[-1].name} of an earlier run; "

@@ -79,7 +79,9 @@ def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
     def absolute(key: str, value: Any) -> Any:
         if key not in keys:
             return value
-        return str(Path(value).absolute()) if isinstance(value, str) else [absolute(key, one) for one in value]
+        return (
+            str(Path(value).absolute()) if isinstance(value, str) else [absolute(key, one) for one in value]
+        )
 
     path = folder / "rows.jsonl"
     lines = [json.dumps({key: absolute(key, value) for key, value in row.items()}) for row in rows]
@@ -133,10 +135,12 @@ class _Scorer:
         for indices, batch in zip(batches.bins, batches, strict=True):
             given = batch if batch is not None else batches.spare()
             logprobs = self._forward(given)
-            if batch is not None and self.here.counts_loss and self.here.cp_rank == 0:
+            if batch is not None and logprobs is not None and self.here.cp_rank == 0:
                 rows = by_sample(given, given.input_ids, given.labels, logprobs)
                 for index, (ids, labels, values) in zip(indices, rows, strict=True):
-                    labels = torch.cat((labels.new_full((1,), -100), labels[1:]))  # nothing stands before the first
+                    labels = torch.cat(
+                        (labels.new_full((1,), -100), labels[1:])
+                    )  # nothing stands before the first
                     found[index] = {
                         "source": batches.source.rows[index].source,
                         "token_ids": ids.tolist(),

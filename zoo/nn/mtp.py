@@ -118,5 +118,8 @@ class MultiTokenPrediction(MegatronModule):
         """
         sharded = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for depth, layer in enumerate(self.layers):
-            sharded.update(layer.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata))
+            described: Any = layer
+            sharded.update(
+                described.sharded_state_dict(f"{prefix}layers.{depth}.", sharded_offsets, metadata)
+            )
         return sharded

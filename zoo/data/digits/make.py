@@ -66,7 +66,10 @@ VOICES = {
     for name, accents in VARIANTS.items()
 }
 GAPS = {"train": (0.03, 0.12), "heldout": (0.05, 0.25)}  # s, silence between words; half of it at the ends
-TURNS = {"train": ((2, 5), (20, 40), (3, 9)), "heldout": ((2, 5),)}  # least and most digits of each turn of text
+TURNS = {
+    "train": ((2, 5), (20, 40), (3, 9)),
+    "heldout": ((2, 5),),
+}  # least and most digits of each turn of text
 PEAK = 0.6  # of full scale, the loudest sample of a train clip; data.augment varies it
 
 

@@ -1,0 +1,330 @@
+"""Checkpoints between Hugging Face and zoo: bit for bit there and back, whole or refused, and of the same logits.
+
+One process converts; scores are computed under several parallel layouts. Log-probabilities in fp32 by different code
+agree to 5e-5 (measured: 1.5e-5).
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import rank_tasks
+from support.pool import Pool, PoolError
+from support.tiny_llava import write_tiny_llava
+from support.tiny_omni import write_tiny_omni
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen35 import write_tiny_qwen35
+
+LOGPROBS = 5e-5
+LAYERS = {"num_hidden_layers": 4}
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "qwen3_vl": lambda folder: write_tiny_qwen3_vl(folder, tied=True, **LAYERS),
+    "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
+    "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
+    "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
+    "omni": lambda folder: write_tiny_omni(folder).whole,
+    "llava": lambda folder: write_tiny_llava(folder, "llava_next"),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    done: dict[str, Path] = {}
+
+    def write(name: str) -> Path:
+        if name not in done:
+            done[name] = CHECKPOINTS[name](tmp_path_factory.mktemp("checkpoint"))
+        return done[name]
+
+    return write
+
+
+@pytest.fixture
+def call(pool: Pool) -> Callable[..., Any]:
+    """A function of zoo's on so many ranks; the first one's answer."""
+
+    def run(name: str, *arguments: Any, ranks: int = 1, **options: Any) -> Any:
+        from functools import partial
+
+        return pool.run(
+            ranks, partial(rank_tasks.call, **options), name, *map(_plain, arguments), timeout=300.0
+        )[0]
+
+    return run
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def published(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as on the hub, of what transformers saves: it renames the number of Qwen3-VL's experts."""
+    text = config.get("text_config", {})
+    if "num_local_experts" in text:
+        text["num_experts"] = text.pop("num_local_experts")
+    return config
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_there_and_back(
+    name: str, checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    import transformers
+
+    source = checkpoint(name)
+    call("convert", source, tmp_path / "zoo", quiet=True)
+    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True, shard_bytes=200_000)
+    same(tensors(tmp_path / "hf"), tensors(source))
+    assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
+    files = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}
+    assert files <= {path.name for path in (tmp_path / "hf").iterdir()}
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config == published(json.loads((source / "config.json").read_text()))
+    (kind,) = config["architectures"]
+    _, report = getattr(transformers, kind).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    assert type(transformers.AutoProcessor.from_pretrained(tmp_path / "hf")).__name__.endswith("Processor")
+    found = call(
+        "verify", source, tmp_path / "zoo", rows="digits:heldout", overrides=("packing.budget=2048",)
+    )
+    assert found["equal"] and set(found["counts"]) == {"equal"}
+    compared = [row["max_difference"] for row in found["rows"] if row["skipped"] is None]
+    assert len(compared) > 100 and max(compared) < LOGPROBS
+    assert (len(compared) < len(found["rows"])) == (name == "omni")  # clips of several lengths in a row
+
+
+SCORED = {
+    "packed": (1, ()),
+    "side by side": (1, ("packing.mode=none", "train.micro_batch=4")),
+    "dp2": (2, ()),
+    "tp2": (2, ("parallel.tp=2",)),
+    "pp2": (2, ("parallel.pp=2",)),
+    "pp2 vpp2": (2, ("parallel.pp=2", "parallel.vpp=2")),
+    "cp2": (2, ("parallel.cp=2",)),
+    "ep2": (2, ("parallel.ep=2",)),
+    "tp2 pp2": (4, ("parallel.tp=2", "parallel.pp=2")),
+}
+
+
+@pytest.fixture(scope="module")
+def scored() -> dict[str, Any]:
+    return {}
+
+
+@pytest.mark.parametrize("layout", SCORED)
+def test_scores_do_not_depend_on_the_layout(
+    layout: str,
+    checkpoint: Callable[[str], Path],
+    call: Callable[..., Any],
+    scored: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    ranks, overrides = SCORED[layout]
+    source = checkpoint("qwen3_vl experts")
+    rows = call("score", source, "digits:heldout", overrides, ranks=ranks)
+    wanted = scored.setdefault("rows", rows)
+    assert [row["source"] for row in rows] == [row["source"] for row in wanted] and len(rows) == 125
+    for row, want in zip(rows, wanted, strict=True):
+        assert row["token_ids"] == want["token_ids"] and row["labels"] == want["labels"]
+        assert len(row["token_ids"]) == len(row["labels"]) == len(row["logprobs"])
+        given = [
+            (a, b)
+            for a, b, label in zip(row["logprobs"], want["logprobs"], row["labels"], strict=True)
+            if label != -100
+        ]
+        assert given and max(abs(a - b) for a, b in given) < LOGPROBS and max(a for a, _ in given) < 0
+        others = [value for value, label in zip(row["logprobs"], row["labels"], strict=True) if label == -100]
+        assert set(others) == {0.0}
+
+
+def test_rows_given_as_dicts(checkpoint: Callable[[str], Path], call: Callable[..., Any]) -> None:
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (row,) = call("score", checkpoint("qwen3_vl"), [{"messages": turns}])
+    assert sum(label != -100 for label in row["labels"]) == 2  # the digit and the end of turn
+
+
+def test_a_run_starts_from_converted_weights_and_is_converted_itself(
+    call: Callable[..., Any], checkpoint: Callable[[str], Path], pool: Pool, tmp_path: Path
+) -> None:
+    """model.init=<zoo's own weights>; carried tensors and frozen parts come out byte for byte."""
+    source = checkpoint("qwen35 experts and MTP")
+    call("convert", source, tmp_path / "zoo", quiet=True)
+    run = tmp_path / "run"
+    overrides = [
+        f"model.init={tmp_path / 'zoo'}", "model.freeze=vision", "train.steps=1", "train.global_batch=2", "train.eval_rows=2",
+        "packing.budget=512", "data.lookahead=4", "data.augment=0", "train.lr=1e-2", "train.warmup_steps=0", f"run.dir={run}", "train.mtp_loss=0",
+    ]  # fmt: skip
+    pool.run(
+        2, rank_tasks.train, [*overrides, "parallel.pp=2"], "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0
+    )
+    before, after = tensors(source), tensors(run / "export")
+    assert before.keys() == after.keys()
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert moved and not any(name.startswith(("mtp.", "model.visual.")) for name in moved)
+    call("convert", run, tmp_path / "again", quiet=True)
+    same(tensors(tmp_path / "again"), after)
+    found = call("verify", run / "checkpoints" / "iter_1", source)
+    assert not found["equal"] and found["counts"]["differs"] and "missing in A" not in found["counts"]
+
+
+def spoilt(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(source, folder)
+    found = tensors(folder)
+    change(found)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+    return folder
+
+
+NORM, UP = "model.language_model.norm.weight", "model.language_model.layers.0.mlp.up_proj.weight"
+
+
+def test_what_does_not_fit_is_one_report_and_nothing_is_written(
+    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        del found[NORM]
+        found["model.extra.weight"] = torch.ones(2)
+        found["model.language_model.layers.77.mlp.up_proj.weight"] = torch.ones(2)
+
+    bad = spoilt(checkpoint("qwen3_vl"), tmp_path / "bad", change)
+    with pytest.raises(PoolError) as caught:
+        call("convert", bad, tmp_path / "out", quiet=True)
+    message = str(caught.value)
+    for words in (
+        "3 problem(s)", f"{NORM}: missing", "model.extra.weight: unmapped", "layers.77.mlp.up_proj.weight: extra",
+    ):  # fmt: skip
+        assert words in message
+    assert [path.name for path in tmp_path.iterdir()] == ["bad"]
+    allow = ("model.extra.*", NORM, "*.layers.77.*")
+    call("convert", bad, tmp_path / "out", quiet=True, allow=allow)
+    about = json.loads((tmp_path / "out" / "zoo.json").read_text())
+    assert about["allow"] == list(allow) and len(about["allowed"]) == 3
+    with pytest.raises(PoolError, match=r"decoder.final_layernorm.weight: missing"):
+        call("convert", tmp_path / "out", tmp_path / "back", quiet=True)
+    call("convert", tmp_path / "out", tmp_path / "back", quiet=True, allow=("decoder.final_layernorm.*",))
+    assert tensors(checkpoint("qwen3_vl")).keys() - tensors(tmp_path / "back").keys() == {NORM}
+    assert len(json.loads((tmp_path / "back" / "zoo_conversion.json").read_text())["allowed"]) == 4
+
+
+def test_a_wrong_shape_is_refused(
+    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[UP] = found[UP][:-1]
+
+    bad = spoilt(checkpoint("qwen3_vl"), tmp_path / "bad", change)
+    with pytest.raises(PoolError, match=rf"{UP}: shape \["):
+        call("convert", bad, tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_verify_finds_what_differs(
+    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    source = checkpoint("qwen3_vl experts")
+    experts = "model.language_model.layers.1.mlp.experts.down_proj"
+
+    def change(found: dict[str, torch.Tensor]) -> None:
+        found[experts][2, 0, 0] += 0.5
+        del found[NORM]
+        found["model.visual.new.weight"] = torch.ones(1)
+
+    other = spoilt(source, tmp_path / "other", change)
+    found = call("verify", source, other)
+    assert not found["equal"]
+    wrong = {tensor["name"]: tensor for tensor in found["tensors"] if tensor["status"] != "equal"}
+    assert wrong.keys() == {
+        "decoder.layers.1.mlp.experts.weight2", "decoder.final_layernorm.weight", "model.visual.new.weight",
+    }  # fmt: skip
+    assert wrong["decoder.layers.1.mlp.experts.weight2"]["max_difference"] == pytest.approx(0.5)
+    assert wrong["decoder.final_layernorm.weight"]["status"] == "missing in B"
+    assert wrong["model.visual.new.weight"]["status"] == "missing in A"
+
+
+def test_two_layouts_of_the_same_weights_are_equal(call: Callable[..., Any], tmp_path: Path) -> None:
+    hub = write_tiny_qwen3_vl(tmp_path / "hub", moe=True)
+    memory = write_tiny_qwen3_vl(tmp_path / "memory", moe=True, published=False)
+    assert call("verify", hub, memory)["equal"]
+
+
+def test_a_cast_is_written_and_said(
+    checkpoint: Callable[[str], Path], call: Callable[..., Any], tmp_path: Path
+) -> None:
+    def add_talker(found: dict[str, torch.Tensor]) -> None:
+        found["talker.model.norm.weight"] = torch.rand(5, dtype=torch.float64)
+        found["code2wav.codes"] = torch.randint(0, 100, (3, 2), dtype=torch.int8)
+
+    source = spoilt(checkpoint("omni"), tmp_path / "talking", add_talker)
+    call("convert", source, tmp_path / "zoo", quiet=True, dtype=torch.bfloat16)
+    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True)
+    before, after = tensors(source), tensors(tmp_path / "hf")
+    for name, tensor in before.items():
+        carried = name.startswith(("talker.", "code2wav."))
+        assert torch.equal(after[name], tensor if carried else tensor.bfloat16()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_killed_at_any_moment_it_leaves_nothing_that_loads_or_the_whole(tmp_path: Path) -> None:
+    """50 kills; in every other one there is a former result, which stays until the new one is whole."""
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4_000}
+    source = write_tiny_qwen3_vl(tmp_path / "source", **wide)
+    (tmp_path / "out").mkdir()
+    script = Path(rank_tasks.__file__).with_name("kill_convert.py")
+    command = [sys.executable, str(script), str(source), str(tmp_path / "out" / "zoo"), "50"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    left = json.loads(done.stdout.splitlines()[-1])
+    assert sum(left.values()) == 50 and left["killed, nothing"] > 5 and left["killed, whole"] > 5, left
+
+
+PUBLISHED = {  # recipe, size: parameters and tensors of the published file, less those that zoo carries through
+    ("qwen3_vl_sft", "2b"): (2_127_532_032, 625),
+    ("qwen3_vl_sft", "4b"): (4_437_815_808, 713),
+    ("qwen3_vl_sft", "8b"): (8_767_123_696, 750),
+    ("qwen3_vl_sft", "32b"): (33_357_390_064, 1058),
+    ("qwen3_vl_moe_sft", "30b-a3b"): (31_070_754_032, 882),
+    ("qwen3_vl_moe_sft", "235b-a22b"): (235_670_022_896, 1388),
+    ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
+    ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
+    ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),
+    ("qwen35_vl_sft", "9b"): (9_653_104_368, 775),
+    ("qwen35_vl_sft", "27b"): (27_781_427_952, 1199),
+    ("qwen35_vl_moe_sft", "35b-a3b"): (35_951_822_704, 1811),
+    ("qwen35_vl_moe_sft", "122b-a10b"): (125_086_497_008, 1949),
+    ("qwen35_vl_moe_sft", "397b-a17b"): (403_397_928_944, 2924),
+    ("qwen3_omni_sft", "30b-a3b"): (31_719_205_488, 0),
+    ("llava_sft", "1.5-7b"): (7_063_427_072, 686),
+    ("llava_sft", "1.5-13b"): (13_351_494_656, 758),
+    ("llava_sft", "1.6-mistral-7b"): (7_566_747_648, 687),
+    ("llava_onevision_sft", "onevision-0.5b"): (893_675_552, 716),
+    ("llava_onevision_sft", "onevision-7b"): (8_030_807_584, 765),
+}
+
+
+@pytest.mark.parametrize(("recipe", "size"), PUBLISHED)
+def test_published_checkpoints_from_names_and_shapes(recipe: str, size: str, pool: Pool) -> None:
+    """zoo's own model of each published size, without data: all its parameters become the published tensors, and back."""
+    parameters, tensors = PUBLISHED[recipe, size]
+    found, shapes = pool.run(1, rank_tasks.blueprint_sizes, recipe, size, timeout=300.0)[0]
+    assert found == parameters
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameters
+    assert not tensors or len(shapes) == tensors
