@@ -6,9 +6,13 @@ where it is copied as it is. So memory holds one tensor (of one expert), whateve
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from queue import Empty, Queue
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +23,8 @@ from zoo.bridge.native import CARRIED
 from zoo.bridge.safetensors_io import SafetensorsFolder
 from zoo.bridge.transforms import Copy, Dims
 
-CHUNK = 64 * 2**20  # bytes of a piece of a tensor that is copied
+CHUNK = 16 * 2**20  # bytes of a piece of a tensor that is copied
+AHEAD = 2  # pieces made before they are written
 
 Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
 
@@ -33,15 +38,57 @@ class Job:
 
 
 def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] = lambda count: None) -> None:
-    """Make and write all jobs; `wrote` hears of the bytes of each tensor.
+    """Make and write all jobs; `wrote` hears of the bytes of each piece.
 
-    The writer must have been told the planned tensors of `in_order(jobs)`.
+    The writer must have been told the planned tensors of `in_order(jobs)`. Pieces are made in a thread, up to AHEAD of
+    them before they are written, so that reading and writing go on at once.
     """
-    for job in jobs:
-        sizes = iter(job.planned)
-        for name, pieces in job.make():
-            writer.write(name, pieces)
-            wrote(next(sizes).nbytes)
+    ahead: Queue[tuple[str, Tensor | None] | BaseException | None] = Queue(AHEAD)
+    stop = threading.Event()
+    maker = threading.Thread(target=_make, args=(jobs, ahead, stop), name="zoo-convert", daemon=True)
+    maker.start()
+    try:
+        while (first := _next(ahead)) is not None:
+            writer.write(first[0], _pieces(first, ahead, wrote))
+    finally:
+        stop.set()
+        while maker.is_alive():  # it may wait for room
+            with suppress(Empty):
+                ahead.get(timeout=0.05)
+        maker.join()
+
+
+def _make(jobs: Iterable[Job], ahead: Queue[Any], stop: threading.Event) -> None:
+    """Put (name, piece) of every tensor, (name, None) at the end of each, and None at the very end."""
+    try:
+        for job in jobs:
+            for name, pieces in job.make():
+                for piece in pieces:
+                    if stop.is_set():
+                        return
+                    ahead.put((name, piece))
+                ahead.put((name, None))
+        ahead.put(None)
+    except BaseException as error:
+        ahead.put(error)
+
+
+def _next(ahead: Queue[Any]) -> tuple[str, Tensor | None] | None:
+    item = ahead.get()
+    if isinstance(item, BaseException):
+        raise item
+    return item
+
+
+def _pieces(
+    first: tuple[str, Tensor | None], ahead: Queue[Any], wrote: Callable[[int], None]
+) -> Iterator[Tensor]:
+    """The pieces of a tensor, of which the first has been taken already."""
+    item: tuple[str, Tensor | None] | None = first
+    while item is not None and item[1] is not None:
+        yield item[1]
+        wrote(item[1].nbytes)
+        item = _next(ahead)
 
 
 def in_order(jobs: Iterable[Job]) -> list[Job]:

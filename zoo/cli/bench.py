@@ -1,5 +1,5 @@
 """
-usage: zoo bench packing [key=value ...] [--json]
+usage: zoo bench packing | convert [key=value ...] [--json]
 
 packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
 positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
@@ -7,6 +7,12 @@ positions, each as milliseconds and bytes and as a ratio to one torch.index_sele
   samples=64 shortest=50 longest=4000    how many samples, and their lengths in tokens; seed=0
   cp=2,4                                 context-parallel sizes; segments are aligned to 2 * cp
   device=cpu threads=1 repeats=30        where, on how many cores, and how often; medians are shown
+
+convert measures the conversion of a synthetic checkpoint of a published size to zoo and back, in seconds and peak memory,
+beside a plain copy of its files.
+
+  recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
+  folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
 """
 
 from __future__ import annotations
@@ -42,26 +48,33 @@ def packing_options(arguments: Sequence[str]) -> Options:
     """
     from zoo.packing.bench import Options
 
-    known = {field.name: field.default for field in fields(Options)}
+    try:
+        return Options(**_values(arguments, Options))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
+    """`key=value` of the fields of a dataclass, as what their defaults are: text, an integer or several."""
+    known = {field.name: field.default for field in fields(options)}
     values: dict[str, Any] = {}
     for argument in arguments:
         key, _, text = argument.partition("=")
         if key not in known:
             near = get_close_matches(key, known, n=1) or list(known)
             raise UserError(f"{key}: no such key; nearest: {', '.join(near)}")
+        default = known[key]
         try:
-            if key == "device":
+            if isinstance(default, str):
                 values[key] = text
-            elif key == "cp":
+            elif isinstance(default, tuple):
                 values[key] = tuple(int(size) for size in text.split(","))
             else:
                 values[key] = int(text)
         except ValueError:
-            raise UserError(f"{argument}: {'integers' if key == 'cp' else 'an integer'} wanted") from None
-    try:
-        return Options(**values)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+            wanted = "integers" if isinstance(default, tuple) else "an integer"
+            raise UserError(f"{argument}: {wanted} wanted") from None
+    return values
 
 
 def _packing(arguments: Sequence[str], as_json: bool) -> str:
@@ -73,4 +86,11 @@ def _packing(arguments: Sequence[str], as_json: bool) -> str:
     return json.dumps(bench.as_dict(report), indent=2) if as_json else bench.table(report)
 
 
-BENCHES = {"packing": _packing}
+def _convert(arguments: Sequence[str], as_json: bool) -> str:
+    from zoo.engine import bench_convert
+
+    report = bench_convert.run(bench_convert.Options(**_values(arguments, bench_convert.Options)))
+    return json.dumps(report, indent=2) if as_json else bench_convert.table(report)
+
+
+BENCHES = {"packing": _packing, "convert": _convert}

@@ -1,7 +1,7 @@
 """Random changes to training samples, for sets too small to learn from otherwise (`data.augment`).
 
 Images and frames: elastic distortion (Simard et al. 2003, "Best Practices for Convolutional Neural Networks"),
-shift, contrast and brightness. Sound: speed (Ko et al. 2015, "Audio Augmentation for Speech Recognition"),
+shift, contrast and brightness; small images at twice their size now and then. Sound: speed (Ko et al. 2015, "Audio Augmentation for Speech Recognition"),
 pauses stretched where it is quiet, silence before and after, gain, noise. What a row says stays the same.
 Answers: some tokens that the model reads back are blanked (Bowman et al. 2016, "Generating Sentences from a
 Continuous Space", word dropout), so that it can't complete a known answer without looking at the media.
@@ -21,6 +21,7 @@ RATE = 16_000  # Hz, of the sound that is changed
 SPEED = 0.15  # share by which speech is made faster or slower
 PAUSE = 0.25  # seconds, longest silence put in at one place
 SHIFT = 0.2  # of the shorter side of an image: elastic distortion and shift
+SMALL = 96  # pixels of the longer side, up to which images are doubled, in half of the draws at full strength
 CONTRAST = 0.4  # share by which contrast changes; brightness by half of it
 
 
@@ -37,7 +38,9 @@ class Augment:
         self.random = np.random.default_rng(key)
 
     def image(self, image: Image.Image) -> Image.Image:
-        """An RGB image of the same size."""
+        """An RGB image of the same size, or twice that."""
+        if max(image.size) <= SMALL and self.random.random() < self.strength / 2:
+            image = image.resize((2 * image.width, 2 * image.height), Image.Resampling.BICUBIC)
         pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
         return Image.fromarray(self.frames(pixels)[0].permute(1, 2, 0).numpy())
 
