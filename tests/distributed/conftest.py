@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-table", action="store_true", help="write what the matrix measures to docs/parallelism.md"
     )
+    parser.addoption("--write-golden", action="store_true", help="write the losses of tests/golden anew")
 
 
 @pytest.fixture

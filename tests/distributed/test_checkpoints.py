@@ -163,7 +163,7 @@ def test_rows_given_as_dicts(checkpoint: Callable[[str], Path], call: Callable[.
 def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     call: Callable[..., Any], checkpoint: Callable[[str], Path], pool: Pool, tmp_path: Path
 ) -> None:
-    """model.init=<zoo's own weights>; carried tensors and frozen parts come out byte for byte."""
+    """Carried tensors and frozen parts come out byte for byte; another run starts from the first one's checkpoint."""
     source = checkpoint("qwen35 experts and MTP")
     call("convert", source, tmp_path / "zoo", quiet=True)
     run = tmp_path / "run"
@@ -182,6 +182,10 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     same(tensors(tmp_path / "again"), after)
     found = call("verify", run / "checkpoints" / "iter_1", source)
     assert not found["equal"] and found["counts"]["differs"] and "missing in A" not in found["counts"]
+    further = tmp_path / "further"
+    overrides += [f"model.init={run}", f"run.dir={further}", "train.lr=1e-30", "train.min_lr=0", "parallel.tp=2"]
+    pool.run(2, rank_tasks.train, overrides, "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0)
+    same(tensors(further / "export"), after)
 
 
 def spoilt(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:

@@ -295,3 +295,15 @@ def blueprint_sizes(
             shapes |= entry.hf_shapes(tuple(plan.parameters[name].shape), plan.dims)
     plan.bridge.resolve(shapes, plan.parameters, plan.dims)  # and back: nothing is left over
     return sum(tensor.numel() for tensor in plan.parameters.values()), shapes
+
+
+def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> list[float]:
+    """Losses of a recipe's first steps at its tiny size, as a run of its full length has them."""
+    from unittest.mock import patch
+
+    from zoo.config.compose import load_recipe
+    from zoo.engine import loop
+
+    fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
+    with patch.object(loop.Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
+        return list(loop.train(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)

@@ -24,6 +24,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
 from zoo.data.loader import EvalBatches, SampleSource, eval_batches
 from zoo.data.rows import MEDIA
+from zoo.data.rows import locate as locate_rows
 from zoo.engine import build
 from zoo.engine.blueprint import family_of, read_arch
 from zoo.engine.evaluate import smallest_count
@@ -55,6 +56,7 @@ def score(
     recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
         spec = str(rows) if isinstance(rows, str | Path) else _written(rows, Path(folder))
+        locate_rows(spec, "rows")
         return run_task("zoo.engine.score:score_here", for_scoring(recipe, spec), world_size(recipe))
 
 

@@ -24,6 +24,7 @@ from zoo.bridge.streams import of_expert
 from zoo.bridge.transforms import Dims
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, locate
+from zoo.data.rows import locate as locate_rows
 from zoo.data.rows import read_rows
 from zoo.engine import build
 from zoo.engine.blueprint import blueprint, family_of, published_names, read_arch
@@ -101,6 +102,8 @@ def verify(
     Raises:
         UserError: no such checkpoint, or two of different families.
     """
+    if rows is not None:
+        locate_rows(str(rows), "rows")
     with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
         places = [_readable(locate(str(path)), Path(folder) / side) for path, side in ((a, "a"), (b, "b"))]
         with _Side.open(places[0]) as left, _Side.open(places[1]) as right:

@@ -1,0 +1,31 @@
+"""The losses of each recipe's first steps on the bundled digits stay what they were.
+
+They change with the model, the data, augmentation, packing, the optimizer: with anything that a user would see in a loss
+curve. `python -m pytest tests/distributed/test_golden.py --write-golden` writes them anew, where a change is meant.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from support import rank_tasks
+from support.pool import Pool
+
+from zoo.config.files import recipe_names
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STEPS = 20
+LIMIT = 3e-3  # relative; what other processors and decoders may change in so many steps
+
+
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_first_losses(recipe: str, pool: Pool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    losses = pool.run(2, rank_tasks.first_losses, recipe, str(tmp_path), STEPS, timeout=600.0)[0]
+    assert len(losses) == STEPS
+    file = GOLDEN / f"{recipe}.json"
+    if request.config.getoption("--write-golden", default=False):
+        file.write_text(json.dumps([round(loss, 6) for loss in losses]) + "\n", encoding="utf-8")
+    wanted = json.loads(file.read_text(encoding="utf-8"))
+    assert wanted[-1] < 0.8 * wanted[0], "nothing is learnt"
+    for step, (found, want) in enumerate(zip(losses, wanted, strict=True), 1):
+        assert found == pytest.approx(want, rel=LIMIT), f"step {step}"
