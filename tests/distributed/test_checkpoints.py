@@ -183,7 +183,13 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     found = call("verify", run / "checkpoints" / "iter_1", source)
     assert not found["equal"] and found["counts"]["differs"] and "missing in A" not in found["counts"]
     further = tmp_path / "further"
-    overrides += [f"model.init={run}", f"run.dir={further}", "train.lr=1e-30", "train.min_lr=0", "parallel.tp=2"]
+    overrides += [
+        f"model.init={run}",
+        f"run.dir={further}",
+        "train.lr=1e-30",
+        "train.min_lr=0",
+        "parallel.tp=2",
+    ]
     pool.run(2, rank_tasks.train, overrides, "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0)
     same(tensors(further / "export"), after)
 

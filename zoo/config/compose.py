@@ -11,7 +11,6 @@ architecture is that of the folder, and no size is chosen unless `size=` is give
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -31,7 +30,7 @@ from zoo.config.files import (
     recipe_names,
     size_names,
 )
-from zoo.config.locate import look
+from zoo.config.locate import look, read_arch
 from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import CHOICES, Recipe
 from zoo.errors import ConfigError
@@ -287,15 +286,9 @@ def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "m
 def _hf_config(init: Any) -> dict[str, Any] | None:
     """The `config.json` of weights that lie here; None when `init` is no path of any."""
     place = look(init) if isinstance(init, str) else None
-    if place is None or not (file := place.files / "config.json").is_file():
+    if place is None or not (place.files / "config.json").is_file():
         return None
-    try:
-        arch = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"model.init={init}: {file} is no valid JSON ({error})") from None
-    if not isinstance(arch, dict):
-        raise ConfigError(f"model.init={init}: {file} holds no JSON object")
-    return arch
+    return read_arch(place.files, f"model.init={init}")
 
 
 def _schema_tree(recipe: Recipe) -> DictConfig:

@@ -9,12 +9,13 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from zoo.errors import UserError
+from zoo.errors import ConfigError, UserError
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -32,6 +33,24 @@ class Place:
     def weights(self) -> Path:
         """Folder of the safetensors; a run's are in another format."""
         return self.folder / WEIGHTS_PART if self.kind == "zoo" else self.folder
+
+
+def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
+    """The config.json of a folder; `given` is how the user named it, for messages.
+
+    Raises:
+        ConfigError: there is none, or none that can be read.
+    """
+    path, where = folder / "config.json", f"{given}: " if given else ""
+    if not path.is_file():
+        raise ConfigError(f"{where}{path}: no such file; wanted a Hugging Face checkpoint folder")
+    try:
+        arch = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{where}{path} is no valid JSON ({error})") from None
+    if not isinstance(arch, dict):
+        raise ConfigError(f"{where}{path} holds no JSON object")
+    return arch
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

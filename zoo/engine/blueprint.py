@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,20 +32,6 @@ class Blueprint:
     bridge: Bridge
     dims: Dims
     parameters: Mapping[str, Tensor]  # zoo name -> a tensor of the full shape on the meta device
-
-
-def read_arch(folder: str | Path) -> dict[str, Any]:
-    """The config.json of a folder; UserError where there is none, or none that can be read."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; wanted a Hugging Face checkpoint folder")
-    try:
-        arch = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: its JSON cannot be read ({error})") from None
-    if not isinstance(arch, dict):
-        raise UserError(f"{path}: holds no JSON object")
-    return arch
 
 
 def family_of(arch: Mapping[str, Any]) -> ModelFamily:

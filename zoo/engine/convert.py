@@ -23,8 +23,8 @@ from zoo.bridge.load import fit_shapes
 from zoo.bridge.native import CARRIED, FORMAT, native, read_about
 from zoo.bridge.progress import Progress, size
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
-from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate
-from zoo.engine.blueprint import Blueprint, blueprint, published_names, read_arch
+from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, read_arch
+from zoo.engine.blueprint import Blueprint, blueprint, published_names
 from zoo.errors import UserError
 
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out

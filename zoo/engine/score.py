@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights, replace_in
-from zoo.config.locate import locate
+from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
 from zoo.data.loader import EvalBatches, SampleSource, eval_batches
 from zoo.data.rows import MEDIA
 from zoo.data.rows import locate as locate_rows
 from zoo.engine import build
-from zoo.engine.blueprint import family_of, read_arch
+from zoo.engine.blueprint import family_of
 from zoo.engine.evaluate import smallest_count
 from zoo.engine.launch import run_task, world_size
 from zoo.engine.world import World, world

@@ -23,11 +23,11 @@ from zoo.bridge.native import CARRIED, native
 from zoo.bridge.streams import of_expert
 from zoo.bridge.transforms import Dims
 from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import Place, locate
+from zoo.config.locate import Place, locate, read_arch
 from zoo.data.rows import locate as locate_rows
 from zoo.data.rows import read_rows
 from zoo.engine import build
-from zoo.engine.blueprint import blueprint, family_of, published_names, read_arch
+from zoo.engine.blueprint import blueprint, family_of, published_names
 from zoo.engine.convert import convert
 from zoo.engine.score import score
 from zoo.errors import UserError
