@@ -36,9 +36,10 @@ def main(source: str, target: Path, kills: int) -> dict[str, int]:
     plan = blueprint.blueprint(arch)
     random.seed(0)
     with patch.object(convert, "blueprint", lambda *_: plan):
-        began = time.monotonic()
-        convert.convert(source, target, quiet=True)
-        seconds = time.monotonic() - began
+        for _ in range(2):  # the second one finds everything in memory, as those to come
+            began = time.monotonic()
+            convert.convert(source, target, quiet=True, overwrite=True)
+            seconds = time.monotonic() - began
         with SafetensorsFolder(target / "weights") as reader:
             wanted = {name: reader.info(name).nbytes for name in reader.names()}
         kept = Path(shutil.move(target, target.parent.parent / "kept"))
