@@ -14,7 +14,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     """The tensors of a small checkpoint."""
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
 def export(zoo: Zoo, folder: Path, source: Path | None, **options: Any) -> Path:
