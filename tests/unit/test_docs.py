@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import zoo
-from zoo.cli.arguments import split_flags, split_recipe
+from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.bench import BENCHES, packing_options
+from zoo.cli.convert import KEYS as CONVERT_KEYS
 from zoo.cli.main import VERBS
 from zoo.config.compose import load_recipe
 from zoo.config.reference import keys, sections
@@ -27,7 +28,7 @@ PAGES = [
     )
     if path.is_file()
 ]
-FLAGS = {"show": ("--schema",), "list": ("--json",), "bench": ("--json",)}
+FLAGS = {"show": ("--schema",), "list": ("--json",), "bench": ("--json",), "verify": ("--json",)}
 FOLDERS = (
     "bridges",
     "docs",
@@ -141,10 +142,21 @@ def check_zoo(words: list[str]) -> None:
     if verb in ("--help", "--version"):
         return
     assert verb in VERBS, words
+    if rest in ([], ["--help"]):
+        return
     flags, rest = split_flags(rest, FLAGS.get(verb, ()))
     if verb == "bench":
         assert rest[0] in BENCHES, words
-        packing_options(rest[1:])
+        if rest[0] == "packing":
+            packing_options(rest[1:])
+        return
+    if verb == "convert":
+        split_values(rest, CONVERT_KEYS, verb, ("SOURCE", "TARGET"))
+        return
+    if verb in ("verify", "score"):
+        own = {"rows", "tolerance", "out"}
+        assert sum("=" not in word for word in rest) == 2, words
+        assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys()}, words
         return
     if flags or verb == "list" or not rest:
         return

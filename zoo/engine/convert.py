@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from zoo import __version__
 from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import copy_side_files, with_dtype
 from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
@@ -130,7 +129,6 @@ def _hf_to_zoo(
         about = {
             "format": FORMAT,
             "family": plan.family.name,
-            "zoo_version": __version__,
             "allow": list(allow),
             "allowed": list(conversion.allowed),
         }
@@ -172,7 +170,6 @@ def _zoo_to_hf(
                 _write_json(
                     folder / CONVERSION,
                     {
-                        "zoo_version": __version__,
                         "allow": [*about.get("allow", ()), *allow],
                         "allowed": allowed,
                     },
