@@ -13,6 +13,7 @@ from zoo.config.locate import STATE, Place, locate
 from zoo.config.validate import validate
 from zoo.engine import build, checkpoint
 from zoo.engine.world import World, world
+from zoo.errors import UserError
 
 
 def export(
@@ -51,14 +52,24 @@ def started_from(run: Place) -> Place | None:
 
 def read_origin(run: Place) -> dict[str, Any]:
     """`zoo.engine.checkpoint.origin` of a run's checkpoint."""
-    return json.loads((run.folder / STATE).read_text(encoding="utf-8"))["weights"]
+    weights = _state(run).get("weights")
+    if weights is None:
+        raise UserError(
+            f"{run.folder}: its {STATE} is of an earlier zoo, which exported at the end of a run alone"
+        )
+    return weights
+
+
+def _state(run: Place) -> dict[str, Any]:
+    return json.loads((run.folder / STATE).read_text(encoding="utf-8"))
 
 
 def export_run(run: Place, target: Path, **options: Any) -> Path:
     """A run's checkpoint as a Hugging Face folder, by this process alone; `options` are those of `export_hf`."""
-    state = json.loads((run.folder / STATE).read_text(encoding="utf-8"))
-    mtp = f"train.mtp_loss={state['weights']['mtp_loss']}"
-    recipe = recipe_for_weights(str(run.folder), state["model"]["family"], [mtp, "engine.precision=fp32"])
+    mtp = f"train.mtp_loss={read_origin(run)['mtp_loss']}"
+    recipe = recipe_for_weights(
+        str(run.folder), _state(run)["model"]["family"], [mtp, "engine.precision=fp32"]
+    )
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
