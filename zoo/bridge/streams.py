@@ -21,9 +21,10 @@ from zoo.bridge.export_writer import Planned, ShardWriter
 from zoo.bridge.mapping import Entry
 from zoo.bridge.native import CARRIED
 from zoo.bridge.safetensors_io import SafetensorsFolder
-from zoo.bridge.transforms import Copy, Dims
+from zoo.bridge.transforms import Copy, Dims, GateUp, Rows
 
 CHUNK = 16 * 2**20  # bytes of a piece of a tensor that is copied
+BELOW = (GateUp, Rows)  # transforms that lay tensors one below the other: nothing has to be held to join them
 AHEAD = 2  # pieces made before they are written
 
 Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
@@ -112,6 +113,9 @@ def to_zoo(
     def pieces() -> Iterator[Tensor]:
         if isinstance(transform, Copy) and not entry.layout.per_expert:
             yield from rows(reader, names[0])
+        elif isinstance(transform, BELOW) and (entry.layout.per_expert or not stacked):
+            for name in names:
+                yield from rows(reader, name)
         elif not stacked:
             yield transform.to_zoo([reader.read(name) for name in names], dims)
         else:
@@ -147,6 +151,12 @@ def to_hf(
     def make() -> Made:
         if isinstance(transform, Copy) and not entry.layout.per_expert:
             yield names[0], rows(reader, zoo_name)
+        elif isinstance(transform, BELOW) and not entry.rule.stacked:
+            first = 0
+            for name in names:
+                last = first + shapes[name][0]
+                yield name, rows(reader, zoo_name, first, last)
+                first = last
         elif not entry.rule.stacked:
             for name, part in zip(names, transform.to_hf(reader.read(zoo_name), dims), strict=True):
                 yield name, [part]
@@ -169,12 +179,12 @@ def carried(name: str, reader: SafetensorsFolder, published: str, *, to_zoo: boo
     return Job((planned,), lambda: iter([(target, rows(reader, name))]))
 
 
-def rows(reader: SafetensorsFolder, name: str) -> Iterator[Tensor]:
-    """A tensor in pieces of whole rows, each of about CHUNK bytes."""
+def rows(reader: SafetensorsFolder, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+    """Rows `first` to `last` (exclusive) of a tensor, in pieces of about CHUNK bytes."""
     shape, size = reader.shape(name), reader.info(name).nbytes
     if size <= CHUNK or not shape:
-        yield reader.read(name)
+        yield reader.read(name, first, last)
         return
-    step = max(1, CHUNK * shape[0] // size)
-    for first in range(0, shape[0], step):
-        yield reader.read(name, first, min(first + step, shape[0]))
+    step, end = max(1, CHUNK * shape[0] // size), shape[0] if last is None else last
+    for start in range(first, end, step):
+        yield reader.read(name, start, min(start + step, end))
