@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ class Conversion:
 
     jobs: list[Job]
     allowed: Sequence[str]  # problems that `allow` let pass
+    part: str = ""  # folder of the weights in the target
+    beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
 
     @property
     def planned(self) -> list[Planned]:
@@ -97,10 +99,10 @@ def convert(
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
         export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
-    elif place.kind == "zoo":
-        _zoo_to_hf(place, writer, dtype, shard_bytes, allow, quiet)
     else:
-        _hf_to_zoo(place, writer, dtype, shard_bytes, allow, quiet)
+        with SafetensorsFolder(place.weights) as reader:
+            plan = _plan_hf if place.kind == "zoo" else _plan_zoo
+            _write(plan(place, reader, dtype, allow), writer, shard_bytes, quiet)
     if push_to:
         _push(target, push_to)
     return target
@@ -114,68 +116,52 @@ def dtype_named(name: str) -> torch.dtype:
     return known[name]
 
 
-def _hf_to_zoo(
-    place: Place,
-    writer: ExportWriter,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    allow: Sequence[str],
-    quiet: bool,
-) -> None:
-    with SafetensorsFolder(place.weights) as reader:
-        arch = read_arch(place.files)
-        plan = blueprint(arch, reader.names())
-        conversion = to_zoo_jobs(reader, plan, dtype, allow)
-        about = {
-            "format": FORMAT,
-            "family": plan.family.name,
-            "allow": list(allow),
-            "allowed": list(conversion.allowed),
-        }
+def _plan_zoo(
+    place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+) -> Conversion:
+    """A Hugging Face folder as zoo's own weights."""
+    arch = read_arch(place.files)
+    plan = blueprint(arch, reader.names())
+    conversion = to_zoo_jobs(reader, plan, dtype, allow)
+    about = {
+        "format": FORMAT,
+        "family": plan.family.name,
+        "allow": list(allow),
+        "allowed": list(conversion.allowed),
+    }
 
-        def beside(folder: Path) -> None:
-            (folder / HF_PART).mkdir()
-            copy_side_files(place.files, folder / HF_PART)
-            config = arch if dtype is None else with_dtype(arch, dtype)
-            _write_json(folder / HF_PART / "config.json", config)
-            _write_json(folder / ABOUT, about)
+    def beside(folder: Path) -> None:
+        (folder / HF_PART).mkdir()
+        copy_side_files(place.files, folder / HF_PART)
+        config = arch if dtype is None else with_dtype(arch, dtype)
+        _write_json(folder / HF_PART / "config.json", config)
+        _write_json(folder / ABOUT, about)
 
-        _write(conversion, writer, WEIGHTS_PART, shard_bytes, beside, quiet)
+    return replace(conversion, part=WEIGHTS_PART, beside=beside)
 
 
-def _zoo_to_hf(
-    place: Place,
-    writer: ExportWriter,
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-    allow: Sequence[str],
-    quiet: bool,
-) -> None:
-    about = read_about(place.folder)
-    with SafetensorsFolder(place.weights) as reader:
-        arch = read_arch(place.files)
-        plan = blueprint(arch, published_names(reader, arch))
-        conversion = to_hf_jobs(reader, plan, dtype, allow)
-        config = arch
-        if plan.bridge.export_config is not None:
-            config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
-        if dtype is not None:
-            config = with_dtype(config, dtype)
+def _plan_hf(
+    place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+) -> Conversion:
+    """zoo's own weights as a Hugging Face folder."""
+    about, arch = read_about(place.folder), read_arch(place.files)
+    plan = blueprint(arch, published_names(reader, arch))
+    conversion = to_hf_jobs(reader, plan, dtype, allow)
+    config = arch
+    if plan.bridge.export_config is not None:
+        config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
+    if dtype is not None:
+        config = with_dtype(config, dtype)
+    allowed = [*about.get("allowed", ()), *conversion.allowed]
 
-        def beside(folder: Path) -> None:
-            copy_side_files(place.files, folder)
-            _write_json(folder / "config.json", config)
-            allowed = [*about.get("allowed", ()), *conversion.allowed]
-            if allowed:
-                _write_json(
-                    folder / CONVERSION,
-                    {
-                        "allow": [*about.get("allow", ()), *allow],
-                        "allowed": allowed,
-                    },
-                )
+    def beside(folder: Path) -> None:
+        copy_side_files(place.files, folder)
+        _write_json(folder / "config.json", config)
+        if allowed:
+            patterns = [*about.get("allow", ()), *allow]
+            _write_json(folder / CONVERSION, {"allow": patterns, "allowed": allowed})
 
-        _write(conversion, writer, "", shard_bytes, beside, quiet)
+    return replace(conversion, beside=beside)
 
 
 def to_zoo_jobs(
@@ -213,15 +199,8 @@ def to_hf_jobs(
     return Conversion(in_order(jobs), resolution.allowed)
 
 
-def _write(
-    conversion: Conversion,
-    writer: ExportWriter,
-    part: str,
-    shard_bytes: int,
-    beside: Callable[[Path], None],
-    quiet: bool,
-) -> None:
-    """The folder, whole or not at all; `part` is the folder of its weights."""
+def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet: bool) -> None:
+    """The folder, whole or not at all."""
     writer.begin()
     try:
         free = shutil.disk_usage(writer.partial).free
@@ -237,8 +216,8 @@ def _write(
         finally:
             shards.close()
         with disk_errors(writer.partial):
-            beside(writer.partial)
-            writer.commit(shards.shards, part)
+            conversion.beside(writer.partial)
+            writer.commit(shards.shards, conversion.part)
     except BaseException:
         writer.discard()
         raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,5 +189,5 @@ def _gather(mine: dict[int, dict[str, Any]], source: SampleSource, here: World) 
     dist.all_gather_object(everyone, mine)
     found = {index: row for of_rank in everyone for index, row in of_rank.items()}
     if source.counts and here.is_main:
-        print(f"rows left out: {source.left_out()}")
+        print(f"rows left out: {source.left_out()}", file=sys.stderr)
     return [found[index] for index in sorted(found)]

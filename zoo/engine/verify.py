@@ -104,15 +104,14 @@ def verify(
     """
     if rows is not None:
         locate_rows(str(rows), "rows")
+    given = [locate(str(path)) for path in (a, b)]
     with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
-        places = [_readable(locate(str(path)), Path(folder) / side) for path, side in ((a, "a"), (b, "b"))]
+        places = [_readable(place, Path(folder) / side) for place, side in zip(given, "ab", strict=True)]
         with _Side.open(places[0]) as left, _Side.open(places[1]) as right:
             if left.family != right.family:
                 raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
             tensors = list(_compare(left, right))
-        found = []
-        if rows is not None:
-            found = _compare_rows(places, rows, overrides)
+    found = [] if rows is None else _compare_rows(given, rows, overrides)
     return Verification(tensors, found, tolerance)
 
 

@@ -27,9 +27,9 @@ def halves() -> Iterator[Tensor]:
     yield torch.ones(2, 2)
 
 
-def write(folder: Path, *jobs: Job, **options: Any) -> None:
-    conversion = convert.Conversion(list(jobs), [])
-    convert._write(conversion, ExportWriter(folder), "weights", 40, lambda path: None, quiet=True)
+def write(folder: Path, *jobs: Job) -> None:
+    conversion = convert.Conversion(list(jobs), [], "weights")
+    convert._write(conversion, ExportWriter(folder), 40, quiet=True)
 
 
 def test_pieces_arrive_in_order(tmp_path: Path) -> None:
