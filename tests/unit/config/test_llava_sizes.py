@@ -18,7 +18,7 @@ PARAMETERS = {  # of the published files, tied weights once
     "1.6-mistral-7b": 7_566_747_648,
     "onevision-0.5b": 893_675_552,
     "onevision-7b": 8_030_807_584,
-    "tiny": 1_387_840,
+    "tiny": 1_388_864,
     "tiny-onevision": 1_313_792,
 }
 
