@@ -54,7 +54,7 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         samples = [source.sample(visit) for visit in range(len(source))]
         samples = sorted(filter(_is_even, samples), key=lambda sample: sample.length)
         longest = {sample.kind: sample for sample in samples}
-        assert len(longest) > 3
+        assert len(longest) > 2
         for sample in longest.values():
             batch = collate([sample], PackedLayout.from_lengths([sample.length]))
             rows = {
