@@ -39,8 +39,12 @@ class Qwen3OmniConfig(FamilyConfig):
         width, channels, chunk = audio.d_model, audio.downsample_hidden_size, 2 * audio.n_window
         tokens = tokens_of_chunk(chunk)
         convolutions, mel, frames = 0.0, audio.num_mel_bins, chunk
+        maps = float(
+            mel * frames
+        )  # numbers kept of a chunk: input of each convolution, and of what follows it
         for layer in range(CONV_LAYERS):
             mel, frames = -(-mel // CONV_STRIDE), -(-frames // CONV_STRIDE)
+            maps += 2.0 * channels * mel * frames
             convolutions += 2.0 * 9 * channels * (channels if layer else 1) * mel * frames
         ends = 2.0 * width * (channels * mel + width + audio.output_dim)
         layers = audio.encoder_layers * (8.0 * width**2 + 4.0 * width * audio.encoder_ffn_dim)
@@ -50,5 +54,9 @@ class Qwen3OmniConfig(FamilyConfig):
             per_pair=4.0 * width * audio.encoder_layers / rows**2,
             rows_per_token=rows,
             window=audio.n_window_infer,
+            kept=maps / chunk
+            + (audio.encoder_layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width) / rows,
+            piece=chunk,
+            attended=audio.encoder_layers * width / rows,
         )
         return {**super().tower_costs(), "audio": cost}

@@ -25,7 +25,8 @@ ROOMS = {
     "steps": "packing nn config",
     "data": "packing config registry",
     "bridge": "config",
-    "engine": "packing steps nn data bridge config registry",
+    "plan": "packing config registry",
+    "engine": "packing steps nn data bridge config registry plan",
     "recipes": "",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family

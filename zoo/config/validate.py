@@ -21,7 +21,7 @@ from zoo.errors import ConfigError
 from zoo.registry import get_family
 
 _POSITIVE = (
-    "nproc", "nproc_cpu", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
     "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
     "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
@@ -31,6 +31,8 @@ _NOT_NEGATIVE = (
     "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.eval_every",
     "train.save_every",
 )  # fmt: skip
+
+PLANNED = ("tp", "pp", "cp", "ep", "recompute", "batch")  # what parallel.plan may name
 
 
 def validate(recipe: Recipe, world_size: int) -> Recipe:
@@ -45,9 +47,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     _check_model(recipe)
     _check_length(recipe)
     recipe = replace_in(recipe, _derived(recipe))
-    _check_ranks(recipe, world_size)
-    _check_arch(recipe)
-    _check_batch(recipe, world_size)
+    check_layout(recipe, world_size)
     _check_packing(recipe)
     _check_engine(recipe)
     if recipe.log.wandb and importlib.util.find_spec("wandb") is None:
@@ -56,6 +56,13 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
             f"or leave log.wandb out"
         )
     return recipe
+
+
+def check_layout(recipe: Recipe, world_size: int) -> None:
+    """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
+    _check_ranks(recipe, world_size)
+    _check_arch(recipe)
+    _check_batch(recipe, world_size)
 
 
 def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,6 +135,10 @@ def _check_numbers(recipe: Recipe) -> None:
         value = _get(recipe, key)
         if not value >= 0:
             raise ConfigError(f"{key}={value}: wanted 0 or more")
+    for name in recipe.parallel.plan:
+        if name not in PLANNED:
+            near = ", ".join(nearest(name, list(PLANNED)))
+            raise ConfigError(f"parallel.plan={name}: nothing of that name is planned; nearest: {near}")
     for key in ("train.beta1", "train.beta2"):
         if _get(recipe, key) >= 1:
             raise ConfigError(f"{key}={_get(recipe, key)}: wanted a number below 1")

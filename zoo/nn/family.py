@@ -129,7 +129,12 @@ class FamilyConfig:
         layers = vision.depth * (8.0 * width**2 + 4.0 * width * vision.intermediate_size)
         mergers = (1 + self.deepstack_layers) * 2.0 * merged * (merged + vision.out_hidden_size)
         per_row = 2.0 * patch * width + layers + mergers / square
-        return {"vision": TowerCost(per_row, 4.0 * width * vision.depth, float(square))}
+        kept = vision.depth * (4.0 * width + 2.0 * vision.intermediate_size)
+        kept += patch + 4.0 * width * (1 + self.deepstack_layers)
+        cost = TowerCost(
+            per_row, 4.0 * width * vision.depth, float(square), kept=kept, attended=width * vision.depth
+        )
+        return {"vision": cost}
 
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""

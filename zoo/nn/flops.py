@@ -12,7 +12,7 @@ from zoo.packing.cost import DecoderCost, ModelCost
 def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     """What a sample costs a model of that config, with so many layers of multi-token prediction."""
     text = config.text
-    kinds = _layer_kinds(text)
+    kinds = layer_kinds(text)
     layers = [_layer(config, *kind) for kind in kinds]
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
     ahead = [_layer(config, False, kinds[-1][1])] * mtp_layers
@@ -27,7 +27,7 @@ def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     )
 
 
-def _layer_kinds(text: Any) -> list[tuple[bool, bool]]:
+def layer_kinds(text: Any) -> list[tuple[bool, bool]]:
     """(linear attention, experts) of every decoder layer."""
     count = text.num_hidden_layers
     linear = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or [""] * count]

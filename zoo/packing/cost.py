@@ -35,6 +35,11 @@ class TowerCost:
     per_pair: float  # FLOPs of a pair of rows of which one attends to the other
     rows_per_token: float  # rows behind one embedding that the decoder gets
     window: int | None = None  # rows see one another within windows of so many; None: all of an item
+    kept: float = 0.0  # numbers that are kept of a row for the backward pass, those of attention aside
+    piece: int = 1  # rows that are taken at once: the last ones of an item are kept as if they were as many
+    attended: float = (
+        0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
+    )
 
     def flops(self, rows: float) -> float:
         """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""
