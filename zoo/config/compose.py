@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -64,6 +65,8 @@ class Resolved:
 
     recipe: Recipe
     size_why: str  # why this size, in a few words
+    base: Recipe  # the same without what the user's own file and the overrides set
+    base_name: str  # of what that consists
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -97,6 +100,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     for layer in layers:
         _apply(tree, layer)
     _take_arch_of_init(tree, own)
+    base = deepcopy(tree)
     for layer in own:
         _refuse_misspelt_arch(
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
@@ -106,7 +110,9 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         _leave_what_is_given(tree, own)
     for key, value in stamps.items():
         _set(tree, key, value, "")
-    return Resolved(_to_recipe(tree), why)
+        _set(base, key, value, "")
+    named = " ".join([Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")])
+    return Resolved(_to_recipe(tree), why, _to_recipe(base), named)
 
 
 def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) -> Recipe:

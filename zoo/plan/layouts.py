@@ -35,7 +35,12 @@ class Candidate:
 def room(recipe: Recipe) -> float | None:
     """Bytes of a GPU that a run may fill; None where no GPU's memory is known."""
     size = recipe.machine.memory_gb
-    return None if size is None else size * 1e9 * (1 - RESERVED_SHARE) - RESERVED_BYTES
+    return None if size is None else spare(size * 1e9)
+
+
+def spare(memory: float) -> float:
+    """Bytes of a GPU of that memory that a run may fill."""
+    return memory * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
 def settle(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
