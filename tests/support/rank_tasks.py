@@ -317,7 +317,7 @@ class Bytes:
     grads: int
     optimizer: int
     activations: int
-    rows: list[Any]  # zoo.plan.activations.Row of each micro-batch
+    rows: list[Any]  # zoo.planner.activations.Row of each micro-batch
     pp_rank: int
 
 
@@ -329,7 +329,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.engine.interrupts import interrupts
     from zoo.engine.loop import Run
     from zoo.engine.world import world
-    from zoo.plan.activations import Row
+    from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
     recipe = validate(load_recipe(name, [*fixed, *overrides]), size)

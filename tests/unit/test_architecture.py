@@ -25,8 +25,8 @@ ROOMS = {
     "steps": "packing nn config",
     "data": "packing config registry",
     "bridge": "config",
-    "plan": "packing config registry",
-    "engine": "packing steps nn data bridge config registry plan",
+    "planner": "packing config registry",
+    "engine": "packing steps nn data bridge config registry planner",
     "recipes": "",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family

@@ -33,7 +33,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.config.compose import load_recipe
     from zoo.engine.planning import plan
-    from zoo.plan.report import table
+    from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
     ranks = _ranks(given["ranks"]) if "ranks" in given else planned_ranks(recipe)

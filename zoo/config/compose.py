@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from zoo.registry import get_family
 __all__ = [
     "ConfigError",
     "Resolved",
+    "about",
     "load_recipe",
     "recipe_for_weights",
     "replace_in",
@@ -52,7 +53,10 @@ __all__ = [
 ]
 
 _ENTRY = re.compile(r"([\w.]+)\[(\d+)\]((?:\.\w+)*)")  # data.train[0].weight
-_PLANNED = {"recompute": "engine.recompute", "batch": "train.global_batch"}  # others are keys of parallel
+PLANNED_KEYS = {
+    "recompute": "engine.recompute",
+    "batch": "train.global_batch",
+}  # others of parallel.plan are keys of parallel
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
@@ -111,8 +115,17 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     for key, value in stamps.items():
         _set(tree, key, value, "")
         _set(base, key, value, "")
-    named = " ".join([Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")])
+    named = " ".join(
+        [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
+    )
     return Resolved(_to_recipe(tree), why, _to_recipe(base), named)
+
+
+def about(name_or_path: str) -> dict[str, Any]:
+    """What a recipe says of itself: description, family, published_size, tiny_size and base, of its own or its base's."""
+    chain = _base_chain(name_or_path)
+    found = {key: _last(chain, key) for key in ("description", "published_size", "tiny_size")}
+    return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}
 
 
 def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -145,7 +158,8 @@ def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     tree = _schema_tree(Recipe())
     _apply(tree, Layer("", escaped(asdict(recipe))))
     for key, value in changes.items():
-        _apply(tree, _layer_of([(key, escaped(value))]))
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        _apply(tree, _layer_of([(key, escaped(plain))]))
     return _to_recipe(tree)
 
 
@@ -238,7 +252,7 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
     layers = [root, *own]
     family = str(_last(layers, "model.family") or Recipe().model.family)
     hardware, size = _last(layers, "hardware") or ("auto" if gpu_count() else None), _last(layers, "size")
-    published = root.tree.get("published_size")
+    published = _last(layers, "published_size")
     if size is not None:
         why = "given"
     elif _hf_config(_last(layers, "model.init")) is not None:
@@ -248,7 +262,7 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
     elif gpu_count():
         size, why = published, "the published size: a GPU is here"
     else:
-        size = root.tree.get("tiny_size", "tiny")
+        size = _last(layers, "tiny_size") or "tiny"
         why = "no GPU is here" + (f"; published: size={published}" if published else "")
     if size is not None and not family:
         _refuse_no_family(layers)
@@ -290,7 +304,7 @@ def _overlays(choice: _Choice) -> list[Layer]:
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
     given = {key for layer in own for key, _ in _leaves(_tree_of(layer), "", "")}
-    plan = [name for name in tree.parallel.plan if _PLANNED.get(name, f"parallel.{name}") not in given]
+    plan = [name for name in tree.parallel.plan if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
     _set(tree, "parallel.plan", plan, "")
 
 

@@ -7,6 +7,7 @@ checks that involve more than one key are in :mod:`zoo.config.validate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +150,20 @@ class Recipe:
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
     export: bool = True  # write a Hugging Face folder to run.dir/export at the end
+
+    def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
+        """A copy with other values, checked like overrides.
+
+        Args:
+            changes: by dotted key, ``{"train.lr": 1e-4, "data.train[0].weight": 2}``, or nested.
+            more: by name, a section's as a dict or as its dataclass: ``replace(train={"lr": 1e-4}, nproc=2)``.
+
+        Raises:
+            ConfigError: a key that there is not, or a value that is none of its kind.
+        """
+        from zoo.config.compose import replace_in
+
+        return replace_in(self, {**(changes or {}), **more})
 
 
 # The values that a key of few choices takes; null is a choice where the field says so.

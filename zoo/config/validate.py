@@ -14,6 +14,7 @@ from typing import Any
 
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
+from zoo.config.files import read_size
 from zoo.config.locate import is_hub_id
 from zoo.config.reference import nearest, show_value
 from zoo.config.schema import Recipe
@@ -42,7 +43,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
         UnknownFamilyError: no package registers `model.family`.
     """
-    recipe = replace_in(recipe, {})  # types and choices, for a recipe that was built by hand
+    recipe = _with_arch(replace_in(recipe, {}))  # types and choices, for a recipe that was built by hand
     _check_numbers(recipe)
     _check_model(recipe)
     _check_length(recipe)
@@ -56,6 +57,15 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
             f"or leave log.wandb out"
         )
     return recipe
+
+
+def _with_arch(recipe: Recipe) -> Recipe:
+    """The recipe with the architecture of its size, which one that was built by hand may leave out."""
+    if recipe.model.arch or recipe.model.init != "random" or not (recipe.size and recipe.model.family):
+        return recipe
+    get_family(recipe.model.family)  # a misspelt family is named as such
+    arch = (read_size(recipe.model.family, recipe.size).tree.get("model") or {}).get("arch")
+    return replace_in(recipe, {"model.arch": arch or {}})
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:

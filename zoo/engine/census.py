@@ -17,7 +17,7 @@ from zoo.config.schema import Recipe
 from zoo.engine import build
 from zoo.engine.blueprint import on_meta
 from zoo.engine.world import world
-from zoo.plan.census import EXPERTS, Census, Cut, Weights
+from zoo.planner.census import EXPERTS, Census, Cut, Weights
 from zoo.registry import ModelFamily, get_family
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

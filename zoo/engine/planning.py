@@ -1,4 +1,4 @@
-"""Plans of recipes: the model's census and costs, read from config and code, given to the arithmetic of `zoo.plan`.
+"""Plans of recipes: the model's census and costs, read from config and code, given to the arithmetic of `zoo.planner`.
 
 A recipe is planned in three places: `zoo plan` shows it, `zoo train` has the keys of `parallel.plan` chosen before
 ranks are started (zoo.engine.settle), and the first rank refuses what cannot fit before anything is built.
@@ -10,11 +10,11 @@ from zoo.config.devices import gpu_count, gpu_memory, host_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
-from zoo.plan.activations import Row
-from zoo.plan.layouts import settle, spare
-from zoo.plan.memory import Model
-from zoo.plan.report import Plan, make_plan
-from zoo.plan.rows import typical_row
+from zoo.planner.activations import Row
+from zoo.planner.layouts import settle, spare
+from zoo.planner.memory import Model
+from zoo.planner.report import Plan, make_plan
+from zoo.planner.rows import typical_row
 from zoo.registry import get_family
 
 
@@ -41,7 +41,7 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
 
     Args:
         labels, media: shares of a row's tokens that carry a loss, and that are of media; defaults are those of
-            `zoo.plan.rows`.
+            `zoo.planner.rows`.
 
     Raises:
         ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.

@@ -37,7 +37,10 @@ def join_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
         each = found["WORLD_SIZE"] // max(1, _number("SLURM_NNODES", environ))
         environ.setdefault("LOCAL_WORLD_SIZE", str(max(1, each)))
     if found["RANK"] == 0 and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ:
-        print(f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts", file=sys.stderr)
+        print(
+            f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts",
+            file=sys.stderr,
+        )
     environ.update({name: str(value) for name, value in found.items()})
     return True
 
@@ -73,14 +76,18 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
     command = " ".join(_quoted(argument) for argument in arguments)
     path.write_text(
-        _TEMPLATE.format(name=name, nodes=nodes, each=each, gpus=gpus, folder=recipe.run.dir, command=command),
+        _TEMPLATE.format(
+            name=name, nodes=nodes, each=each, gpus=gpus, folder=recipe.run.dir, command=command
+        ),
         encoding="utf-8",
     )
     return path
 
 
 def _quoted(argument: str) -> str:
-    return argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
+    return (
+        argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
+    )
 
 
 _TEMPLATE = """\

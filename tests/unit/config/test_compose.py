@@ -204,7 +204,9 @@ def test_hardware_is_a_number_of_a_kind() -> None:
     assert load_recipe(NAME, ["hardware=4xh100"]).machine.gpus == 4
     assert error_of("hardware=8xh20").startswith("hardware=8xh20: no such hardware; nearest: h200")
     assert error_of("hardware=0xh100") == "hardware=0xh100: wanted at least one of them"
-    assert error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
+    assert (
+        error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
+    )
 
 
 def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
@@ -301,7 +303,9 @@ def test_a_mistake_in_an_override(override: str, message: str) -> None:
 def test_values_that_cannot_be_read() -> None:
     assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
     assert "quote it" in error_of("run.dir=${x")
-    assert error_of("run.dir=${nowhere}").startswith("run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is")
+    assert error_of("run.dir=${nowhere}").startswith(
+        "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
+    )
 
 
 def test_an_unknown_family_is_named_before_its_sizes() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel
 from zoo.packing.cost import train_factor
-from zoo.plan.activations import Row
-from zoo.plan.layouts import room
-from zoo.plan.memory import Memory, Model, memory
+from zoo.planner.activations import Row
+from zoo.planner.layouts import room
+from zoo.planner.memory import Memory, Model, memory
 
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -52,7 +52,11 @@ class Plan:
             "recompute": self.recipe.engine.recompute,
             "precision": self.recipe.engine.precision,
             "global_batch": self.recipe.train.global_batch,
-            "parameters": {**self.parameters, "total": sum(self.parameters.values()), "trained": self.trained},
+            "parameters": {
+                **self.parameters,
+                "total": sum(self.parameters.values()),
+                "trained": self.trained,
+            },
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.room,
             "fits": self.fits,
@@ -70,7 +74,9 @@ class Plan:
         }
 
 
-def make_plan(model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None) -> Plan:
+def make_plan(
+    model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None
+) -> Plan:
     """The plan of a validated recipe on so many ranks, `limit` bytes each."""
     forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
     for length in row.lengths:
@@ -132,7 +138,9 @@ def table(plan: Plan) -> str:
     for number, stage in enumerate(plan.stages):
         name = f"  stage {number}" if len(plan.stages) > 1 else "  all"
         values = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
-        cells = [f"{value / 1e9:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)]
+        cells = [
+            f"{value / 1e9:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)
+        ]
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.room is not None:
         lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
@@ -147,7 +155,9 @@ def table(plan: Plan) -> str:
         lines.append(f"  {name:<13} {flops / 1e12:>14.3f} {plan.step[name] / 1e12:>9.2f}")
     total = sum(plan.step.values())
     lines.append(f"  {'all':<13} {sum(plan.forward.values()) / 1e12:>14.3f} {total / 1e12:>9.2f}")
-    lines.append(f"  {found['flops']['per_token'] / 1e9:.2f} GFLOPs a token, {total / plan.ranks / 1e12:.2f} TFLOPs a rank and step")
+    lines.append(
+        f"  {found['flops']['per_token'] / 1e9:.2f} GFLOPs a token, {total / plan.ranks / 1e12:.2f} TFLOPs a rank and step"
+    )
     return "\n".join(lines)
 
 

@@ -14,8 +14,8 @@ from math import log2
 from zoo.config.schema import Recipe
 from zoo.config.validate import check_layout, data_parallel, num_experts
 from zoo.errors import ConfigError
-from zoo.plan.activations import Row
-from zoo.plan.memory import Model, memory
+from zoo.planner.activations import Row
+from zoo.planner.memory import Model, memory
 
 # Of a GPU's memory, what the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9

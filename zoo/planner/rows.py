@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import ModelCost
-from zoo.plan.activations import Row
+from zoo.planner.activations import Row
 
 LABELS, MEDIA, SAMPLE, ITEM = 0.25, 0.5, 2048, 1024
 

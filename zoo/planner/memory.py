@@ -14,8 +14,8 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import ModelCost, TowerCost
-from zoo.plan.activations import FP32, Kept, Row
-from zoo.plan.census import Census, Share, layers_of, share
+from zoo.planner.activations import FP32, Kept, Row
+from zoo.planner.census import Census, Share, layers_of, share
 
 
 @dataclass(frozen=True)
