@@ -27,6 +27,7 @@ ROOMS = {
     "bridge": "config",
     "planner": "packing config registry",
     "engine": "packing steps nn data bridge config registry planner",
+    "inspection": "packing steps data config registry engine",
     "recipes": "",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from math import lcm
+from math import isqrt, lcm
 from pathlib import Path
 from typing import Any
 
@@ -112,18 +112,22 @@ def alignment(recipe: Recipe) -> int:
     Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares.
     """
     parallel = recipe.parallel
-    shares = parallel.tp if parallel.sp else 1
+    shares = parallel.tp if _sequence_parallel(recipe) else 1
     return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
+
+
+def _sequence_parallel(recipe: Recipe) -> bool:
+    """`parallel.sp`, or what it is by default."""
+    parallel = recipe.parallel
+    return parallel.sp if parallel.sp is not None else parallel.tp > 1 and num_experts(recipe.model.arch) > 0
 
 
 def _derived(recipe: Recipe) -> dict[str, Any]:
     """Values of the keys left open that follow from other keys or from the machine."""
-    sp = recipe.parallel.sp
-    if sp is None:
-        sp = recipe.parallel.tp > 1 and num_experts(recipe.model.arch) > 0
+    sp = _sequence_parallel(recipe)
     changes: dict[str, Any] = {"run.dir": str(Path(run_folder(recipe)).expanduser()), "parallel.sp": sp}
     if recipe.packing.align is None:
-        changes["packing.align"] = alignment(replace_in(recipe, {"parallel.sp": sp}))
+        changes["packing.align"] = alignment(recipe)
     if recipe.engine.precision is None:
         changes["engine.precision"] = "bf16" if gpu_count() else "fp32"
     return changes
@@ -359,7 +363,8 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _next_multiple(number: int, unit: int) -> int:

@@ -125,40 +125,49 @@ def table(plan: Plan) -> str:
     """The plan in a few lines."""
     found = plan.as_dict()
     layout = " ".join(f"{name}={size}" for name, size in found["parallel"].items() if size not in (1, False))
+    unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
     lines = [
         f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
-        f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout or 'no cuts'}  "
+        f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
         f"recompute={found['recompute']}  {found['precision']}  global_batch={found['global_batch']}",
         "",
         f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
         "",
-        "GB a rank       weights    grads  optimizer  activations     total",
+        f"{unit} a rank       weights    grads  optimizer  activations     total",
     ]
     for number, stage in enumerate(plan.stages):
         name = f"  stage {number}" if len(plan.stages) > 1 else "  all"
         values = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
         cells = [
-            f"{value / 1e9:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)
+            f"{value / size:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)
         ]
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.room is not None:
         lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
     row = found["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
+    samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
+    total = sum(plan.step.values())
     lines += [
         "",
-        f"a row: {row['tokens']} tokens in {row['samples']} samples, {row['labels']} labels{media}",
-        "TFLOPs          a row, forward    a step",
+        f"a row: {row['tokens']} tokens in {samples}, {row['labels']} labels{media}",
+        "FLOPs           a row, forward     a step",
+        *(
+            f"  {name:<13} {_flops(flops):>14} {_flops(plan.step[name]):>10}"
+            for name, flops in plan.forward.items()
+        ),
+        f"  {'all':<13} {_flops(sum(plan.forward.values())):>14} {_flops(total):>10}",
+        f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
     ]
-    for name, flops in plan.forward.items():
-        lines.append(f"  {name:<13} {flops / 1e12:>14.3f} {plan.step[name] / 1e12:>9.2f}")
-    total = sum(plan.step.values())
-    lines.append(f"  {'all':<13} {sum(plan.forward.values()) / 1e12:>14.3f} {total / 1e12:>9.2f}")
-    lines.append(
-        f"  {found['flops']['per_token'] / 1e9:.2f} GFLOPs a token, {total / plan.ranks / 1e12:.2f} TFLOPs a rank and step"
-    )
     return "\n".join(lines)
+
+
+def _flops(number: float) -> str:
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
 
 
 def _count(number: float) -> str:
