@@ -15,21 +15,55 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zoo.config.compose import load_recipe
-    from zoo.config.schema import Recipe
+    from zoo.config.schema import (
+        DataConfig,
+        EngineConfig,
+        LogConfig,
+        MachineConfig,
+        ModelConfig,
+        PackingConfig,
+        ParallelConfig,
+        Recipe,
+        RunConfig,
+        TrainConfig,
+    )
     from zoo.engine.convert import convert
     from zoo.engine.launch import launch as train
+    from zoo.engine.planning import plan
     from zoo.engine.result import TrainResult
     from zoo.engine.score import score
     from zoo.engine.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "TrainResult", "__version__", "convert", "load_recipe", "score", "train", "verify"]
+__all__ = [
+    "DataConfig",
+    "EngineConfig",
+    "LogConfig",
+    "MachineConfig",
+    "ModelConfig",
+    "PackingConfig",
+    "ParallelConfig",
+    "Recipe",
+    "RunConfig",
+    "TrainConfig",
+    "TrainResult",
+    "__version__",
+    "convert",
+    "load_recipe",
+    "plan",
+    "score",
+    "train",
+    "verify",
+]
 
+_SECTIONS = ("Data", "Engine", "Log", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {
+    **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.engine.result", "TrainResult"),
     "convert": ("zoo.engine.convert", "convert"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
+    "plan": ("zoo.engine.planning", "plan"),
     "score": ("zoo.engine.score", "score"),
     "train": ("zoo.engine.launch", "launch"),
     "verify": ("zoo.engine.verify", "verify"),

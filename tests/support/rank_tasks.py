@@ -307,3 +307,54 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
     with patch.object(loop.Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
         return list(loop.train(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a rank holds after a step: bytes by kind, the widest moment of activations, and the micro-batches' rows."""
+
+    weights: int
+    grads: int
+    optimizer: int
+    activations: int
+    rows: list[Any]  # zoo.planner.activations.Row of each micro-batch
+    pp_rank: int
+
+
+def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folder: str) -> Bytes:
+    """One step of the loop under a recipe from random weights, and what this rank holds then."""
+    from support.live import LiveBytes
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.interrupts import interrupts
+    from zoo.engine.loop import Run
+    from zoo.engine.world import world
+    from zoo.planner.activations import Row
+
+    fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
+    recipe = validate(load_recipe(name, [*fixed, *overrides]), size)
+    with interrupts() as stop, world(recipe) as here:
+        run = Run(recipe, here, stop)
+        run._build()
+        batches = run.loader.next_step()
+        with LiveBytes() as live:
+            run._forward_backward(batches, 1.0)
+        trainable = run.trainable
+        trainable.optimizer.step()
+        buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parts = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
+        states = [state for part in parts for state in part.optimizer.state.values()]
+        return Bytes(
+            weights=sum(p.nbytes for chunk in trainable.chunks for p in chunk.parameters()),
+            grads=sum(buffer.grad_data.nbytes for buffer in buffers),
+            optimizer=sum(t.nbytes for state in states for t in state.values() if torch.is_tensor(t)),
+            activations=live.peak,
+            rows=[Row(b.lengths, b.num_labels, _media_rows(run.step, b.media)) for b in batches],
+            pp_rank=here.pp_rank,
+        )
+
+
+def _media_rows(step: Any, media: Any) -> dict[str, tuple[int, ...]]:
+    """Tower name -> rows of each item of a micro-batch."""
+    streams = step.media_streams(media) if media else {}
+    return {tower: tuple(r for stream in each for r in stream.rows) for tower, each in streams.items()}

@@ -25,7 +25,9 @@ ROOMS = {
     "steps": "packing nn config",
     "data": "packing config registry",
     "bridge": "config",
-    "engine": "packing steps nn data bridge config registry",
+    "planner": "packing config registry",
+    "engine": "packing steps nn data bridge config registry planner",
+    "inspection": "packing steps data config registry engine",
     "recipes": "",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family

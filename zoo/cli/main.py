@@ -19,6 +19,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("zoo.cli.train", "train a model from a recipe"),
     "list": ("zoo.cli.list", "show model families, recipes, sizes and hardware overlays"),
     "show": ("zoo.cli.show", "show a resolved recipe, or every key there is"),
+    "plan": ("zoo.cli.plan", "parameters, memory and FLOPs of a run before it is launched"),
+    "inspect": ("zoo.cli.inspect", "real packed rows as a picture and a page; lengths and padding"),
     "convert": ("zoo.cli.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.verify", "compare two checkpoints, tensors and log-probabilities"),
     "score": ("zoo.cli.score", "log-probabilities of the answers of a file's rows"),

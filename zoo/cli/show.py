@@ -1,13 +1,16 @@
 """
-usage: zoo show recipe=NAME [key=value ...]
-       zoo show --schema
+usage: zoo show recipe=NAME [key=value ...] [--json]
+       zoo show --schema [--json]
 
-Prints the recipe that `zoo train` would resolve from the same arguments, as YAML, headed by what differs from
-the defaults of the schema. --schema prints every key with its type, default and meaning.
+Prints the recipe that `zoo train` would resolve from the same arguments, as YAML with what each key means, headed by
+what your file and overrides change and by what differs from the defaults of the schema. --schema prints every key with
+its type, default and meaning; --json prints the same for machines.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,27 +18,43 @@ from typing import Any
 from zoo.cli.arguments import split_flags, split_recipe
 from zoo.errors import UserError
 
+_COLUMN = 44  # where the meanings of keys begin
+
 
 def run(arguments: Sequence[str]) -> int:
     """Print a resolved recipe, or the schema."""
-    flags, rest = split_flags(arguments, ("--schema",))
+    flags, rest = split_flags(arguments, ("--schema", "--json"))
     if "--schema" in flags:
         if rest:
-            raise UserError(f"{rest[0]}: zoo show --schema takes nothing else")
-        print(_schema())
+            raise UserError(f"{rest[0]}: zoo show --schema takes --json and nothing else")
+        print(json.dumps(_schema_entries(), indent=2) if "--json" in flags else _schema())
         return 0
     name, overrides = split_recipe(rest, "zoo show recipe=NAME")
-
-    from omegaconf import OmegaConf
 
     from zoo.config.compose import resolve
 
     resolved = resolve(name, overrides)
-    print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")
     values = asdict(resolved.recipe)
-    print("\n".join(_differences(values)))
-    print(OmegaConf.to_yaml(OmegaConf.create(values)), end="")
+    if "--json" in flags:
+        found = {
+            "recipe": values,
+            "size_why": resolved.size_why,
+            "changed": _changed(values, asdict(resolved.base)),
+            "differs_from_defaults": _differing(values),
+        }
+        print(json.dumps(found, indent=2))
+        return 0
+    print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")
+    print("\n".join([*_changes(values, asdict(resolved.base), resolved.base_name), *_differences(values)]))
+    print(_documented(values))
     return 0
+
+
+def _schema_entries() -> list[dict[str, Any]]:
+    from zoo.config.reference import schema_help
+    from zoo.config.schema import CHOICES
+
+    return [{**entry._asdict(), "choices": CHOICES.get(entry.key)} for entry in schema_help()]
 
 
 def _schema() -> str:
@@ -51,15 +70,89 @@ def _schema() -> str:
     return "\n".join([f"{'key':<22} {'type':<16} {'default':<20} meaning", *lines])
 
 
+def _get(values: dict[str, Any], key: str) -> Any:
+    value: Any = values
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+def _changed(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """Key -> its value and that of the base, where they differ; the architecture key by key."""
+    from zoo.config.reference import schema_help
+
+    found: dict[str, Any] = {}
+    for entry in schema_help():
+        if entry.key == "recipe":
+            continue
+        new, old = _get(values, entry.key), _get(base, entry.key)
+        if isinstance(new, dict) and isinstance(old, dict):
+            found.update(_changed_within(new, old, f"{entry.key}."))
+        elif new != old:
+            found[entry.key] = {"value": new, "base": old}
+    return found
+
+
+def _changed_within(new: dict[str, Any], old: dict[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in {**old, **new}:
+        one, other = new.get(name), old.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            found.update(_changed_within(one, other, f"{prefix}{name}."))
+        elif one != other:
+            found[f"{prefix}{name}"] = {"value": one, "base": other}
+    return found
+
+
+def _differing(values: dict[str, Any]) -> dict[str, Any]:
+    """Key -> its value and the schema's default, where they differ."""
+    from zoo.config.reference import schema_help
+
+    return {
+        entry.key: {"value": value, "default": entry.default}
+        for entry in schema_help()
+        if (value := _get(values, entry.key)) != entry.default and entry.key != "model.arch"
+    }
+
+
+def _changes(values: dict[str, Any], base: dict[str, Any], name: str) -> list[str]:
+    """Comment lines with the keys whose value is not that of the recipe with its overlays alone."""
+    from zoo.config.reference import show_value
+
+    changed = _changed(values, base)
+    if not changed:
+        return []
+    lines = [f"# changed against {name}:"]
+    for key, pair in changed.items():
+        lines.append(f"#   {key}: {show_value(pair['value'])} (was {show_value(pair['base'])})")
+    return lines
+
+
 def _differences(values: dict[str, Any]) -> list[str]:
     """Comment lines with the keys whose value is not the schema's default."""
-    from zoo.config.reference import schema_help, show_value
+    from zoo.config.reference import show_value
 
     lines = ["# differs from the defaults:"]
-    for entry in schema_help():
-        value: Any = values
-        for name in entry.key.split("."):
-            value = value[name]
-        if value != entry.default and entry.key != "model.arch":
-            lines.append(f"#   {entry.key}: {show_value(value)} (default {show_value(entry.default)})")
+    for key, pair in _differing(values).items():
+        lines.append(f"#   {key}: {show_value(pair['value'])} (default {show_value(pair['default'])})")
     return lines
+
+
+def _documented(values: dict[str, Any]) -> str:
+    """The recipe as YAML, each key followed by its meaning."""
+    from omegaconf import OmegaConf
+
+    from zoo.config.files import escaped
+    from zoo.config.reference import keys
+
+    lines, path = [], [""]
+    for line in OmegaConf.to_yaml(OmegaConf.create(escaped(values))).splitlines():
+        match = re.match(r"( *)(\w+):", line)
+        if match:
+            depth = len(match[1]) // 2
+            path = [*path[:depth], match[2]]
+            entry = keys().get(".".join(path))
+            if entry is not None:
+                line = f"{line:<{_COLUMN}} # {entry.doc}"
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,15 +1,17 @@
 """
-usage: zoo train recipe=NAME [key=value ...]
+usage: zoo train recipe=NAME [key=value ...] [--slurm-template]
 
 Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml).
 
   size=SIZE          a size of the family; default: the published size on a GPU, tiny without
-  hardware=NAME      settings for a kind of machine
+  hardware=NAME      what it runs on: 8xh200, 2x8xh100 (nodes, GPUs, kind), auto, cpu; parallel sizes that are not
+                     given are chosen so that the model fits
   nproc=N            ranks on this machine; default: one a GPU, or nproc_cpu without
   train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100
   run.dir=FOLDER     the run folder; a run that was stopped goes on from there
 
-Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) each process is a rank.
+Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a
+rank. --slurm-template trains nothing: it writes a batch script for these arguments, to be submitted by sbatch.
 """
 
 from __future__ import annotations
@@ -27,14 +29,21 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted."""
-    _, rest = split_flags(arguments, ())
+    flags, rest = split_flags(arguments, ("--slurm-template",))
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
     from zoo.engine.launch import WorkerError, launch, prepare
 
     resolved = resolve(name, overrides)
+    if "--slurm-template" in flags:
+        return _template(resolved.recipe, rest)
     recipe, ranks = prepare(resolved.recipe)
+    if resolved.recipe.parallel.plan:
+        print(
+            f"zoo: planned for {recipe.hardware or 'these ranks'}: {_planned(resolved.recipe, recipe)}",
+            flush=True,
+        )
     if os.environ.get("RANK", "0") == "0":
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
     try:
@@ -44,6 +53,33 @@ def run(arguments: Sequence[str]) -> int:
             print(f"zoo: {error}", file=sys.stderr)
         return error.code
     return 130 if result.interrupted else 0
+
+
+def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
+    """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
+    from zoo.cli.plan import planned_ranks
+    from zoo.config.validate import validate
+    from zoo.engine.settle import settled
+    from zoo.engine.slurm import write_template
+
+    ranks = planned_ranks(recipe)
+    recipe = validate(settled(recipe, ranks), ranks)
+    path = write_template(recipe, arguments, ranks)
+    print(f"wrote {path}: {recipe.machine.nodes} x {ranks // recipe.machine.nodes} ranks; sbatch {path}")
+    return 0
+
+
+def _planned(before: Recipe, after: Recipe) -> str:
+    """The keys that planning has set, and to what."""
+    from zoo.config.compose import PLANNED_KEYS
+
+    shown = []
+    for name in before.parallel.plan:
+        section, _, key = PLANNED_KEYS.get(name, f"parallel.{name}").partition(".")
+        old, new = (getattr(getattr(recipe, section), key) for recipe in (before, after))
+        if new != old:
+            shown.append(f"{section}.{key}={new}")
+    return " ".join(shown) or "nothing has to be cut"
 
 
 def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:

@@ -5,14 +5,17 @@ What is said later wins::
     schema defaults < recipe < size overlay < hardware overlay < the user's own file < overrides
 
 The user's own file is a YAML that names a `base:` recipe: it is overrides kept in a file, so an overlay does not
-undo what it says. A file without `base:` is itself the recipe. With `model.init` a Hugging Face folder, the
+undo what it says. A file without `base:` is itself the recipe. A hardware overlay may leave keys to be planned
+(`parallel.plan`); what the user's file or an override sets is not. With `model.init` a Hugging Face folder, the
 architecture is that of the folder, and no size is chosen unless `size=` is given.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,14 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.devices import gpu_count
 from zoo.config.files import (
+    Edit,
     Layer,
+    escaped,
     parse_value,
-    read_hardware,
     read_recipe,
     read_size,
     recipe_names,
     size_names,
 )
+from zoo.config.hardware import hardware_layers
 from zoo.config.locate import look, read_arch
 from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import CHOICES, Recipe
@@ -39,12 +44,19 @@ from zoo.registry import get_family
 __all__ = [
     "ConfigError",
     "Resolved",
+    "about",
     "load_recipe",
     "recipe_for_weights",
     "replace_in",
     "resolve",
     "save_recipe",
 ]
+
+_ENTRY = re.compile(r"([\w.]+)\[(\d+)\]((?:\.\w+)*)")  # data.train[0].weight
+PLANNED_KEYS = {
+    "recompute": "engine.recompute",
+    "batch": "train.global_batch",
+}  # others of parallel.plan are keys of parallel
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
@@ -57,6 +69,8 @@ class Resolved:
 
     recipe: Recipe
     size_why: str  # why this size, in a few words
+    base: Recipe  # the same without what the user's own file and the overrides set
+    base_name: str  # of what that consists
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -90,14 +104,28 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     for layer in layers:
         _apply(tree, layer)
     _take_arch_of_init(tree, own)
+    base = deepcopy(tree)
     for layer in own:
         _refuse_misspelt_arch(
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
         )
         _apply(tree, _without_file_keys(layer))
+    if "parallel.plan" not in {key for layer in own for key, _ in _leaves(_tree_of(layer), "", "")}:
+        _leave_what_is_given(tree, own)
     for key, value in stamps.items():
         _set(tree, key, value, "")
-    return Resolved(_to_recipe(tree), why)
+        _set(base, key, value, "")
+    named = " ".join(
+        [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
+    )
+    return Resolved(_to_recipe(tree), why, _to_recipe(base), named)
+
+
+def about(name_or_path: str) -> dict[str, Any]:
+    """What a recipe says of itself: description, family, published_size, tiny_size and base, of its own or its base's."""
+    chain = _base_chain(name_or_path)
+    found = {key: _last(chain, key) for key in ("description", "published_size", "tiny_size")}
+    return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}
 
 
 def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -116,7 +144,7 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write `recipe` as a YAML file that :func:`load_recipe` resolves to an equal recipe."""
-    text = OmegaConf.to_yaml(OmegaConf.create(asdict(recipe)))
+    text = OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(recipe))))
     Path(path).write_text(f"{_SAVED}\nresolved: true\n{text}", encoding="utf-8")
 
 
@@ -128,23 +156,38 @@ def is_saved_recipe(path: str | Path) -> bool:
 def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """A copy of `recipe` with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
     tree = _schema_tree(Recipe())
-    _apply(tree, Layer("", asdict(recipe)))
+    _apply(tree, Layer("", escaped(asdict(recipe))))
     for key, value in changes.items():
-        _apply(tree, Layer("", _nested(key, value)))
+        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        _apply(tree, _layer_of([(key, escaped(plain))]))
     return _to_recipe(tree)
 
 
 def _override_layer(overrides: Sequence[str]) -> Layer:
     """All overrides as one layer; the last one wins where a key is given twice."""
-    tree: dict[str, Any] = {}
+    given = []
     for text in overrides:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals or not key:
             raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100")
         if key == "recipe":
             raise ConfigError(f"{text}: the recipe is named once, before its overrides")
-        _merge_into(tree, _nested(key, parse_value(key, value)))
-    return Layer("", tree)
+        given.append((key, parse_value(key, value)))
+    return _layer_of(given)
+
+
+def _layer_of(given: Sequence[tuple[str, Any]]) -> Layer:
+    """Dotted keys and values as one layer; an entry of a list is set after all that is no such entry."""
+    tree: dict[str, Any] = {}
+    edits = []
+    for key, value in given:
+        entry = _ENTRY.fullmatch(key)
+        if entry is None:
+            _merge_into(tree, _nested(key, value))
+        else:
+            rest = tuple(entry[3].removeprefix(".").split(".")) if entry[3] else ()
+            edits.append(Edit(entry[1], int(entry[2]), rest, value))
+    return Layer("", tree, tuple(edits))
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
@@ -182,7 +225,7 @@ def _without_file_keys(layer: Layer) -> Layer:
         if "recipe" in layer.tree:
             raise ConfigError(f"{layer.origin}: recipe: a file names the recipe it stands on as base: NAME")
         drop |= {"size", "hardware"}
-    return Layer(layer.origin, {key: value for key, value in layer.tree.items() if key not in drop})
+    return replace(layer, tree={key: value for key, value in layer.tree.items() if key not in drop})
 
 
 def _refuse_overlays(own: Sequence[Layer], origin: str) -> None:
@@ -208,8 +251,8 @@ class _Choice:
 def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
     layers = [root, *own]
     family = str(_last(layers, "model.family") or Recipe().model.family)
-    hardware, size = _last(layers, "hardware"), _last(layers, "size")
-    published = root.tree.get("published_size")
+    hardware, size = _last(layers, "hardware") or ("auto" if gpu_count() else None), _last(layers, "size")
+    published = _last(layers, "published_size")
     if size is not None:
         why = "given"
     elif _hf_config(_last(layers, "model.init")) is not None:
@@ -219,7 +262,7 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
     elif gpu_count():
         size, why = published, "the published size: a GPU is here"
     else:
-        size = root.tree.get("tiny_size", "tiny")
+        size = _last(layers, "tiny_size") or "tiny"
         why = "no GPU is here" + (f"; published: size={published}" if published else "")
     if size is not None and not family:
         _refuse_no_family(layers)
@@ -254,8 +297,19 @@ def _overlays(choice: _Choice) -> list[Layer]:
             get_family(choice.family)  # a misspelt family is named as such
         layers.append(_without_file_keys(read_size(choice.family, choice.size)))
     if choice.hardware is not None:
-        layers.append(_without_file_keys(read_hardware(choice.hardware)))
+        layers += map(_without_file_keys, hardware_layers(choice.hardware))
     return layers
+
+
+def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
+    """Take keys that the user has set out of those to be planned."""
+    given = {key for layer in own for key, _ in _leaves(_tree_of(layer), "", "")}
+    plan = [name for name in tree.parallel.plan if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
+    _set(tree, "parallel.plan", plan, "")
+
+
+def _tree_of(layer: Layer) -> Mapping[str, Any]:
+    return _without_file_keys(layer).tree
 
 
 def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
@@ -312,6 +366,29 @@ def _apply(tree: DictConfig, layer: Layer) -> None:
             OmegaConf.update(tree, other, None)
     for key, value in leaves.items():
         _set(tree, key, value, where)
+    for edit in layer.edits:
+        _edit(tree, edit)
+
+
+def _edit(tree: DictConfig, edit: Edit) -> None:
+    """Set an entry of a list, or a key of the entry; a text that gets a key is the entry's path."""
+    if edit.key not in keys() or not keys()[edit.key].type.startswith("list"):
+        known = [key.key for key in keys().values() if key.type.startswith("list")]
+        raise ConfigError(f"{edit.key}[{edit.index}]: {edit.key} is no list; lists are {', '.join(known)}")
+    entries: Any = OmegaConf.to_container(OmegaConf.select(tree, edit.key), resolve=False)
+    if edit.index >= len(entries):
+        raise ConfigError(
+            f"{edit.key}[{edit.index}]: {edit.key} has {len(entries)} entries, counted from 0; give a whole list, "
+            f"{edit.key}=[...], to have more"
+        )
+    value = edit.value
+    if edit.rest:
+        entry = entries[edit.index]
+        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
+        _merge_into(entry, _nested(".".join(edit.rest), value))
+        value = entry
+    entries[edit.index] = value
+    _set(tree, edit.key, entries, "")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
@@ -324,7 +401,9 @@ def _leaves(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[
                     f"{where}{key}={show_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
                 )
             yield from _leaves(value or {}, f"{key}.", where)
-        elif key in keys() and (not isinstance(value, dict) or keys()[key].type.startswith("dict")):
+        elif key in keys() and (
+            not isinstance(value, dict) or keys()[key].type.startswith(("dict", "list[Any]"))
+        ):
             yield key, value
         else:
             key = _deepest(key, value)
@@ -344,12 +423,13 @@ def _deepest(key: str, value: Any) -> str:
 def _set(tree: DictConfig, key: str, value: Any, where: str) -> None:
     """Set one leaf, converted to the type of the schema."""
     kind = keys()[key].type
-    if kind == "list[str]" and isinstance(value, str):
+    if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
+    odd = kind == "list[Any]" and not all(isinstance(entry, str | dict) for entry in value or ())
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
     outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
     try:
-        if loose_bool or outside:
+        if loose_bool or outside or odd:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
     except (OmegaConfBaseException, ValueError, TypeError):

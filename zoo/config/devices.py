@@ -1,4 +1,4 @@
-"""How many GPUs this machine shows, without importing torch (about a second)."""
+"""How many GPUs this machine shows and how large they are, without importing torch (about a second)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,43 @@ def _torch_has_cuda() -> bool:
     return re.search(r"^cuda\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None
 
 
+@cache
+def gpu_memory() -> int:
+    """Bytes of memory of the smallest of those GPUs; 0 where there is none."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda"):
+        sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(gpu_count())]
+        return min(sizes, default=0)
+    return min((_driver_memory(index) for index in range(gpu_count())), default=0)
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory that programs may still take; 0 where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
+
+
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
 def _driver_count() -> int:
     """Devices the CUDA driver counts; 0 where there is no driver. It honours CUDA_VISIBLE_DEVICES."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-        count = ctypes.c_int()
+        driver, count = _driver(), ctypes.c_int()
         if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
             return 0
     except (OSError, AttributeError):
         return 0
     return count.value
+
+
+def _driver_memory(index: int) -> int:
+    driver, size, device = _driver(), ctypes.c_size_t(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    return size.value

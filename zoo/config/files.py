@@ -1,11 +1,15 @@
 """Where recipes and their overlays lie, and how a YAML file is read.
 
-`recipes/<name>.yaml` are recipes, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/<name>.yaml`
-overlays of the same form. A path to a file of the user's own is taken wherever a name is.
+`recipes/<name>.yaml` are recipes, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/<kind>.yaml`
+overlays of the same form; of a kind of GPU there may be several, as in 8xh200 or, on two nodes, 2x8xh200. A path to a
+file of the user's own is taken wherever a name is.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -19,6 +23,20 @@ from omegaconf.errors import OmegaConfBaseException
 from zoo.config.reference import nearest
 from zoo.errors import ConfigError
 
+_COUNTED = re.compile(r"(?:(\d+)x)?(\d+)x(\w+)")
+_REFERENCE = re.compile(r"(\\?)\$\{([^{}]*)\}?")
+_VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One entry of a list that is set, or a key of it: data.train[0].weight=2."""
+
+    key: str  # the list
+    index: int
+    rest: tuple[str, ...]  # keys within the entry
+    value: Any
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -26,6 +44,7 @@ class Layer:
 
     origin: str  # path of the file; empty for the command line
     tree: dict[str, Any]
+    edits: tuple[Edit, ...] = ()  # of lists, after the tree
 
 
 def recipe_names() -> list[str]:
@@ -67,8 +86,21 @@ def read_size(family: str, size: str) -> Layer:
 
 
 def read_hardware(name: str) -> Layer:
-    """The hardware overlay `name`, or the user's own file when it is a path."""
-    return _read_overlay("hardware", name, hardware_names(), files("zoo.recipes") / "hardware")
+    """The overlay of so many GPUs of a kind ("8xh200", "2x8xh100"), of a kind ("cpu"), or of the user's own file.
+
+    Its `machine.gpus` and `machine.nodes` are those of the name.
+    """
+    nodes, gpus, kind = _COUNTED.fullmatch(name).groups() if _COUNTED.fullmatch(name) else (None, None, name)
+    layer = _read_overlay("hardware", kind, hardware_names(), files("zoo.recipes") / "hardware", given=name)
+    machine = dict(layer.tree.get("machine") or {})
+    if gpus is None:
+        return layer
+    if "memory_gb" not in machine:
+        raise ConfigError(f"hardware={name}: {kind} is no GPU to have several of; write hardware={kind}")
+    if not int(gpus) or not int(nodes or 1):
+        raise ConfigError(f"hardware={name}: wanted at least one of them")
+    machine |= {"gpus": int(gpus), "nodes": int(nodes or 1)}
+    return Layer(layer.origin, {**layer.tree, "machine": machine})
 
 
 def parse_value(key: str, text: str) -> Any:
@@ -78,7 +110,7 @@ def parse_value(key: str, text: str) -> Any:
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(f"{key}={text}: the value is no valid YAML ({_problem(error)}); quote it") from None
     assert isinstance(parsed, dict)
-    return parsed["value"]
+    return _filled(parsed["value"], key, "")
 
 
 def _names(folder: Traversable) -> list[str]:
@@ -101,11 +133,11 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
     return f"no such {kind}; {hint}"
 
 
-def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable) -> Layer:
+def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable, given: str = "") -> Layer:
     path = _as_path(name)
     if path is None:
         if name not in known:
-            raise ConfigError(f"{kind}={name}: {_unknown(kind, name, known)}")
+            raise ConfigError(f"{kind}={given or name}: {_unknown(kind, name, known)}")
         return _read(folder / f"{name}.yaml")
     if not path.is_file():
         raise ConfigError(f"{kind}={name}: no such file; names that are known: {', '.join(known)}")
@@ -128,7 +160,47 @@ def _read(file: Traversable) -> Layer:
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found a list")
     tree = OmegaConf.to_container(parsed, resolve=False)
     assert isinstance(tree, dict)
-    return Layer(str(file), {str(key): value for key, value in tree.items()})
+    return Layer(str(file), {str(key): _filled(value, str(key), f"{file}: ") for key, value in tree.items()})
+
+
+def escaped(value: Any) -> Any:
+    """A value in which no text is taken for a reference."""
+    return _texts(value, lambda text: text.replace("${", r"\${"))
+
+
+def _filled(value: Any, key: str, where: str) -> Any:
+    """A value with the environment's in the place of `${oc.env:NAME}`; other references are refused."""
+
+    def fill(match: re.Match[str]) -> str:
+        escape, reference = match.groups()
+        variable = _VARIABLE.fullmatch(reference)
+        if escape:
+            return match[0]
+        if variable is None:
+            raise ConfigError(
+                f"{where}{key}: {match[0]}: no such reference; ${{oc.env:NAME}} is an environment variable, "
+                r"\${ a dollar and a brace"
+            )
+        found = os.environ.get(variable[1], variable[2])
+        if found is None:
+            raise ConfigError(
+                f"{where}{key}: the environment variable {variable[1]} is not set; set it, or give a value for "
+                f"that case: ${{oc.env:{variable[1]},VALUE}}"
+            )
+        return found.replace("${", r"\${")
+
+    return _texts(value, lambda text: _REFERENCE.sub(fill, text))
+
+
+def _texts(value: Any, change: Callable[[str], str]) -> Any:
+    """The value with all texts in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: _texts(item, change) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_texts(item, change) for item in value]
+    return value
 
 
 def _problem(error: Exception) -> str:

@@ -23,6 +23,7 @@ _WORDS = {
     "bool": "true or false",
     "str": "a text",
     "list[str]": "a text or a list of texts",
+    "list[Any]": "a text, a mapping, or a list of them",
     "dict[str, Any]": "a mapping",
 }
 
@@ -68,6 +69,8 @@ def show_value(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{', '.join(show_value(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {show_value(item)}' for key, item in value.items())}}}"
     return str(value)
 
 

@@ -7,6 +7,7 @@ checks that involve more than one key are in :mod:`zoo.config.validate`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MachineConfig:
+    """What a run is planned for; `hardware=` fills it in."""
+
+    gpus: int | None = None  # GPUs of a node; null: no GPU is spoken of
+    memory_gb: float | None = None  # memory of a GPU, in units of 10^9 bytes
+    nodes: int = 1  # nodes of the run
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the process groups; data parallel is what is left of the world size."""
 
@@ -41,6 +51,9 @@ class ParallelConfig:
     ep: int = 1  # expert parallel ranks
     etp: int = 1  # tensor parallel ranks inside an expert
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
+    plan: list[str] = field(
+        default_factory=list
+    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +70,8 @@ class PackingConfig:
 class DataConfig:
     """Rows, media and what happens to a bad row."""
 
-    train: list[str] = field(default_factory=lambda: ["digits:train"])  # JSONL files, or a bundled set
-    eval: list[str] = field(default_factory=lambda: ["digits:heldout"])  # the same for evaluation
+    train: list[Any] = field(default_factory=lambda: ["digits:train"])  # JSONL files, or a bundled set
+    eval: list[Any] = field(default_factory=lambda: ["digits:heldout"])  # the same for evaluation
     on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
@@ -124,11 +137,12 @@ class Recipe:
 
     recipe: str = "custom"  # name or path of the recipe file it came from
     size: str | None = None  # a size that `zoo list` shows; default: published size on a GPU, tiny without
-    hardware: str | None = None  # a hardware overlay
+    hardware: str | None = None  # 8xh200, 2x8xh100, cpu, auto, a path; default: auto on a GPU
     nproc: int | None = None  # ranks started on this machine; default: one a GPU, or nproc_cpu without
     nproc_cpu: int = 1  # ranks started where there is no GPU, at most one a core
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    machine: MachineConfig = field(default_factory=MachineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     packing: PackingConfig = field(default_factory=PackingConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -136,6 +150,20 @@ class Recipe:
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
     export: bool = True  # write a Hugging Face folder to run.dir/export at the end
+
+    def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
+        """A copy with other values, checked like overrides.
+
+        Args:
+            changes: by dotted key, ``{"train.lr": 1e-4, "data.train[0].weight": 2}``, or nested.
+            more: by name, a section's as a dict or as its dataclass: ``replace(train={"lr": 1e-4}, nproc=2)``.
+
+        Raises:
+            ConfigError: a key that there is not, or a value that is none of its kind.
+        """
+        from zoo.config.compose import replace_in
+
+        return replace_in(self, {**(changes or {}), **more})
 
 
 # The values that a key of few choices takes; null is a choice where the field says so.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from math import lcm
+from math import isqrt, lcm
 from pathlib import Path
 from typing import Any
 
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
+from zoo.config.files import read_size
 from zoo.config.locate import is_hub_id
 from zoo.config.reference import nearest, show_value
 from zoo.config.schema import Recipe
@@ -21,7 +22,7 @@ from zoo.errors import ConfigError
 from zoo.registry import get_family
 
 _POSITIVE = (
-    "nproc", "nproc_cpu", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
+    "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
     "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
     "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
@@ -32,6 +33,8 @@ _NOT_NEGATIVE = (
     "train.save_every",
 )  # fmt: skip
 
+PLANNED = ("tp", "pp", "cp", "ep", "recompute", "batch")  # what parallel.plan may name
+
 
 def validate(recipe: Recipe, world_size: int) -> Recipe:
     """`recipe` with its derived defaults filled in: run.dir, parallel.sp, packing.align, engine.precision.
@@ -40,14 +43,12 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
         UnknownFamilyError: no package registers `model.family`.
     """
-    recipe = replace_in(recipe, {})  # types and choices, for a recipe that was built by hand
+    recipe = _with_arch(replace_in(recipe, {}))  # types and choices, for a recipe that was built by hand
     _check_numbers(recipe)
     _check_model(recipe)
     _check_length(recipe)
     recipe = replace_in(recipe, _derived(recipe))
-    _check_ranks(recipe, world_size)
-    _check_arch(recipe)
-    _check_batch(recipe, world_size)
+    check_layout(recipe, world_size)
     _check_packing(recipe)
     _check_engine(recipe)
     if recipe.log.wandb and importlib.util.find_spec("wandb") is None:
@@ -56,6 +57,22 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
             f"or leave log.wandb out"
         )
     return recipe
+
+
+def _with_arch(recipe: Recipe) -> Recipe:
+    """The recipe with the architecture of its size, which one that was built by hand may leave out."""
+    if recipe.model.arch or recipe.model.init != "random" or not (recipe.size and recipe.model.family):
+        return recipe
+    get_family(recipe.model.family)  # a misspelt family is named as such
+    arch = (read_size(recipe.model.family, recipe.size).tree.get("model") or {}).get("arch")
+    return replace_in(recipe, {"model.arch": arch or {}})
+
+
+def check_layout(recipe: Recipe, world_size: int) -> None:
+    """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
+    _check_ranks(recipe, world_size)
+    _check_arch(recipe)
+    _check_batch(recipe, world_size)
 
 
 def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,18 +112,22 @@ def alignment(recipe: Recipe) -> int:
     Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares.
     """
     parallel = recipe.parallel
-    shares = parallel.tp if parallel.sp else 1
+    shares = parallel.tp if _sequence_parallel(recipe) else 1
     return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
+
+
+def _sequence_parallel(recipe: Recipe) -> bool:
+    """`parallel.sp`, or what it is by default."""
+    parallel = recipe.parallel
+    return parallel.sp if parallel.sp is not None else parallel.tp > 1 and num_experts(recipe.model.arch) > 0
 
 
 def _derived(recipe: Recipe) -> dict[str, Any]:
     """Values of the keys left open that follow from other keys or from the machine."""
-    sp = recipe.parallel.sp
-    if sp is None:
-        sp = recipe.parallel.tp > 1 and num_experts(recipe.model.arch) > 0
+    sp = _sequence_parallel(recipe)
     changes: dict[str, Any] = {"run.dir": str(Path(run_folder(recipe)).expanduser()), "parallel.sp": sp}
     if recipe.packing.align is None:
-        changes["packing.align"] = alignment(replace_in(recipe, {"parallel.sp": sp}))
+        changes["packing.align"] = alignment(recipe)
     if recipe.engine.precision is None:
         changes["engine.precision"] = "bf16" if gpu_count() else "fp32"
     return changes
@@ -128,6 +149,10 @@ def _check_numbers(recipe: Recipe) -> None:
         value = _get(recipe, key)
         if not value >= 0:
             raise ConfigError(f"{key}={value}: wanted 0 or more")
+    for name in recipe.parallel.plan:
+        if name not in PLANNED:
+            near = ", ".join(nearest(name, list(PLANNED)))
+            raise ConfigError(f"parallel.plan={name}: nothing of that name is planned; nearest: {near}")
     for key in ("train.beta1", "train.beta2"):
         if _get(recipe, key) >= 1:
             raise ConfigError(f"{key}={_get(recipe, key)}: wanted a number below 1")
@@ -338,7 +363,8 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _next_multiple(number: int, unit: int) -> int:

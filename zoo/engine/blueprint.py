@@ -67,7 +67,7 @@ def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blu
         recipe = replace_in(recipe, {"train.mtp_loss": 0.0})
     assembly = build.Assembly(family, config, None, None)
     _refuse_ranks()
-    with world(recipe) as here, _on_meta(here) as nowhere:
+    with world(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
     parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
     return Blueprint(family, config, bridge, build.model_dims(assembly), parameters)
@@ -79,7 +79,7 @@ def _refuse_ranks() -> None:
 
 
 @contextmanager
-def _on_meta(here: World) -> Iterator[World]:
+def on_meta(here: World) -> Iterator[World]:
     """A world whose tensors have shapes and no data, also where megatron-core asks for the current device."""
     meta = torch.device("meta")
     with torch.device(meta), patch.object(torch.cuda, "current_device", lambda: meta):

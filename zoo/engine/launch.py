@@ -1,4 +1,4 @@
-"""Start a run: in this process, as a rank of torchrun, or as several ranks of this machine.
+"""Start a run: in this process, as a rank of torchrun or SLURM, or as several ranks of this machine.
 
 Ranks started here live in sessions of their own, so that a Ctrl-C on the terminal reaches this process alone and
 each rank gets exactly one SIGINT from it. Rank 0 writes to the terminal; the stderr of the others is kept, and
@@ -29,6 +29,8 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.rows import locate
 from zoo.engine.result import TrainResult
+from zoo.engine.settle import settled
+from zoo.engine.slurm import join_slurm
 from zoo.errors import ConfigError
 
 _POLL_SECONDS = 0.05
@@ -49,7 +51,7 @@ class WorkerError(RuntimeError):
 def launch(recipe: Recipe) -> TrainResult:
     """Train `recipe` and return what came of it; also known as `zoo.train`.
 
-    Under torchrun (RANK and WORLD_SIZE in the environment) this process is one rank. Otherwise `recipe.nproc`
+    Under torchrun (RANK and WORLD_SIZE in the environment) or SLURM (its variables) this process is one rank. Otherwise `recipe.nproc`
     ranks run on this machine, by default one a GPU or a single one: in this process when it is one, else as
     child processes.
 
@@ -62,25 +64,57 @@ def launch(recipe: Recipe) -> TrainResult:
     if under_torchrun() or ranks == 1:
         from zoo.engine.loop import train
 
-        return train(recipe)
+        with _main_left_alone():
+            return train(recipe)
     return _train_in_children(recipe, ranks)
 
 
+@contextmanager
+def _main_left_alone() -> Iterator[None]:
+    """Helper processes that are started meanwhile (one writes checkpoints) don't run the caller's script again.
+
+    multiprocessing imports the main module of its parent by file, so that a script would have to guard what it does
+    by `if __name__ == "__main__"`; nothing that a helper of zoo's is given comes from there.
+    """
+    main = sys.modules["__main__"]
+    path = main.__dict__.pop("__file__", None)
+    try:
+        yield
+    finally:
+        if path is not None:
+            main.__file__ = path
+
+
 def prepare(recipe: Recipe) -> tuple[Recipe, int]:
-    """The validated recipe and its number of ranks, after a look at the files it names.
+    """The validated recipe, with nothing left to plan, and its number of ranks, after a look at the files it names.
 
     Raises:
-        ConfigError: the recipe cannot run on that many ranks, or its run folder cannot be one.
+        ConfigError: the recipe cannot run on that many ranks or fits them under no layout, or its run folder cannot
+            be one.
         UserError: a file of data.train or data.eval is not there.
     """
+    join_slurm()
     ranks = world_size(recipe)
-    recipe = validate(recipe, ranks)
+    _check_machine(recipe)
+    recipe = validate(settled(recipe, ranks), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
     for key, specs in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         for spec in specs:
             locate(spec, key)
     return recipe, ranks
+
+
+def _check_machine(recipe: Recipe) -> None:
+    """A run is not started on another machine than it was planned for."""
+    named, here = recipe.machine.gpus, gpu_count()
+    if named is None or recipe.hardware == "auto" or under_torchrun():
+        return
+    if here < min(named, recipe.nproc or named):
+        raise ConfigError(
+            f"hardware={recipe.hardware}: a node of it has {named} GPUs and {here} can be seen here; "
+            f"hardware=auto takes what is here (zoo plan and zoo show take any)"
+        )
 
 
 def _check_run_dir(folder: Path) -> None:

@@ -8,6 +8,7 @@ cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` =
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.world import World, world
@@ -37,7 +39,21 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with interrupts() as stop, world(recipe) as here:
+    with interrupts() as stop:
+        _refuse_misfit(recipe)
+        return _train(recipe, stop)
+
+
+def _refuse_misfit(recipe: Recipe) -> None:
+    """On the first rank, before anything is built: a model that can't fit. The others wait for it to join them."""
+    if os.environ.get("RANK", "0") == "0":
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        refuse_misfit(validate(recipe, ranks), ranks, local)
+
+
+def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
+    with world(recipe) as here:
         recipe = validate(recipe, here.size)
         try:
             return Run(recipe, here, stop).run()

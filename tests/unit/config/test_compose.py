@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zoo.config import compose
+from zoo.config import compose, hardware
 from zoo.config.compose import load_recipe, replace_in, resolve, save_recipe
 from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe, TrainConfig
@@ -138,6 +138,102 @@ def test_the_architecture_is_that_of_the_weights_folder(tmp_path: Path) -> None:
     assert recipe.model.arch == {"model_type": "x", "num_hidden_layers": 3}
 
 
+# --- references to the environment
+
+
+def test_the_environment_is_read_where_it_is_written_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROWS", "/data/rows")
+    monkeypatch.setenv("STEPS", "7")
+    mine = write(
+        tmp_path / "mine.yaml",
+        f"base: {NAME}\ndata: {{train: ['${{oc.env:ROWS}}/a.jsonl', {{path: '${{oc.env:ROWS}}'}}]}}\n",
+    )
+    recipe = load_recipe(mine, ["train.steps=${oc.env:STEPS}", "run.dir=${oc.env:NOWHERE,runs}/x"])
+    assert recipe.data.train == ["/data/rows/a.jsonl", {"path": "/data/rows"}]
+    assert (recipe.train.steps, recipe.run.dir) == (7, "runs/x")
+    save_recipe(recipe, tmp_path / "config.yaml")
+    monkeypatch.delenv("ROWS")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    message = error_of(name=mine)
+    assert message.startswith(f"{mine}: data: the environment variable ROWS is not set; set it, or give")
+
+
+def test_a_dollar_and_a_brace_may_be_meant(tmp_path: Path) -> None:
+    recipe = load_recipe(NAME, [r"run.dir=\${x}"])
+    assert recipe.run.dir == "${x}"
+    save_recipe(recipe, tmp_path / "config.yaml")
+    assert load_recipe(tmp_path / "config.yaml") == recipe
+    assert replace_in(recipe, {"train.lr": 1}).run.dir == "${x}"
+
+
+# --- entries of lists
+
+
+def test_an_entry_of_a_list_and_a_key_of_it() -> None:
+    whole = "data.train=[a.jsonl, {path: b.jsonl, weight: 1}]"
+    recipe = load_recipe(NAME, ["data.train[0].weight=2", "data.train[1].weight=0.5", whole])
+    assert recipe.data.train == [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl", "weight": 0.5}]
+    assert load_recipe(NAME, [whole, "data.train[1]=c.jsonl"]).data.train == ["a.jsonl", "c.jsonl"]
+    assert load_recipe(NAME, ["data.eval={path: a}"]).data.eval == [{"path": "a"}]
+    assert replace_in(recipe, {"data.train[0].weight": 3}).data.train[0]["weight"] == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train[1]=x", "data.train[1]: data.train has 1 entries, counted from 0; give a whole list, "),
+        ("train.lr[0]=1", "train.lr[0]: train.lr is no list; lists are "),
+        ("data.trian[0]=x", "data.trian[0]: data.trian is no list; lists are "),
+        ("data.train[0]=3", "data.train=[3]: wanted a text, a mapping, or a list of them"),
+    ],
+)
+def test_a_mistake_in_an_entry(override: str, message: str) -> None:
+    assert error_of(override).startswith(message)
+
+
+# --- hardware
+
+
+def test_hardware_is_a_number_of_a_kind() -> None:
+    recipe = load_recipe(NAME, ["size=30b-a3b", "hardware=2x8xh200"])
+    assert (recipe.machine.nodes, recipe.machine.gpus, recipe.machine.memory_gb) == (2, 8, 141)
+    assert recipe.hardware == "2x8xh200"
+    assert recipe.engine.precision == "bf16"
+    assert load_recipe(NAME, ["hardware=4xh100"]).machine.gpus == 4
+    assert error_of("hardware=8xh20").startswith("hardware=8xh20: no such hardware; nearest: h200")
+    assert error_of("hardware=0xh100") == "hardware=0xh100: wanted at least one of them"
+    assert (
+        error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
+    )
+
+
+def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
+    every = ["tp", "pp", "cp", "ep", "recompute", "batch"]
+    assert load_recipe(NAME, ["hardware=8xh100"]).parallel.plan == every
+    given = ["hardware=8xh100", "parallel.tp=2", "train.global_batch=4", "engine.recompute=full"]
+    assert load_recipe(NAME, given).parallel.plan == ["pp", "cp", "ep"]
+    assert load_recipe(NAME, ["hardware=8xh100", "parallel.plan=[]"]).parallel.plan == []
+    mine = write(tmp_path / "mine.yaml", f"base: {NAME}\nparallel: {{pp: 2}}\n")
+    assert "pp" not in load_recipe(mine, ["hardware=8xh100"]).parallel.plan
+
+
+def test_hardware_auto_is_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_recipe(NAME, ["hardware=auto"]).engine.precision == "fp32"
+    assert load_recipe(NAME).machine.gpus is None
+    monkeypatch.setattr(compose, "gpu_count", lambda: 4)
+    monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
+    for size, memory in ((150_754_000_000, 150.8), (85_520_000_000, 85.5), (25_000_000_000, 25.0)):
+        monkeypatch.setattr(hardware, "gpu_memory", lambda size=size: size)
+        recipe = load_recipe(NAME)
+        assert (recipe.hardware, recipe.machine.gpus, recipe.machine.memory_gb) == ("auto", 4, memory)
+        assert recipe.parallel.plan
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert load_recipe(NAME).machine.nodes == 4
+
+
 # --- saved and loaded again
 
 
@@ -179,7 +275,7 @@ def test_replace_in_checks_like_an_override() -> None:
         ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
         ("model.arch=big", "model.arch=big: wanted a mapping"),
-        ("data.train=[a,null]", "data.train=[a, null]: wanted a text or a list of texts"),
+        ("data.train=[a,null]", "data.train=[a, null]: wanted a text, a mapping, or a list of them"),
         ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
         ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
         ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
@@ -207,7 +303,9 @@ def test_a_mistake_in_an_override(override: str, message: str) -> None:
 def test_values_that_cannot_be_read() -> None:
     assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
     assert "quote it" in error_of("run.dir=${x")
-    assert error_of("run.dir=${nowhere}") == "run.dir: Interpolation key 'nowhere' not found"
+    assert error_of("run.dir=${nowhere}").startswith(
+        "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
+    )
 
 
 def test_an_unknown_family_is_named_before_its_sizes() -> None:

@@ -1,0 +1,79 @@
+"""Runs that others start: SLURM's tasks, a script of the user's without a guard, a notebook's cells."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.commands import Zoo, figures, summary
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "notebook.py"
+
+
+def environment(**more: str) -> dict[str, str]:
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in dropped and "SLURM" not in name}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
+    job = str(os.getpid())
+    arguments = [argument for argument in zoo.train_arguments(tmp_path / "slurm") if "nproc" not in argument]
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zoo", *arguments],
+            env=environment(
+                SLURM_PROCID=str(task),
+                SLURM_LOCALID=str(task),
+                SLURM_NTASKS="2",
+                SLURM_NNODES="1",
+                SLURM_STEP_ID="0",
+                SLURM_JOB_ID=job,
+                SLURM_JOB_NODELIST="localhost",
+            ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    said = [task.communicate(timeout=240) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+    assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[0]
+    assert said[1][0] == ""  # one rank speaks
+    assert zoo.train(tmp_path / "here", "nproc=2").code == 0
+    assert figures(tmp_path / "slurm") == figures(tmp_path / "here")
+
+
+def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(NOTEBOOK)],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("12 steps, loss 6.") for line in lines), done.stdout
+    assert lines[-1] == "2 steps"
+    assert summary(tmp_path / "runs" / "notebook")["steps"] == 12
+
+    cells = ["\n".join(cell.splitlines()[1:]) for cell in NOTEBOOK.read_text().split("\n# %%")]
+    kernel = f"import json\nspace = {{'__name__': '__main__'}}\nfor cell in json.loads({json.dumps(json.dumps(cells))}):\n    exec(cell, space)\n"
+    again = subprocess.run(
+        [sys.executable, "-"],
+        input=kernel,
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "12 steps, loss 6." in again.stdout  # the finished run is left as it is
+    assert "is finished: 12 steps are done" in again.stdout

@@ -1,0 +1,70 @@
+"""What a plan says of a rank's memory, against what every rank of a real step holds: within a tenth."""
+
+from pathlib import Path
+from statistics import mean
+
+import pytest
+from support.pool import Pool
+from support.rank_tasks import run_bytes
+
+from zoo.config.compose import load_recipe
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.planning import model_of
+from zoo.planner.memory import Memory, in_flight, memory
+
+ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")
+ALONE = [
+    ("qwen3_vl_sft", "tiny"),
+    ("qwen3_vl_moe_sft", "tiny-moe"),
+    ("qwen35_vl_sft", "tiny"),
+    ("qwen35_vl_moe_sft", "tiny-moe"),
+    ("qwen3_omni_sft", "tiny"),
+    ("llava_sft", "tiny"),
+    ("llava_onevision_sft", "tiny-onevision"),
+]
+MORE = [
+    *(
+        (name, size, 1, f"engine.recompute={how}")
+        for name, size in ALONE[:5]
+        for how in ("selective", "full")
+    ),
+    ("qwen3_vl_sft", "tiny", 1, "model.freeze=[vision]"),
+    ("qwen3_vl_sft", "tiny", 2, ""),
+    ("qwen3_vl_sft", "tiny", 2, "parallel.tp=2"),
+    ("qwen3_omni_sft", "tiny", 2, "parallel.tp=2"),
+    ("qwen3_omni_sft", "tiny", 2, "parallel.ep=2"),
+    ("qwen3_omni_sft", "tiny", 2, "parallel.tp=2 parallel.etp=2"),
+    ("qwen35_vl_moe_sft", "tiny-moe", 2, "parallel.pp=2"),
+    ("qwen3_vl_sft", "tiny", 2, "parallel.pp=2 parallel.vpp=2"),
+    ("llava_sft", "tiny", 4, "parallel.tp=2 parallel.pp=2"),
+    ("qwen3_vl_moe_sft", "tiny-moe", 4, "parallel.ep=2 parallel.pp=2"),
+    ("qwen3_vl_sft", "tiny", 2, "parallel.cp=2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in ALONE), *MORE]
+)
+def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: Pool, tmp_path: Path) -> None:
+    overrides = (f"size={size}", *ROW, *keys.split())
+    recipe = validate(load_recipe(name, list(overrides)), ranks)
+    model = model_of(recipe)
+    stages: dict[int, list[float]] = {}  # activations held over those planned, of each stage's ranks
+    for held in pool.run(ranks, run_bytes, name, overrides, str(tmp_path)):
+        plans = [memory(model, recipe, row, ranks, fused=False)[held.pp_rank] for row in held.rows]
+        assert plans[0].weights == held.weights
+        assert plans[0].grads == pytest.approx(held.grads, rel=0.01)
+        assert plans[0].optimizer == pytest.approx(held.optimizer, rel=0.01)
+        stages.setdefault(held.pp_rank, []).append(held.activations / widest(plans, recipe, held.pp_rank))
+    for stage, shares in stages.items():  # as a mean: experts are not asked for evenly
+        assert mean(shares) == pytest.approx(1.0, abs=0.1), (stage, shares)
+
+
+def widest(plans: list[Memory], recipe: Recipe, stage: int) -> float:
+    """Activations of as many rows as a stage holds at once, each planned as if all were like it; the most there are."""
+    held = min(len(plans), max(1, round(in_flight(recipe, stage, len(plans)))))
+    return max(
+        mean(plan.activations for plan in plans[first : first + held])
+        for first in range(len(plans) - held + 1)
+    )

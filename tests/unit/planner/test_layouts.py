@@ -1,0 +1,136 @@
+"""Every published size on every machine: what is planned fits, and where nothing does, what is said would."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from zoo.config.compose import load_recipe
+from zoo.config.files import hardware_names, recipe_names, size_names
+from zoo.config.schema import Recipe
+from zoo.config.validate import data_parallel, validate
+from zoo.engine.planning import model_of, plan, refuse_misfit
+from zoo.errors import ConfigError
+from zoo.planner.layouts import room, settle
+from zoo.planner.memory import Model, memory
+from zoo.planner.rows import typical_row
+
+KINDS = [kind for kind in hardware_names() if kind != "cpu"]
+COUNTS = ("1", "2", "4", "8", "2x8", "8x8", "16x8")
+FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omni": "qwen3_omni_sft"}
+FAMILIES["llava"] = "llava_sft"
+SIZES = [
+    (recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size
+]
+SAID = re.compile(
+    r"; (?:packing\.budget=(\d+))?(?: or )?(?:(\d+) such GPUs(?: \((\d+) nodes of 8\))?)? would do$"
+)
+
+
+@cache
+def model(recipe: str, size: str) -> Model:
+    return model_of(load_recipe(recipe, [f"size={size}"]))
+
+
+def resolved(name: str, size: str, hardware: str, *more: str) -> tuple[Recipe, int]:
+    recipe = load_recipe(name, [f"size={size}", f"hardware={hardware}", *more])
+    assert recipe.machine.gpus is not None
+    return recipe, recipe.machine.gpus * recipe.machine.nodes
+
+
+def settled(name: str, size: str, hardware: str, *more: str) -> Recipe:
+    recipe, ranks = resolved(name, size, hardware, *more)
+    return settle(model(name, size), recipe, ranks, typical_row(recipe, model(name, size).cost))
+
+
+def test_all_families_are_here() -> None:
+    assert {load_recipe(name, ["size=tiny"]).model.family for name in recipe_names()} == set(FAMILIES)
+    assert len(SIZES) == 20
+    assert len(KINDS) == 2
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_a_size_on_every_machine(name: str, size: str) -> None:
+    for hardware in (f"{count}x{kind}" for kind in KINDS for count in COUNTS):
+        recipe, ranks = resolved(name, size, hardware)
+        row = typical_row(recipe, model(name, size).cost)
+        try:
+            chosen = settled(name, size, hardware)
+        except ConfigError as error:
+            match = SAID.search(str(error))
+            assert match, error
+            kind = hardware.rpartition("x")[2]
+            if match[2]:
+                would = f"{match[3]}x8x{kind}" if match[3] else f"{match[2]}x{kind}"
+                assert settled(name, size, would).parallel.plan == []
+            if match[1]:
+                assert settled(name, size, hardware, f"packing.budget={match[1]}").parallel.plan == []
+            continue
+        assert validate(chosen, ranks).parallel.plan == []
+        limit = room(chosen)
+        stages = memory(model(name, size), chosen, row, ranks, fused=True)
+        assert limit is not None and max(stage.total for stage in stages) <= limit
+        assert chosen.train.global_batch % data_parallel(chosen, ranks) == 0
+
+
+def test_what_is_given_is_kept() -> None:
+    chosen = settled("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
+    assert (chosen.parallel.pp, chosen.engine.recompute) == (2, "full")
+    with pytest.raises(ConfigError, match="does not fit 8 GPUs of 80 GB"):
+        settled("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
+
+
+def test_a_small_model_is_not_cut() -> None:
+    chosen = settled("llava_sft", "onevision-0.5b", "8xh100")
+    sizes = chosen.parallel
+    assert (sizes.tp, sizes.pp, sizes.cp, sizes.ep, chosen.engine.recompute) == (1, 1, 1, 1, "none")
+
+
+def test_frozen_parts_make_room() -> None:
+    with pytest.raises(ConfigError):
+        settled("qwen3_vl_sft", "8b", "1xh100")
+    recipe, _ = resolved("qwen3_vl_sft", "8b", "1xh100", "model.freeze=[language]")
+    frozen = model_of(recipe)
+    assert frozen.census.trained == frozen.census.by_part()["vision"]
+    assert settle(frozen, recipe, 1, typical_row(recipe, frozen.cost)).parallel.tp == 1
+
+
+@pytest.fixture
+def small() -> Recipe:
+    return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
+
+
+def test_what_cannot_fit_is_refused_with_the_mend(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.engine import planning
+
+    refuse_misfit(small, 1, 1)
+    monkeypatch.setattr(planning, "host_memory", lambda: 0)
+    refuse_misfit(small, 1, 1)  # nothing is known
+    for memory_there, mend in (
+        (20_000_000, "take a smaller size="),
+        (30_000_000, "set packing.budget lower"),
+    ):
+        monkeypatch.setattr(planning, "host_memory", lambda size=memory_there: size)
+        with pytest.raises(ConfigError, match=mend) as caught:
+            refuse_misfit(small, 1, 1)
+        assert "\n" not in str(caught.value)
+        assert "zoo plan" in str(caught.value)
+
+
+def test_a_plan_in_numbers(small: Recipe) -> None:
+    found: dict[str, Any] = plan(replace(small), 1).as_dict()
+    assert found["parameters"]["total"] == 1_322_304
+    (stage,) = found["memory_bytes"]
+    assert stage["weights"] == stage["grads"] == 4 * 1_322_304
+    assert stage["optimizer"] == 8 * 1_322_304
+    assert stage["total"] == pytest.approx(sum(v for k, v in stage.items() if k != "total"))
+    assert found["flops"]["step"]["decoder"] == pytest.approx(
+        3 * found["flops"]["forward_of_a_row"]["decoder"] * small.train.global_batch
+    )
+    frozen = plan(small.replace({"model.freeze": ["vision"]}), 1)
+    assert frozen.step["vision"] == pytest.approx(frozen.forward["vision"] * small.train.global_batch)
+    again = plan(small.replace({"engine.recompute": "full"}), 1)
+    assert again.step["decoder"] == pytest.approx(4 / 3 * found["flops"]["step"]["decoder"])
+    assert again.worst.activations < stage["activations"]

@@ -1,0 +1,93 @@
+"""
+usage: zoo inspect recipe=NAME [key=value ...] [out=FOLDER] [rows=4] [samples=1000] [budgets=4096,8192] [--json]
+
+Shows real packed rows of a recipe's data as training gets them: segments, media, labels, padding and position ids, as a
+picture (rows.png) and as a page (rows.html) that has every sample's text. Prints how long samples are, and how much of a
+row is expected to stay empty under several budgets.
+
+  out=FOLDER           where both files go; default: the run folder's `inspect`
+  rows=4               rows that are drawn
+  samples=1000         most samples that are read for the figures, evenly over all rows of the data
+  budgets=4096,8192    budgets that are tried; default: a quarter of the recipe's to four times as much
+  --json               the figures, for machines
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zoo.cli.arguments import split_flags, split_recipe
+from zoo.errors import UserError
+
+if TYPE_CHECKING:
+    from zoo.inspection.lengths import Lengths
+
+KEYS = ("out", "rows", "samples", "budgets")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write picture and page, and print the figures."""
+    flags, rest = split_flags(arguments, ("--json",))
+    own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
+    name, overrides = split_recipe([text for text in rest if text not in own], "zoo inspect recipe=NAME")
+    given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
+    count, most = (
+        _number(key, given.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000"))
+    )
+    budgets = tuple(_number("budgets", text) for text in given.get("budgets", "").split(",") if text)
+
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import alignment, validate
+    from zoo.engine.build import assemble
+    from zoo.inspection.lengths import default_budgets, lengths_of
+    from zoo.inspection.page import write_page
+    from zoo.inspection.picture import draw
+    from zoo.inspection.rows import packed_rows
+
+    recipe = load_recipe(name, overrides)
+    align = recipe.packing.align or alignment(recipe)
+    alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "plan": []}
+    recipe = validate(recipe.replace({"parallel": alone, "packing.align": align}), 1)
+    assembly = assemble(recipe)
+    lengths = lengths_of(
+        recipe, assembly.processor, assembly.config, most, budgets or default_budgets(recipe.packing.budget)
+    )
+    rows = packed_rows(recipe, assembly, count)
+    title = f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
+    folder = Path(given.get("out", f"{recipe.run.dir}/inspect"))
+    picture = draw(rows, lengths, title, folder / "rows.png")
+    page = write_page(rows, lengths, title, picture.name, folder / "rows.html")
+    if "--json" in flags:
+        found = {"picture": str(picture), "page": str(page), **lengths.as_dict()}
+        print(json.dumps(found, indent=2))
+    else:
+        print(f"{table(lengths)}\n{picture}\n{page}")
+    return 0
+
+
+def _number(key: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"{key}={text}: wanted a whole number above 0")
+    return int(text)
+
+
+def table(lengths: Lengths) -> str:
+    """The figures in a few lines."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in lengths.kinds.items())
+    media = "".join(f", {share:.1%} {kind}" for kind, share in lengths.media.items() if share)
+    lines = [
+        f"{lengths.samples} samples: {kinds} (rows left out: {lengths.left_out})",
+        "tokens a sample  " + "  ".join(f"{name} {value:.0f}" for name, value in lengths.tokens.items()),
+        f"of all tokens    {lengths.labels:.1%} with a loss{media}",
+        "",
+        "budget    rows  samples a row  left empty  alignment  side by side  too long",
+    ]
+    for f in lengths.fillings:
+        lines.append(
+            f"{f.budget:>6} {f.rows:>7} {f.samples_a_row:>14.1f} {f.unfilled:>11.2%} {f.alignment:>10.2%} "
+            f"{f.side_by_side:>13.1%} {f.too_long:>9}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""
+usage: zoo plan recipe=NAME [key=value ...] [ranks=N] [labels=0.25] [media=0.5] [--json]
+
+Shows what a run would take, before anything is launched: parameters by part, memory of a rank by kind, FLOPs by part.
+Sizes that hardware= leaves open are chosen as `zoo train` would, so any machine can be planned for on any other.
+Exits with 1 where the model does not fit.
+
+  hardware=8xh200    GPUs to plan for: 1xh100 2xh200 8xh100 2x8xh200 (nodes, GPUs, kind) auto cpu
+  ranks=16           ranks of the run; default: those of the hardware, or of this machine
+  labels=0.25        share of a row's tokens that carry a loss
+  media=0.5          share of them that are of images, video and sound
+  --json             everything, in counts, bytes and FLOPs, for machines
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from zoo.cli.arguments import split_flags, split_recipe
+from zoo.config.schema import Recipe
+from zoo.errors import UserError
+
+KEYS = ("ranks", "labels", "media")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the plan; 1 where the model does not fit."""
+    flags, rest = split_flags(arguments, ("--json",))
+    own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
+    name, overrides = split_recipe([text for text in rest if text not in own], "zoo plan recipe=NAME")
+    given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
+
+    from zoo.config.compose import load_recipe
+    from zoo.engine.planning import plan
+    from zoo.planner.report import table
+
+    recipe = load_recipe(name, overrides)
+    ranks = _ranks(given["ranks"]) if "ranks" in given else planned_ranks(recipe)
+    shares = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
+    found = plan(recipe, ranks, **shares)
+    print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
+    return 1 if found.fits is False else 0
+
+
+def planned_ranks(recipe: Recipe) -> int:
+    """Ranks of the hardware a recipe names, else those a run would have here."""
+    machine = recipe.machine
+    if machine.gpus and recipe.nproc is None:
+        return machine.gpus * machine.nodes
+    if recipe.nproc is not None:
+        return recipe.nproc * machine.nodes
+    from zoo.engine.launch import world_size
+
+    return world_size(recipe)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"ranks={text}: wanted a whole number above 0")
+    return int(text)
+
+
+def _share(key: str, text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UserError(f"{key}={text}: wanted a share between 0 and 1")
+    return share

@@ -1,0 +1,63 @@
+"""A census of a recipe's weights, from the model as it is built, on the meta device: shapes without data.
+
+Takes half a second for the largest of the published sizes, once Megatron-Core is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from unittest.mock import patch
+
+from torch import nn
+
+from zoo.bridge.parallel import model_parameters
+from zoo.config.compose import replace_in
+from zoo.config.schema import Recipe
+from zoo.engine import build
+from zoo.engine.blueprint import on_meta
+from zoo.engine.world import world
+from zoo.planner.census import EXPERTS, Census, Cut, Weights
+from zoo.registry import ModelFamily, get_family
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_ALONE = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1)
+
+
+def census(recipe: Recipe) -> Census:
+    """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
+    family = get_family(recipe.model.family)
+    config = family.load("config").from_arch(recipe.model.arch)
+    alone = {f"parallel.{name}": size for name, size in _ALONE.items()}
+    recipe = replace_in(recipe, {**alone, "parallel.sp": False, "engine.precision": "fp32"})
+    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with patch.dict(os.environ, outside, clear=True), world(recipe) as here, on_meta(here) as nowhere:
+        chunks = build.build_model(build.Assembly(family, config, None, None), recipe, nowhere)
+        build.freeze(chunks, recipe.model.freeze, family)
+    counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
+    for name, parameter in model_parameters(chunks):
+        counts[*_where(name, family), _cut(name, parameter), parameter.requires_grad] += parameter.numel()
+    weights = tuple(Weights(*key[:3], count, key[3]) for key, count in counts.items())  # type: ignore[arg-type]
+    return Census(weights, config.text.num_hidden_layers, config.tied)
+
+
+def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
+    """The part of the model a parameter belongs to, and its place in the pipeline."""
+    first, *rest = name.split(".")
+    if first == "decoder" and rest[0] == "layers":
+        return EXPERTS if _is_expert(name) else "decoder", int(rest[1])
+    if first in ("embedding", *family.parts):
+        return first, "first"
+    part = {"decoder": "decoder", "output_layer": "head"}.get(first, first)
+    return EXPERTS if _is_expert(name) else part, "last"
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def _cut(name: str, parameter: nn.Parameter) -> Cut:
+    """How ranks share it, as Megatron-Core has marked it."""
+    if _is_expert(name):
+        return "expert"
+    return "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"

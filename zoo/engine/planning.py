@@ -1,0 +1,115 @@
+"""Plans of recipes: the model's census and costs, read from config and code, given to the arithmetic of `zoo.planner`.
+
+A recipe is planned in three places: `zoo plan` shows it, `zoo train` has the keys of `parallel.plan` chosen before
+ranks are started (zoo.engine.settle), and the first rank refuses what cannot fit before anything is built.
+"""
+
+from __future__ import annotations
+
+from zoo.config.devices import gpu_count, gpu_memory, host_memory
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.errors import ConfigError
+from zoo.planner.activations import Row
+from zoo.planner.layouts import settle, spare
+from zoo.planner.memory import Model
+from zoo.planner.report import Plan, make_plan
+from zoo.planner.rows import typical_row
+from zoo.registry import get_family
+
+
+def model_of(recipe: Recipe) -> Model:
+    """The model of a recipe; `model.arch` has to be there."""
+    from zoo.engine.census import census
+    from zoo.nn.flops import layer_kinds, model_cost
+
+    config = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
+    mtp = config.mtp_layers(recipe)
+    return Model(
+        census=census(recipe),
+        cost=model_cost(config, mtp),
+        text=config.text,
+        traits=config.traits,
+        kinds=layer_kinds(config.text),
+        deepstack=config.deepstack_layers,
+        mtp=mtp,
+    )
+
+
+def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:
+    """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
+
+    Args:
+        labels, media: shares of a row's tokens that carry a loss, and that are of media; defaults are those of
+            `zoo.planner.rows`.
+
+    Raises:
+        ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
+    """
+    if not recipe.model.arch:
+        raise ConfigError(
+            f"model.init={recipe.model.init}: its config.json is not here, so there is nothing to plan from; "
+            f"download it, or give size="
+        )
+    model = model_of(recipe)
+    shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
+    row = typical_row(recipe, model.cost, **shares)
+    recipe = validate(settle(model, recipe, ranks, row), ranks)
+    fused = recipe.engine.precision == "bf16"
+    limit = None if recipe.machine.memory_gb else _limit_here(ranks)
+    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit)
+
+
+def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
+    """ConfigError where a rank of a validated recipe can't have the memory it needs; a plan of the least it may be.
+
+    Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
+    keeps. Nothing is said where the memory is not known.
+    """
+    limit = _limit_here(local_ranks)
+    if limit is None or not recipe.model.arch:
+        return
+    model = model_of(recipe)
+    fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
+    found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
+    if not found.fits:
+        raise ConfigError(_misfit(found, gpu_count() > 0))
+
+
+def _least_row(recipe: Recipe) -> Row:
+    """A row that no row of a run is much smaller than: text, a tenth of it labelled."""
+    tokens = recipe.packing.budget // 2
+    return Row((tokens,), tokens // 10, {})
+
+
+def _misfit(found: Plan, on_gpu: bool) -> str:
+    need, limit, worst = found.worst.total / 1e9, (found.room or 0.0) / 1e9, found.worst
+    fixed = worst.total - worst.activations
+    what = "GPU" if on_gpu else "rank of this machine"
+    parts = ", ".join(
+        f"{kind} {size / 1e9:.1f}" for kind, size in worst.as_dict().items() if kind != "total" and size > 1e8
+    )
+    if fixed < 0.8 * (found.room or 0.0):
+        mend = "set packing.budget lower, or engine.recompute=full"
+    elif on_gpu:
+        mend = "use more GPUs, or cut the model further: hardware=auto chooses parallel.tp, pp, cp and ep"
+    else:
+        mend = "take a smaller size=, or train on GPUs"
+    return (
+        f"the model needs at least {need:.1f} GB a rank ({parts}) and a {what} has {limit:.1f} GB to give; {mend}; "
+        f"`zoo plan` shows it in parts"
+    )
+
+
+def _limit_here(local_ranks: int) -> float | None:
+    """Bytes that a rank may fill on this machine; None where they are not known."""
+    if gpu_count():
+        return spare(gpu_memory())
+    memory = host_memory()
+    return memory * 0.95 / local_ranks if memory else None
+
+
+def settle_here(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with the keys of `parallel.plan` chosen, planned in this process; see `zoo.engine.settle`."""
+    model = model_of(recipe)
+    return settle(model, recipe, ranks, typical_row(recipe, model.cost))

@@ -1,0 +1,180 @@
+"""A picture of packed rows, to scale, with the lengths of all samples that were read beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.inspection.lengths import Lengths
+from zoo.inspection.rows import KINDS, PackedRow
+
+COLOURS = {
+    "prompt": "#c3cde0", "image": "#2f74c0", "video": "#159a7c", "audio": "#ee9b1c", "label": "#8a3ea8", "padding": "#ececef",
+}  # fmt: skip
+NAMES = {"prompt": "prompt text", "audio": "sound", "label": "label (has loss)"}
+INK, QUIET, FAINT, PAPER, TIME, SPACE = "#1d2433", "#6b7385", "#d4d8e0", "#ffffff", "#d1345b", "#9aa3b5"
+BAR, CURVE, PITCH = 0.8, 0.8, 2.75  # heights of tokens and positions, and from a row to the next
+_NARROW = 0.03  # of the width: samples below it are not labelled
+
+
+def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) -> Path:
+    """Write the picture, a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with matplotlib.rc_context({"font.size": 9, "text.color": INK, "hatch.linewidth": 0.5}):
+        height = 1.2 + 0.78 * PITCH * len(rows) * 0.62
+        figure = plt.figure(figsize=(14, height + 3.4), facecolor=PAPER, layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=(height, 3.4))
+        _draw_rows(upper.subplots(), rows)
+        left, right = lower.subplots(1, 2)
+        _draw_lengths(left, lengths)
+        _draw_fillings(right, lengths)
+        figure.suptitle(title, fontsize=12.5, weight="bold", x=0.01, ha="left")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=110)
+        plt.close(figure)
+    return path
+
+
+def _draw_rows(axis: Any, rows: Sequence[PackedRow]) -> None:
+    from matplotlib import lines, patches
+
+    width = max(row.width for row in rows)
+    for number, row in enumerate(rows):
+        _draw_row(axis, row, number * PITCH, width)
+    seen = {span.kind for row in rows for segment in row.segments for span in segment.spans}
+    seen |= {"padding"} if any(row.padding for row in rows) else set()
+    handles: list[Any] = [
+        patches.Patch(
+            facecolor=COLOURS[kind], label=NAMES.get(kind, kind), edgecolor="#c3c6ce", linewidth=0,
+            hatch="////" if kind == "padding" else None,
+        )
+        for kind in KINDS if kind in seen
+    ]  # fmt: skip
+    axes = rows[0].positions.shape[0]
+    handles.append(lines.Line2D([], [], color=TIME, label="position id" + (": time" if axes > 1 else "")))
+    if axes > 1:
+        handles.append(lines.Line2D([], [], color=SPACE, label="position id: height, width"))
+    axis.legend(
+        handles=handles, frameon=False, ncols=len(handles), loc="lower left", bbox_to_anchor=(0.0, 1.0)
+    )
+    axis.set(xlim=(-0.065 * width, width * 1.005), ylim=(len(rows) * PITCH - 0.45, -0.75))
+    axis.set_axis_off()
+
+
+def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
+    """Tokens of a row at height `y`, its samples named above and its positions beneath."""
+    from matplotlib import patches
+
+    floor = y + BAR + 0.12 + CURVE
+    positions = row.positions.numpy()
+    scale = CURVE / max(1.0, float(positions.max()))
+    axis.add_patch(
+        patches.Rectangle(
+            (0, y),
+            row.width,
+            BAR,
+            facecolor=COLOURS["padding"],
+            hatch="////",
+            edgecolor="#c3c6ce",
+            linewidth=0,
+        )
+    )
+    for number, segment in enumerate(row.segments, start=1):
+        for span in segment.spans:
+            axis.add_patch(
+                patches.Rectangle(
+                    (span.start, y), span.end - span.start, BAR, facecolor=COLOURS[span.kind], linewidth=0
+                )
+            )
+        size = segment.end - segment.start
+        for colour, line in ((PAPER, 2.4), (INK, 0.8)):
+            axis.add_patch(
+                patches.Rectangle((segment.start, y), size, BAR, fill=False, edgecolor=colour, linewidth=line)
+            )
+        if size >= _NARROW * width:
+            axis.text(
+                segment.start + size / 2,
+                y - 0.34,
+                number,
+                ha="center",
+                va="center",
+                weight="bold",
+                fontsize=8,
+            )
+            axis.text(
+                segment.start + size / 2, y - 0.12, f"{segment.kind or ''} {size}".strip(), ha="center", va="center",
+                fontsize=6.5, color=QUIET, clip_on=True,
+            )  # fmt: skip
+        x = np.arange(segment.start, segment.end) + 0.5
+        for which in reversed(range(len(positions))):
+            axis.plot(
+                x, floor - positions[which, segment.start : segment.end] * scale,
+                color=TIME if which == 0 else SPACE, linewidth=1.1 if which == 0 else 0.8,
+            )  # fmt: skip
+        axis.plot([segment.start, segment.end], [floor, floor], color=FAINT, linewidth=0.7, zorder=0)
+        if size >= _NARROW * width:
+            last = int(positions[:, segment.end - 1].max())
+            axis.text(segment.end, floor + 0.03, last, ha="right", va="top", fontsize=6, color=TIME)
+    share = row.padding / row.width
+    axis.text(-0.008 * width, y + BAR * 0.3, f"{row.width} tokens", ha="right", va="center")
+    axis.text(
+        -0.008 * width,
+        y + BAR * 0.75,
+        f"{share:.1%} padding",
+        ha="right",
+        va="center",
+        color=QUIET,
+        fontsize=8,
+    )
+    axis.text(-0.008 * width, floor - CURVE / 2, "positions", ha="right", va="center", color=TIME, fontsize=8)
+
+
+def _draw_lengths(axis: Any, lengths: Lengths) -> None:
+    figures = lengths.tokens
+    axis.hist(
+        lengths.lengths, bins=min(60, max(10, lengths.samples // 20)), color=COLOURS["image"], alpha=0.8
+    )
+    top = axis.get_ylim()[1]
+    for name in ("p50", "p95"):
+        axis.axvline(figures[name], color=TIME, linewidth=1)
+        axis.text(figures[name], top, f" {name} {figures[name]:.0f}", color=TIME, va="top", fontsize=8)
+    axis.set_title(
+        f"lengths of {lengths.samples} samples, {figures['least']:.0f} to {figures['most']:.0f} tokens",
+        loc="left",
+    )
+    axis.set(xlabel="tokens of a sample", ylabel="samples")
+    _plain(axis)
+
+
+def _draw_fillings(axis: Any, lengths: Lengths) -> None:
+    """Bars of the padding by budget, packed and side by side."""
+    shown = [filling for filling in lengths.fillings if filling.rows]
+    x = np.arange(len(shown))
+    for shift, name, values, colour in (
+        (
+            -0.2,
+            "packed: of the budget left empty",
+            [f.unfilled + f.alignment for f in shown],
+            COLOURS["label"],
+        ),
+        (0.2, "the same samples side by side", [f.side_by_side for f in shown], COLOURS["prompt"]),
+    ):
+        bars = axis.bar(x + shift, [100 * value for value in values], 0.38, color=colour, label=name)
+        axis.bar_label(bars, [f"{value:.1%}" for value in values], fontsize=7.5, padding=2)
+    axis.set_xticks(x, [f"{f.budget}" + (f"\n{f.too_long} too long" if f.too_long else "") for f in shown])
+    axis.set_title("expected padding by packing.budget", loc="left")
+    axis.set(ylabel="% of the tokens", ylim=(0, axis.get_ylim()[1] * 1.2))
+    axis.legend(frameon=False, loc="upper right", ncols=2, fontsize=8)
+    _plain(axis)
+
+
+def _plain(axis: Any) -> None:
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.title.set_fontsize(10)

@@ -1,0 +1,124 @@
+"""Packed rows as training gets them: what each token is, where samples begin and end, positions and labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.config.schema import Recipe
+from zoo.data.loader import BatchLoader, SampleSource
+from zoo.data.sample import IGNORE
+from zoo.engine.build import Assembly
+
+MEDIA = ("image", "video", "audio")
+KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss
+_LONGEST_TEXT = 2000  # characters of a span that are kept
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens one after the other that are of one kind, from `start` on."""
+
+    kind: str
+    start: int
+    end: int
+    text: str = ""  # what they say; empty for media and padding
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One sample in its row."""
+
+    start: int
+    end: int  # without its padding
+    padded_end: int
+    source: str  # file and line
+    kind: str | None
+    spans: tuple[Span, ...]
+
+    def tokens(self, kind: str) -> int:
+        """How many of its tokens are of that kind."""
+        return sum(span.end - span.start for span in self.spans if span.kind == kind)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """A row of the batch."""
+
+    width: int  # tokens, padding included
+    segments: tuple[Segment, ...]
+    positions: Tensor  # (A, width) position ids, A axes
+
+    @property
+    def padding(self) -> int:
+        """Tokens that are padding."""
+        return self.width - sum(segment.end - segment.start for segment in self.segments)
+
+
+def packed_rows(recipe: Recipe, assembly: Assembly, count: int) -> list[PackedRow]:
+    """The first rows of a validated recipe's training, `count` of them.
+
+    Raises:
+        RowError, UserError: as in training, for rows that can't be used.
+    """
+    processor, align = assembly.processor, recipe.packing.align or 1
+    source = SampleSource.open(
+        recipe.data.train,
+        processor,
+        recipe.data,
+        budget=recipe.packing.budget,
+        align=align,
+        augment=recipe.data.augment,
+        blank=recipe.data.blank_answers,
+        seed=recipe.run.seed,
+    )
+    loader = BatchLoader(source, recipe, align=align, prefetch=False)
+    step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))
+    tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
+    found: list[PackedRow] = []
+    while len(found) < count:
+        for batch in loader.next_step():
+            found += _rows_of(step.pack(batch, step.capture(batch)), batch, tokens, processor.tokenizer)
+    return found[:count]
+
+
+def _rows_of(parts: Any, batch: Any, tokens: dict[str, int | None], tokenizer: Any) -> list[PackedRow]:
+    """Rows of a micro-batch: one that is packed, or a padded one for each sample."""
+    rows = []
+    for row, ids in enumerate(parts.input_ids):
+        padding, owner = parts.padding_mask[row], parts.segment_ids[row]
+        classes = torch.zeros_like(ids)
+        for number, name in enumerate(MEDIA, start=1):
+            if tokens[name] is not None:
+                classes[ids == tokens[name]] = number
+        classes[parts.labels[row] != IGNORE] = KINDS.index("label")
+        classes[padding] = KINDS.index("padding")
+        segments = []
+        for number in owner[owner >= 0].unique().tolist():
+            mine = (owner == number).nonzero().flatten()
+            start, end = int(mine[0]), int(mine[-1]) + 1
+            spans = tuple(_spans(classes, ids, start, end, tokenizer))
+            segments.append(Segment(start, end, end, batch.sources[number], batch.kinds[number], spans))
+        ends = [segment.start for segment in segments[1:]] + [len(ids)]
+        segments = [
+            Segment(s.start, s.end, padded, s.source, s.kind, s.spans)
+            for s, padded in zip(segments, ends, strict=True)
+        ]
+        rows.append(PackedRow(len(ids), tuple(segments), parts.positions[:, row]))
+    return rows
+
+
+def _spans(classes: Tensor, ids: Tensor, start: int, end: int, tokenizer: Any) -> list[Span]:
+    """Runs of tokens of the same kind between `start` and `end`."""
+    changes = (classes[start + 1 : end] != classes[start : end - 1]).nonzero().flatten() + start + 1
+    edges = [start, *changes.tolist(), end]
+    found = []
+    for first, last in pairwise(edges):
+        kind = KINDS[int(classes[first])]
+        text = "" if kind in (*MEDIA, "padding") else tokenizer.decode(ids[first:last].tolist())
+        found.append(Span(kind, first, last, text[:_LONGEST_TEXT]))
+    return found

@@ -1,0 +1,168 @@
+"""Bytes of what the forward pass keeps for the backward pass, by layer and kind of kernel.
+
+Read off what autograd saves in zoo's modules (a test holds it to that, tensor by tensor live on the CPU, within a
+tenth). `fused` are the kernels of a GPU in half precision: attention without padding between samples, norms that keep
+their input alone, the delta rule without its chunks' matrices.
+
+Per token, with h the hidden width, q and k the widths of queries and keys, f that of an MLP:
+
+    attention    2 h before it, and q + (q + 2 k) as projected, q + k rotated, q that comes out
+    MLP          2 h before it, and 5 f: both halves of the projection, the gate's input and value, the product
+    experts      h + 5 f for each expert of a token, and the router's logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.packing.cost import TowerCost
+
+CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.gated_delta_net)
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A packed row: what one micro-batch brings."""
+
+    lengths: tuple[int, ...]  # tokens of its samples
+    labels: int  # tokens with a loss
+    media: Mapping[str, tuple[float, ...]]  # tower name -> rows of each item
+
+    @property
+    def total(self) -> int:
+        """Tokens of the row."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Sizes of one recipe's row, from which the bytes a layer keeps follow."""
+
+    recipe: Recipe
+    text: Any  # the decoder's config
+    traits: Sequence[str]
+    row: Row
+    fused: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number."""
+        return 2 if self.recipe.engine.precision == "bf16" else 4
+
+    @property
+    def tokens(self) -> float:
+        """Tokens on a context parallel rank."""
+        return self.row.total / self.recipe.parallel.cp
+
+    @property
+    def shared(self) -> float:
+        """Tokens on a rank between attention and MLP: sequence parallelism shares them out."""
+        return self.tokens / self.recipe.parallel.tp if self.recipe.parallel.sp else self.tokens
+
+    def layer(self, linear: bool, sparse: bool) -> tuple[float, float]:
+        """(bytes of the attention's half, bytes of the MLP's) of a layer of that kind."""
+        mixing = self._linear_attention() if linear else self._attention()
+        return mixing, self._experts() if sparse else self._mlp(self.text.intermediate_size)
+
+    def norm(self, count: float, width: float) -> float:
+        """Bytes of the input of a norm, and without a kernel for it the normalised values."""
+        if not self.fused:
+            return count * width * 2 * self.size
+        return count * width * (FP32 if "zero_centered" in self.traits else self.size)
+
+    def _into_linear(self) -> float:
+        """What the first projection after a norm keeps."""
+        return self.shared * self.text.hidden_size * self.size
+
+    def _attention(self) -> float:
+        text, parallel, size = self.text, self.recipe.parallel, self.size
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        queries = text.num_attention_heads * head / parallel.tp
+        keys = max(text.num_key_value_heads, parallel.tp) * head / parallel.tp
+        gated = "output_gate" in self.traits
+        projected = (2 if gated else 1) * queries + 2 * keys
+        normed = "qk_norm" in self.traits
+        # Without a kernel for packed rows values are copied apart, and nothing else holds on to what was projected.
+        kept = self.tokens * size * projected if self.fused or normed else 0.0
+        if normed:
+            kept += self.tokens * size * queries  # a copy of the queries by head
+            if not self.fused:
+                kept += self.tokens * size * (queries + keys)
+        if gated:
+            kept += self.tokens * queries * (FP32 + size)
+        if self.fused:
+            kept += self.tokens * size * (2 * queries + keys) + self.tokens * queries / head * FP32
+            if parallel.cp > 1:  # keys and values of all ranks, and their prefixes of both chunks
+                kept += 3 * self.row.total * 2 * keys * size
+        else:
+            side_by_side = self._unpacked(self.row.lengths) / parallel.cp
+            kept += side_by_side * size * 4 * queries + self.tokens * size * queries
+        return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
+
+    @staticmethod
+    def _unpacked(lengths: Sequence[float]) -> float:
+        """Rows that attention without a kernel for packed rows works on: segments side by side where that pays."""
+        total, padded = sum(lengths), len(lengths) * max(lengths, default=0)
+        return padded if padded <= 2 * total else total
+
+    def _linear_attention(self) -> float:
+        """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""
+        text, parallel, size = self.text, self.recipe.parallel, self.size
+        key, value = text.linear_key_head_dim, text.linear_value_head_dim
+        heads = text.linear_num_value_heads / parallel.tp
+        keys, values = text.linear_num_key_heads * key / parallel.tp, heads * value
+        convolved = 2 * keys + values
+        inner = convolved + values + 2 * heads  # with gate, decay and beta
+        if self.fused:
+            rule = 4 * convolved + heads * CHUNK + 4 * values
+            kept = self.tokens * size * (inner + rule)
+        else:
+            whole = sum(-(-length // CHUNK) * CHUNK for length in self.row.lengths) / parallel.cp
+            rule = heads * (6 * CHUNK + (key + value) + 4 * key + 3 * value)
+            kept = (
+                self.tokens
+                * size
+                * (inner + (text.linear_conv_kernel_dim + 1) * convolved + 2 * keys + values)
+            )
+            kept += whole * FP32 * rule + self.tokens * size * 5 * values
+        return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
+
+    def _mlp(self, width: float) -> float:
+        inner = self.tokens * 5 * width / self.recipe.parallel.tp * self.size
+        return self.norm(self.shared, self.text.hidden_size) + self._into_linear() + inner
+
+    def _experts(self) -> float:
+        text, parallel, size = self.text, self.recipe.parallel, self.size
+        routed = self.shared * text.num_experts_per_tok * parallel.etp  # an even share of them
+        width = text.moe_intermediate_size / parallel.etp
+        kept = routed * (text.hidden_size + 5 * width) * size + routed * 24
+        kept += self.shared * text.num_experts * FP32
+        shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
+        if shared:
+            kept += self.tokens * 5 * shared / parallel.tp * size + 2 * self.shared * text.hidden_size * size
+        return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self._into_linear())
+
+    def deepstack(self, layers: int) -> float:
+        """Features of the vision tower that are added after the first layers."""
+        return layers * sum(self.row.media.get("vision", ())) / 4 * self.text.hidden_size * self.size
+
+    def head(self) -> tuple[float, float]:
+        """(bytes kept, bytes beside them while the loss is worked out) of the logits of the row's labels."""
+        labels = self.row.labels / self.recipe.parallel.cp
+        logits = labels * self.text.vocab_size / self.recipe.parallel.tp
+        hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size
+        # The softmax in fp32 is kept; its gradient, and both in the model's precision, come beside it.
+        return hidden + logits * FP32, logits * (FP32 + (self.size if self.size != FP32 else 0))
+
+    def tower(self, cost: TowerCost, items: Sequence[float]) -> float:
+        """Bytes of a tower that sees its share of the row's media; ranks that share a row share its media."""
+        parallel = self.recipe.parallel
+        rows = sum(-(-rows // cost.piece) * cost.piece for rows in items) / (parallel.tp * parallel.cp)
+        if self.fused:
+            return rows * (cost.kept + 4 * cost.attended) * self.size
+        beside = len(items) * max(items, default=0) / max(sum(items), 1) if cost.window is None else 1.0
+        return rows * (cost.kept + (1 + 4 * beside) * cost.attended) * self.size

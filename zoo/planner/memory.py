@@ -1,0 +1,144 @@
+"""Bytes of a rank by kind, for every pipeline stage: weights, gradients, optimizer, activations.
+
+Gradients are kept in fp32; AdamW's two moments, and under bf16 an fp32 copy of the weights, are shared out over
+data-parallel ranks (Megatron-Core's distributed optimizer). Activations are those of the micro-batches in flight, and
+what the widest moment of the backward pass needs beside them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.packing.cost import ModelCost, TowerCost
+from zoo.planner.activations import FP32, Kept, Row
+from zoo.planner.census import Census, Share, layers_of, share
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a plan needs to know of a model."""
+
+    census: Census
+    cost: ModelCost
+    text: Any  # the decoder's config: sizes by their names in a Hugging Face config
+    traits: Sequence[str]
+    kinds: Sequence[tuple[bool, bool]]  # (linear attention, experts) of each decoder layer
+    deepstack: int = 0  # layers that features of the vision tower are added after
+    mtp: int = 0  # layers of multi-token prediction
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: float
+    grads: float
+    optimizer: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.weights + self.grads + self.optimizer + self.activations
+
+    def as_dict(self) -> dict[str, float]:
+        """By kind, with the total."""
+        kinds = ("weights", "grads", "optimizer", "activations", "total")
+        return {kind: getattr(self, kind) for kind in kinds}
+
+
+def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Memory]:
+    """Bytes of a rank of each pipeline stage.
+
+    Args:
+        recipe: validated for `ranks`.
+        row: what a micro-batch brings.
+        fused: with the kernels of a GPU.
+    """
+    return [
+        Memory(*_weights(share(model.census, recipe, stage), recipe, ranks), activations)
+        for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
+    ]
+
+
+def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer), in bytes."""
+    parallel, half = recipe.parallel, recipe.engine.precision == "bf16"
+    replicas = ranks / (
+        parallel.tp * parallel.pp
+    )  # the ranks that share out a dense weight's optimizer state
+    expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
+    trained = mine.trained_dense + mine.trained_experts
+    state = (3 if half else 2) * FP32
+    return (
+        (mine.dense + mine.experts) * (2.0 if half else 4.0),
+        trained * float(FP32),
+        state * (mine.trained_dense / replicas + mine.trained_experts / expert_replicas),
+    )
+
+
+def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> list[float]:
+    """Bytes of activations at the widest moment, by stage."""
+    parallel = recipe.parallel
+    kept = Kept(recipe, model.text, model.traits, row, fused)
+    micro_batches = max(
+        1,
+        recipe.train.global_batch
+        * parallel.tp
+        * parallel.pp
+        * parallel.cp
+        // (ranks * recipe.train.micro_batch),
+    )
+    found = []
+    for stage in range(parallel.pp):
+        layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]
+        last = stage == parallel.pp - 1
+        if last:
+            layers += [(False, model.kinds[-1][1])] * model.mtp
+        stored, again = _layers(kept, layers, recipe.engine.recompute)
+        first = _first(kept, model) if stage == 0 else 0.0
+        flights = in_flight(recipe, stage, micro_batches)
+        head = beside = 0.0
+        if last:
+            head, beside = (value * (1 + model.mtp) for value in kept.head())
+        found.append(flights * (stored + first) + head + max(again, beside))
+    return found
+
+
+def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations a stage holds at once; fractions are of a stage's layers, when interleaved."""
+    pp, vpp = recipe.parallel.pp, recipe.parallel.vpp
+    if pp == 1:
+        return 1.0
+    if vpp == 1:
+        return float(min(micro_batches, pp - stage))
+    chunks = (pp - stage - 1) * 2 + (vpp - 1) * pp + 1
+    return min(micro_batches * vpp, chunks) / vpp
+
+
+def _layers(kept: Kept, layers: Sequence[tuple[bool, bool]], recompute: str) -> tuple[float, float]:
+    """(bytes stored, bytes beside them in the backward pass of the widest layer)."""
+    counts = Counter(layers)
+    halves = {kind: kept.layer(*kind) for kind in counts}
+    into = kept.shared * kept.text.hidden_size * kept.size
+    if recompute == "full":
+        return into * len(layers), max(map(sum, halves.values()), default=0.0) * 1.15
+    if recompute == "selective":
+        norm = kept.norm(kept.shared, kept.text.hidden_size)
+        stored = sum(count * (halves[kind][0] + norm + into) for kind, count in counts.items())
+        return stored, max((mlp - norm for _, mlp in halves.values()), default=0.0) * 1.5
+    stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
+    return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)
+
+
+def _first(kept: Kept, model: Model) -> float:
+    """What embedding and towers keep."""
+    towers: Mapping[str, TowerCost] = model.cost.towers
+    trained = {weights.part for weights in model.census.weights if weights.trained}
+    media = {name: items for name, items in kept.row.media.items() if items and name in trained}
+    sums = sum(kept.tower(towers[name], items) for name, items in media.items())
+    return sums + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

@@ -1,0 +1,177 @@
+"""A recipe's plan: parameters by part, bytes of a rank by kind, FLOPs by part, and whether it fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.config.validate import data_parallel
+from zoo.packing.cost import train_factor
+from zoo.planner.activations import Row
+from zoo.planner.layouts import room
+from zoo.planner.memory import Memory, Model, memory
+
+_LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take."""
+
+    recipe: Recipe  # as it would run
+    ranks: int
+    parameters: dict[str, int]  # by part, over all ranks; tied weights once
+    trained: int
+    stages: list[Memory]  # bytes of a rank of each pipeline stage
+    forward: dict[str, float]  # FLOPs of a row's forward pass, by part
+    step: dict[str, float]  # FLOPs of an optimizer step, over all ranks, by part
+    row: Row
+    room: float | None  # bytes of a rank that may be filled; None where no memory is known
+
+    @property
+    def worst(self) -> Memory:
+        """The rank that needs most."""
+        return max(self.stages, key=lambda stage: stage.total)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank has room; None where no memory is known."""
+        return None if self.room is None else self.worst.total <= self.room
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: counts, bytes and FLOPs."""
+        parallel = self.recipe.parallel
+        return {
+            "recipe": self.recipe.recipe,
+            "size": self.recipe.size,
+            "hardware": self.recipe.hardware,
+            "ranks": self.ranks,
+            "parallel": {name: getattr(parallel, name) for name in _LAYOUT}
+            | {"sp": bool(parallel.sp), "dp": data_parallel(self.recipe, self.ranks)},
+            "recompute": self.recipe.engine.recompute,
+            "precision": self.recipe.engine.precision,
+            "global_batch": self.recipe.train.global_batch,
+            "parameters": {
+                **self.parameters,
+                "total": sum(self.parameters.values()),
+                "trained": self.trained,
+            },
+            "memory_bytes": [stage.as_dict() for stage in self.stages],
+            "room_bytes": self.room,
+            "fits": self.fits,
+            "row": {
+                "tokens": self.row.total,
+                "samples": len(self.row.lengths),
+                "labels": self.row.labels,
+                "media_rows": {name: sum(items) for name, items in self.row.media.items()},
+            },
+            "flops": {
+                "forward_of_a_row": self.forward,
+                "step": {**self.step, "total": sum(self.step.values())},
+                "per_token": sum(self.step.values()) / (self.row.total * self.recipe.train.global_batch),
+            },
+        }
+
+
+def make_plan(
+    model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None
+) -> Plan:
+    """The plan of a validated recipe on so many ranks, `limit` bytes each."""
+    forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
+    for length in row.lengths:
+        forward["decoder"] += model.cost.decoder.flops(length)
+    rest = model.cost.parts(0, row.labels, row.media)
+    forward |= {name: flops for name, flops in rest.items() if name != "decoder"}
+    rows = recipe.train.global_batch / recipe.train.micro_batch
+    return Plan(
+        recipe=recipe,
+        ranks=ranks,
+        parameters=model.census.by_part(),
+        trained=model.census.trained,
+        stages=memory(model, recipe, row, ranks, fused=fused),
+        forward=forward,
+        step={name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()},
+        row=row,
+        room=limit if limit is not None else room(recipe),
+    )
+
+
+def factor(model: Model, recipe: Recipe, part: str) -> float:
+    """FLOPs of training a part over those of its forward pass."""
+    trained = {weights.part for weights in model.census.weights if weights.trained}
+    if part in model.cost.towers:
+        return train_factor(frozen=part not in trained, first=True)
+    names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
+    behind = set(model.cost.towers) | {"embedding", "projector"}  # what the decoder's gradient goes to
+    again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    return train_factor(
+        frozen=not trained & set(names),
+        first=part == "decoder" and not trained & behind,
+        recomputed=again if part == "decoder" else 0.0,
+    )
+
+
+def _recomputed(model: Model) -> float:
+    """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
+    text, share = model.text, 0.0
+    for _, sparse in model.kinds:
+        width = text.num_experts_per_tok * text.moe_intermediate_size if sparse else text.intermediate_size
+        share += 6.0 * text.hidden_size * width
+    return min(1.0, share / model.cost.decoder.per_token)
+
+
+def table(plan: Plan) -> str:
+    """The plan in a few lines."""
+    found = plan.as_dict()
+    layout = " ".join(f"{name}={size}" for name, size in found["parallel"].items() if size not in (1, False))
+    unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
+    lines = [
+        f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
+        f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
+        f"recompute={found['recompute']}  {found['precision']}  global_batch={found['global_batch']}",
+        "",
+        f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
+        *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
+        "",
+        f"{unit} a rank       weights    grads  optimizer  activations     total",
+    ]
+    for number, stage in enumerate(plan.stages):
+        name = f"  stage {number}" if len(plan.stages) > 1 else "  all"
+        values = (stage.weights, stage.grads, stage.optimizer, stage.activations, stage.total)
+        cells = [
+            f"{value / size:>{width}.2f}" for value, width in zip(values, (9, 9, 11, 13, 10), strict=True)
+        ]
+        lines.append(f"{name:<14}{''.join(cells)}")
+    if plan.room is not None:
+        lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
+    row = found["row"]
+    media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
+    samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
+    total = sum(plan.step.values())
+    lines += [
+        "",
+        f"a row: {row['tokens']} tokens in {samples}, {row['labels']} labels{media}",
+        "FLOPs           a row, forward     a step",
+        *(
+            f"  {name:<13} {_flops(flops):>14} {_flops(plan.step[name]):>10}"
+            for name, flops in plan.forward.items()
+        ),
+        f"  {'all':<13} {_flops(sum(plan.forward.values())):>14} {_flops(total):>10}",
+        f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
+    ]
+    return "\n".join(lines)
+
+
+def _flops(number: float) -> str:
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
+
+
+def _count(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f}"
