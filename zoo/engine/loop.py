@@ -1,7 +1,8 @@
 """The training loop: `train(recipe)` on every rank of a run.
 
 Loss and gradient are those of Hugging Face under gradient accumulation: the sum of negative log likelihoods over
-all labelled tokens of a global batch, divided by their number N. N is known on the host before the forward
+all labelled tokens of a global batch, divided by their number N (where they are weighted: each times its weight, and N
+is the sum of the weights). N is known on the host before the forward
 pass (one small all-reduce), so the scale of every micro-batch is right at once: mcore's schedule multiplies by
 cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` = dp * micro-batches / N.
 """
@@ -53,7 +54,7 @@ class Counts:
 
     real: int
     total: int
-    labels: int
+    weight: float  # of the labels: their number where they are not weighted
     batches: int
 
     @classmethod
@@ -62,7 +63,7 @@ class Counts:
         return cls(
             sum(b.real_tokens for b in batches),
             sum(b.total for b in batches),
-            sum(b.num_labels for b in batches),
+            sum(b.num_labels if b.label_weight is None else b.label_weight for b in batches),
             len(batches),
         )
 
@@ -216,7 +217,7 @@ class Run:
         batches = self.loader.next_step()
         waited = time.monotonic() - began
         counts = Counts.of(batches)
-        scale = self._loss_scale(counts.labels, len(batches))
+        scale = self._loss_scale(counts.weight, len(batches))
         figures = self._forward_backward(batches, scale)
         self.trainable.scheduler.step(increment=1)
         _, grad_norm, _ = self.trainable.optimizer.step()
@@ -226,13 +227,13 @@ class Run:
         self.done += 1
         self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
 
-    def _loss_scale(self, labels: int, micro_batches: int) -> torch.Tensor | float:
+    def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
         if self.world.dp_size == 1:
-            return micro_batches / max(labels, 1)
-        total = torch.tensor(float(labels), device=self.world.device)
+            return micro_batches / weight if weight else 1.0
+        total = torch.tensor(float(weight), device=self.world.device)
         dist.all_reduce(total, group=self.world.groups.dp)
-        return self.world.dp_size * micro_batches / total.clamp(min=1.0)
+        return self.world.dp_size * micro_batches / total.masked_fill(total == 0, 1.0)
 
     def _forward_backward(
         self, batches: list[Any], scale: torch.Tensor | float
@@ -256,13 +257,15 @@ class Run:
     ) -> None:
         """Sum the figures of all ranks (the step's one wait for the device) and write them down."""
         world = self.world
-        names = ("nll", "labels", "mtp_nll") if self.step.mtp_depths else ("nll", "labels")
+        names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
             sums = [float(sum(f[name] for f in figures)) for name in names]
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        real, total, nll, labels, *further = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
-        loss = nll / max(labels, 1.0)
+        everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
+        real, total, nll, labels, weight, *further = everything
+        weight = weight or 1.0  # no label at all
+        loss = nll / weight
         self.losses.append(loss)
         record = {
             "step": self.done,
@@ -274,7 +277,7 @@ class Run:
             "labels": int(labels),
             "step_ms": (time.monotonic() - began) * 1e3,
             "data_ms": waited * 1e3,
-            **({"mtp_loss": further[0] / max(labels, 1.0)} if further else {}),
+            **({"mtp_loss": further[0] / weight} if further else {}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
