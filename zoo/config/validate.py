@@ -14,6 +14,7 @@ from typing import Any
 
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
+from zoo.config.entries import check_entries
 from zoo.config.locate import is_hub_id
 from zoo.config.reference import nearest, show_value
 from zoo.config.schema import Recipe
@@ -135,6 +136,7 @@ def _check_numbers(recipe: Recipe) -> None:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
     if not recipe.data.eval:
         raise ConfigError("data.eval=[]: nothing to evaluate on; name a JSONL file or a bundled set")
+    check_entries(recipe.data.train, recipe.data.eval)
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -75,12 +75,25 @@ class BinStream:
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as plain values."""
         packer = None if self.packer is None else self.packer.state_dict()
-        return {"epoch": self.epoch, "cursor": self.cursor, "packer": packer}
+        streams = self.source.stream_state(self._wanted())
+        return {"epoch": self.epoch, "cursor": self.cursor, "packer": packer, "streams": streams}
+
+    def forget(self) -> None:
+        """Let go of rows of streams that are in bins already."""
+        self.source.forget(self._wanted())
+
+    def _wanted(self) -> list[int]:
+        """Visits that are to come, those of this epoch and those that the packer holds."""
+        if not self.source.has_stream:
+            return []
+        held = [] if self.packer is None else [visit for visit, _ in self.packer.state_dict()["items"]]
+        return [*held, *self._order[self.cursor :].tolist()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.epoch, self.cursor = state["epoch"], state["cursor"]
         self._order = self._make_order()
+        self.source.load_stream_state(state.get("streams", {}))
         if self.packer is not None and state["packer"] is not None:
             self.packer.load_state_dict(state["packer"])
 
@@ -90,7 +103,7 @@ class BinStream:
             if self.cursor == len(self._order):
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._make_order()
-            visit = self.epoch * len(self.source) + int(self._order[self.cursor])
+            visit = int(self._order[self.cursor])
             self.cursor += 1
             length = self.source.length(visit)
             if length is not None:
@@ -98,9 +111,7 @@ class BinStream:
         raise UserError(f"data.train: no usable row is left ({self.source.left_out()}); see bad_rows.jsonl.")
 
     def _make_order(self) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.source))
-        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.source))
+        return self.source.order(self.epoch, self.seed, self.shuffle)
 
 
 class BatchLoader:
@@ -196,9 +207,14 @@ class BatchLoader:
 
     def steps_for_epochs(self, epochs: float) -> int:
         """About how many steps so many passes over the rows take, from the lengths of up to LENGTH_PROBES rows."""
-        count = len(self.source)
+        if self.source.has_stream:
+            raise UserError("train.epochs: a stream of data.train has no end; give train.steps instead.")
+        visits = self.source.order(0, self._stream.seed, shuffle=False)
+        count = len(visits)
         probes = np.unique(np.linspace(0, count - 1, min(count, LENGTH_PROBES)).round().astype(int))
-        lengths = [length for probe in probes if (length := self.source.length(int(probe))) is not None]
+        lengths = [
+            length for probe in probes if (length := self.source.length(int(visits[probe]))) is not None
+        ]
         if self._mode == "thd":
             bins: float = sum(1 for _ in plan_bins(lengths, self._budget, self._align, self._lookahead))
         else:
@@ -216,6 +232,7 @@ class BatchLoader:
             make_batch(self.source, indices, self._mode, self._align, self._pad_to).pin()
             for indices in bins[self._rank :: self._ranks]
         ]
+        self._stream.forget()
         return batches, self._stream.state_dict()
 
 
@@ -307,7 +324,7 @@ def make_batch(
     for index in indices:
         sample = source.sample(index)
         if sample is None:
-            name = source.rows[index % len(source)].source
+            name = source.name(index)
             raise UserError(
                 f"{name}: this row could be read before and can't any more; is its folder still there?"
             )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.config.entries import parse_entry
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -117,7 +118,12 @@ class Run:
             self.source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size
         )
         self.held_out = SampleSource.open(
-            recipe.data.eval, processor, recipe.data, max_rows=recipe.train.eval_rows, **options
+            recipe.data.eval,
+            processor,
+            recipe.data,
+            max_rows=recipe.train.eval_rows,
+            evaluation=True,
+            **options,
         )
         self.eval_set = eval_batches(
             self.held_out,
@@ -373,10 +379,12 @@ class Run:
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         train, evals = (
-            ", ".join(Path(spec).name for spec in specs) for specs in (recipe.data.train, recipe.data.eval)
+            ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
+            for specs in (recipe.data.train, recipe.data.eval)
         )
+        rows = "a stream" if self.source.has_stream else f"{len(self.source)} rows"
         self.log.say(
-            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {len(self.source)} rows of {train}, "
+            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {rows} of {train}, "
             f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"
         )
 

@@ -69,6 +69,7 @@ def for_scoring(recipe: Recipe, rows: str) -> Recipe:
         recipe,
         {
             "data.eval": [rows],
+            "data.outside_root": True,  # rows of a program name their media by absolute paths
             "train.mtp_loss": 0.0,
             "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
         },
@@ -145,7 +146,7 @@ class _Scorer:
                         (labels.new_full((1,), -100), labels[1:])
                     )  # nothing stands before the first
                     found[index] = {
-                        "source": batches.source.rows[index].source,
+                        "source": batches.source.name(index),
                         "token_ids": ids.tolist(),
                         "labels": labels.tolist(),
                         "logprobs": values.tolist(),

@@ -24,7 +24,7 @@ class FakeProcessor:
     def __init__(self) -> None:
         self.calls = 0
 
-    def encode(self, row: Row, *, video_fps: float, max_frames: int, augment: object = None) -> Sample:
+    def encode(self, row: Row, **options: object) -> Sample:
         self.calls += 1
         number, length, media = map(int, row.messages[0][1].split())
         if length == 0:
