@@ -75,6 +75,11 @@ class DataConfig:
     cache_mb: int = 512  # memory for processed samples, per rank, in MiB
     video_fps: float = 2.0  # frames taken per second of video
     max_frames: int = 768  # most frames taken of one video
+    workers: int | None = (
+        None  # processes that decode media, per rank; 0: none, no limits; default: by the cores
+    )
+    row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
+    row_mb: int = 8192  # most memory that decoding a medium may take in a worker, in MiB
 
 
 @dataclass(frozen=True, kw_only=True)

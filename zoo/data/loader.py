@@ -100,7 +100,7 @@ class BinStream:
     def _next_row(self) -> tuple[int, int]:
         """The next usable visit (see `SampleSource.sample`) and its length."""
         for _ in range(2 * len(self.source) + 1):
-            if self.cursor == len(self._order):
+            while self.cursor == len(self._order):
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._make_order()
             visit = int(self._order[self.cursor])
@@ -228,6 +228,7 @@ class BatchLoader:
 
     def _produce(self) -> tuple[list[MicroBatch], dict[str, Any]]:
         bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
+        self.source.prefetch([visit for visits in bins[self._rank :: self._ranks] for visit in visits])
         batches = [
             make_batch(self.source, indices, self._mode, self._align, self._pad_to).pin()
             for indices in bins[self._rank :: self._ranks]

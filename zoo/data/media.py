@@ -109,12 +109,11 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
             fps = count / duration
         _check_size(place, count, stream.width, stream.height)
         container.seek(0)
-        frames = _nearest(container, [index / fps for index in range(count)], keys)
-    if not frames:
+        frames = _Frames(count, place)
+        _nearest(container, [index / fps for index in range(count)], keys, frames)
+    if frames.pixels is None:
         raise _corrupt(place, "video", "no frame of it can be decoded")
-    if any(frame.shape != frames[0].shape for frame in frames):
-        raise _corrupt(place, "video", "its frames change their size; encode it with one size")
-    return np.stack(frames), fps
+    return frames.pixels, fps
 
 
 def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
@@ -297,12 +296,30 @@ def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
     return duration, sorted(keys)
 
 
-def _nearest(container: Any, times: list[float], keys: list[tuple[float, int]]) -> list[np.ndarray]:
-    """For each of the rising `times` (s after the first frame), the nearest frame as (H, W, 3) uint8."""
-    taken: list[np.ndarray] = []
+class _Frames:
+    """The frames that are kept, written where they will stay."""
+
+    def __init__(self, most: int, place: Path | Blob) -> None:
+        self.most, self.place, self.count = most, place, 0
+        self.pixels: np.ndarray | None = None  # (most, H, W, 3)
+
+    def add(self, frame: Any, times: int = 1) -> None:
+        """Keep a frame, turned upright as the container says (phones film sideways)."""
+        turns = round(getattr(frame, "rotation", 0) / 90) % 4
+        pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+        if self.pixels is None:
+            self.pixels = np.empty((self.most, *pixels.shape), np.uint8)
+        if pixels.shape != self.pixels.shape[1:]:
+            raise _corrupt(self.place, "video", "its frames change their size; encode it with one size")
+        self.pixels[self.count : self.count + times] = pixels
+        self.count += times
+
+
+def _nearest(container: Any, times: list[float], keys: list[tuple[float, int]], kept: _Frames) -> None:
+    """Keep, for each of the rising `times` (s after the first frame), the nearest frame."""
     first: float | None = None
-    jumped = None  # seconds of the key frame jumped to
-    while len(taken) < len(times):
+    jumped = None  # (seconds, pts) of the key frame jumped to
+    while True:
         if jumped is not None:
             container.seek(jumped[1], stream=container.streams.video[0])
         seen, before, again = 0.0, None, False
@@ -314,31 +331,19 @@ def _nearest(container: Any, times: list[float], keys: list[tuple[float, int]]) 
                 if now < jumped[0]:  # shown before the key frame, and not whole without those before it
                     continue
                 if now > jumped[0]:  # the file's index is wrong: decode all of it
-                    keys, jumped, again = [], None, True
+                    keys, jumped, again, kept.count = [], None, True, 0
                     container.seek(0)
-                    taken = []
                     break
-            while (
-                before is not None
-                and len(taken) < len(times)
-                and times[len(taken)] < (seen + now) / 2 - first
-            ):
-                taken.append(_pixels(before))
-            if len(taken) == len(times):
-                return taken
+            while before is not None and times[kept.count] < (seen + now) / 2 - first:
+                kept.add(before)
+                if kept.count == len(times):
+                    return
             before, seen = frame, now
-            ahead = bisect.bisect_right(keys, (times[len(taken)] + first, 2**63)) - 1
-            if ahead >= 0 and keys[ahead][0] > now + JUMP:
+            ahead = bisect.bisect_right(keys, (times[kept.count] + first, 2**63)) - 1
+            if ahead >= 0 and keys[ahead][0] > now + JUMP:  # nothing wanted lies before it
                 jumped, again = keys[ahead], True
                 break
         if not again:
             if before is not None:
-                taken += [_pixels(before)] * (len(times) - len(taken))
-            return taken
-    return taken
-
-
-def _pixels(frame: Any) -> np.ndarray:
-    """(H, W, 3) uint8 RGB, turned upright as the container says (phones film sideways)."""
-    turns = round(getattr(frame, "rotation", 0) / 90) % 4
-    return np.rot90(frame.to_ndarray(format="rgb24"), turns)
+                kept.add(before, len(times) - kept.count)
+            return

@@ -67,7 +67,7 @@ class Mixture:
         if self.shuffle:
             labels = labels[np.random.default_rng((self.seed, epoch)).permutation(len(labels))]
         elif self.parts[0].weight is not None or self.parts[0].rows is None:
-            places = np.concatenate([(np.arange(count) + 0.5) / count for count in counts if count])
+            places = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
             labels = labels[np.argsort(places, kind="stable")]
         visits = np.empty(len(labels), np.int64)
         for part, count in enumerate(counts):

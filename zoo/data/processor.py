@@ -32,6 +32,12 @@ from zoo.data.sample import Sample
 class Decoder(Protocol):
     """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`."""
 
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Rows that will be asked for soon, in this order."""
+
+    def close(self) -> None:
+        """No row will be asked for any more."""
+
     def image(self, medium: Medium, row: Row) -> Image.Image:
         """See `zoo.data.media.load_image`."""
 
@@ -44,6 +50,12 @@ class Decoder(Protocol):
 
 class Here:
     """Decodes in this process, without limits of time and memory."""
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Nothing: rows are decoded when they are asked for."""
+
+    def close(self) -> None:
+        """Nothing."""
 
     def image(self, medium: Medium, row: Row) -> Image.Image:
         """An RGB picture."""

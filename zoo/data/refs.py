@@ -71,11 +71,13 @@ class Access:
         root: folder that paths are relative to.
         outside: whether paths may lead out of it.
         urls: whether http(s) URLs are downloaded.
+        trusted: whether the media are zoo's own, which need no worker to decode them.
     """
 
     root: Path
     outside: bool = True
     urls: bool = False
+    trusted: bool = False
 
 
 def checked(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:

@@ -53,6 +53,7 @@ class Row:
     weight: float = 1.0  # of the row in the loss
     weights: tuple[float, ...] = ()  # of each message in the loss; () where all are 1
     text: str | None = None  # plain text, where there are no messages
+    trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -177,6 +178,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
         root=access.root,
         weight=_weight(item, "the row", source),
         weights=weights if set(weights) != {1.0} else (),
+        trusted=access.trusted,
     )
 
 

@@ -6,6 +6,7 @@ for good (a few dozen bytes a row; of a stream, while its rows are wanted), so p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter, OrderedDict
@@ -269,6 +270,20 @@ class SampleSource:
         ids = draw.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
         return replace(sample, input_ids=ids)
 
+    def prefetch(self, visits: Iterable[int]) -> None:
+        """Let the decoder begin with visits whose samples will be asked for next, in this order."""
+        if self.decoder is HERE:
+            return
+        with self._lock:
+            rows = []
+            for visit in visits:
+                if self._key(visit) in self._cache:
+                    continue
+                with contextlib.suppress(RowError):  # which is settled when the sample is asked for
+                    row = self.row(visit)
+                    rows += [] if row.trusted else [row]
+            self.decoder.begin(rows, self.data.video_fps, self.data.max_frames)
+
     def _key(self, visit: int) -> int:
         """What a sample is remembered under: variant * rows + row."""
         epoch, index = divmod(visit, len(self))
@@ -319,10 +334,10 @@ class SampleSource:
             "video_fps": data.video_fps,
             "max_frames": data.max_frames,
             "labels": data.labels,
-            "decoder": self.decoder,
         }
         try:
             row = self.row(index)
+            how["decoder"] = HERE if row.trusted else self.decoder
             if not row.media <= set(self.processor.modalities):
                 raise self._foreign(row)
             sample = self.processor.encode(row, **how, augment=augment)

@@ -9,6 +9,7 @@ cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` =
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
+from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.evaluate import evaluate
@@ -100,7 +102,10 @@ class Run:
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
         align = recipe.packing.align or 1
+        self.decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+        self.bad_rows_told: dict[str, int] = {}
         options: dict[str, Any] = {
+            "decoder": self.decoder,
             "budget": recipe.packing.budget,
             "align": align,
             "bad_rows": self.folder / "bad_rows.jsonl" if world.is_main else None,
@@ -287,6 +292,14 @@ class Run:
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
+        self._tell_bad_rows()
+
+    def _tell_bad_rows(self) -> None:
+        """What was left out so far, in the log whenever it is more than before."""
+        counts = dict(self.source.counts)
+        if counts != self.bad_rows_told:
+            self.log.event("rows_left_out", self.done, counts=counts)
+            self.bad_rows_told = counts
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
@@ -391,6 +404,7 @@ class Run:
     def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
         """Write summary.json and the plot, and say how it ended."""
         self.loader.close()
+        self.decoder.close()
         summary = {
             "steps": self.done,
             "total_steps": self.total_steps,

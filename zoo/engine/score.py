@@ -108,6 +108,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             recipe.data.eval,
             assembly.processor,
             recipe.data,
+            evaluation=True,
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,
         )
