@@ -1,0 +1,135 @@
+"""Sizes of samples: what planning needs to know of a row, and what headers of media files tell without decoding them.
+
+Costs: an image's header is read in 0.1 ms, that of an mp4 in 1 ms, whatever their length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import av
+import av.error
+from PIL import Image
+
+from zoo.data.media import MIN_FRAMES
+
+ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
+SOUND_RATE = 16_000  # Hz that sound is resampled to
+EXACT_SOUND = (
+    "wav",
+    "flac",
+    "aiff",
+    "w64",
+)  # whose headers count what a decoder gives; others are off by some ms
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """What a row's sample will be.
+
+    Attributes:
+        length: tokens, placeholders expanded.
+        media: tower -> rows (patches, steps of sound) of each item it sees, as `zoo.packing.cost` takes them.
+    """
+
+    length: int
+    media: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a row's files say.
+
+    Attributes:
+        images: (height, width) of each image, upright.
+        videos: (frames taken, height, width) of each video.
+        fps: rate of the frames, in Hz; None without videos.
+        sounds: samples at SOUND_RATE of each sound, in the order in which they are heard.
+    """
+
+    images: tuple[tuple[int, int], ...] = ()
+    videos: tuple[tuple[int, int, int], ...] = ()
+    fps: float | None = None
+    sounds: tuple[int, ...] = ()
+
+
+def read_headers(
+    images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Any], fps: float, max_frames: int
+) -> Headers | None:
+    """The headers of a row's files; None where one of them does not tell what decoding will give.
+
+    A file that is missing or broken tells nothing either: decoding says what is wrong with it.
+
+    Args:
+        images: files; and so `videos` and `sounds`.
+        fps: frames taken per second of video.
+        max_frames: most frames taken of one video.
+    """
+    pictures = [image_size(path) for path in images]
+    clips = [video_size(path) for path in videos]
+    samples = [sound_samples(path) for path in sounds]
+    if None in pictures or None in clips or None in samples:
+        return None
+    rate = None
+    frames = []
+    if clips:
+        # All videos of a row stand at the lowest rate that one of them is thinned to.
+        rate = min(_taken(clip[0], fps, max_frames)[1] for clip in clips if clip)
+        frames = [(_taken(clip[0], rate, max_frames)[0], clip[1], clip[2]) for clip in clips if clip]
+    return Headers(
+        tuple(size for size in pictures if size),
+        tuple(frames),
+        rate,
+        tuple(count for count in samples if count is not None),
+    )
+
+
+def image_size(path: Any) -> tuple[int, int] | None:
+    """(height, width) of an image file, turned upright; None where its header does not tell."""
+    if not isinstance(path, str | Path):
+        return None
+    try:
+        with Image.open(path) as image:
+            # A PNG without EXIF in front of its pixels would be decoded to look for it behind them.
+            known = image.format != "PNG" or "exif" in image.info or "Raw profile type exif" in image.info
+            turned = known and image.getexif().get(ORIENTATION, 1) >= 5
+            return image.size if turned else image.size[::-1]
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+        return None
+
+
+def video_size(path: Any) -> tuple[float, int, int] | None:
+    """(seconds, height, width) of a video file; None where its header does not tell (outside of mp4 and mov)."""
+    if not isinstance(path, str | Path):
+        return None
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0] if container.streams.video else None
+            if stream is None or stream.duration is None or not container.format.name.startswith("mov"):
+                return None
+            return float(stream.duration * stream.time_base), stream.height, stream.width
+    except (av.error.FFmpegError, OSError, ValueError, EOFError):
+        return None
+
+
+def sound_samples(path: Any) -> int | None:
+    """Samples at SOUND_RATE of a sound file; None where its header does not tell (of compressed sound)."""
+    if not isinstance(path, str | Path):
+        return None
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.audio[0] if container.streams.audio else None
+            if stream is None or stream.duration is None or container.format.name not in EXACT_SOUND:
+                return None
+            return round(float(stream.duration * stream.time_base) * SOUND_RATE)
+    except (av.error.FFmpegError, OSError, ValueError, EOFError):
+        return None
+
+
+def _taken(seconds: float, fps: float, max_frames: int) -> tuple[int, float]:
+    """Frames taken of a video and their rate, as `zoo.data.media` takes them."""
+    count, most = max(round(seconds * fps), MIN_FRAMES), max(max_frames, MIN_FRAMES)
+    return (most, most / seconds) if count > most else (count, fps)
