@@ -1,7 +1,7 @@
 """`SampleSource`: rows to samples on demand, with a bounded cache and one place where bad rows are settled.
 
-Costs: a row is encoded once while its sample stays in the cache (least recently used out first), and lengths are kept
-for good (a few dozen bytes a row), so planning a later epoch decodes nothing.
+Costs: a row is encoded once while its sample stays in the cache (least recently used out first). Its size is found out
+without encoding where texts and headers of files tell; `zoo.data.lengths` keeps it for good.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from zoo.data.errors import RowError
 from zoo.data.processor import Processor
 from zoo.data.rows import Row, is_bundled, read_rows
 from zoo.data.sample import IGNORE, Sample
+from zoo.data.sizes import SampleSize
 from zoo.errors import UserError
+
+RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
 
 
 class SampleSource:
@@ -67,8 +70,8 @@ class SampleSource:
         self.counts: Counter[str] = Counter()
         self._bad_rows = bad_rows
         self._listed = _listed(bad_rows)
-        self._lengths: dict[int, int | None] = {}
-        self._bad: set[int] = set()
+        self._bad: dict[int, RowError] = {}  # by index
+        self._left_out: set[int] = set()  # indices that are counted
         self._cache: OrderedDict[int, Sample] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.RLock()
@@ -125,63 +128,96 @@ class SampleSource:
         """How many rows were left out, by cause, in words."""
         return ", ".join(f"{count} {cause}" for cause, count in self.counts.items()) or "none left out"
 
-    def length(self, visit: int) -> int | None:
-        """Tokens of a visit's sample; None for a row that is left out. Encodes the row the first time."""
-        with self._lock:
-            key = self._key(visit)
-            if key not in self._lengths:
-                self._remembered(key)
-            return self._lengths[key]
+    @property
+    def variants(self) -> int:
+        """In how many ways a row's sample is made, which epochs take in turn."""
+        return self.data.augment_variants if self.strength else 1
 
-    def sample(self, visit: int) -> Sample | None:
-        """The sample of row `visit % len(self)` in epoch `visit // len(self)`; None for a row that is left out.
+    def key(self, visit: int) -> int:
+        """What a visit's sample and size are remembered under, below variants * len(self): variant * rows + row."""
+        epoch, index = divmod(visit, len(self.rows))
+        return epoch % self.variants * len(self.rows) + index
+
+    def name(self, visit: int) -> str:
+        """Where a visit's row stands."""
+        return self.rows[visit % len(self.rows)].source
+
+    def measure(self, visit: int) -> SampleSize:
+        """The size of a visit's sample: from texts and headers where they tell, else by encoding it.
+
+        Raises:
+            RowError: the row can't be used; `leave_out` says what becomes of it.
+        """
+        row, data = self.rows[visit % len(self.rows)], self.data
+        how: dict[str, Any] = {"video_fps": data.video_fps, "max_frames": data.max_frames}
+        size = None if self.strength else self.processor.measure(row, **how)
+        if size is None or (size.length > self.limit and data.overlong == "truncate_text"):
+            return self.processor.size(self.encode(visit))
+        if size.length > self.limit:
+            raise self._overlong(row.source, f"{size.length} tokens", RAISE_OR_DROP)
+        return size
+
+    def encode(self, visit: int) -> Sample:
+        """The sample of row `visit % len(self)` in epoch `visit // len(self)`.
 
         Epochs differ under data.augment (in one of data.augment_variants ways) and data.blank_answers alone.
 
         Raises:
-            RowError: a bad row, under data.on_error=raise.
+            RowError: the row can't be used; `leave_out` says what becomes of it.
         """
         with self._lock:
-            sample = self._remembered(self._key(visit))
-        if sample is None or not self.blank:
+            sample = self._remembered(self.key(visit))
+        if not self.blank:
             return sample
         draw = Augment(0.0, (self.seed, *divmod(visit, len(self.rows))))
         ids = draw.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
         return replace(sample, input_ids=ids)
 
-    def _key(self, visit: int) -> int:
-        """What a sample is remembered under: variant * rows + row."""
-        epoch, index = divmod(visit, len(self.rows))
-        return epoch % self.data.augment_variants * len(self.rows) + index if self.strength else index
+    def sample(self, visit: int) -> Sample | None:
+        """As `encode`; None for a row that is left out, which is counted.
 
-    def _remembered(self, key: int) -> Sample | None:
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        try:
+            return self.encode(visit)
+        except RowError as error:
+            self.leave_out(visit, error)
+            return None
+
+    def _remembered(self, key: int) -> Sample:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
         variant, index = divmod(key, len(self.rows))
-        if self._lengths.get(key, 0) is None or index in self._bad:
-            self._lengths[key] = None
-            return None
+        if index in self._bad:
+            raise self._bad[index]
         augment = Augment(self.strength, (self.seed, variant, index)) if self.strength else None
-        sample = self._encode(index, augment)
-        self._lengths[key] = None if sample is None else sample.length
-        if sample is None:
-            self._bad.add(index)
-        else:
-            self._keep(key, sample)
+        try:
+            sample = self._encode(index, augment)
+        except RowError as error:
+            self._bad[index] = RowError(*error.args)  # without its traceback, which holds the media
+            raise
+        self._keep(key, sample)
         return sample
 
+    def leave_out(self, visit: int, error: RowError) -> None:
+        """`settle` what a visit's row has raised, once a row."""
+        with self._lock:
+            index = visit % len(self.rows)
+            if index not in self._left_out:
+                self.settle(error)
+                self._left_out.add(index)
+
     def settle(self, error: RowError) -> None:
-        """Raise, or count and list, a bad row as data.on_error says."""
-        if self.data.on_error == "raise":
+        """Raise, or count and list, a bad row as data.on_error (of an over-long one data.overlong) says."""
+        dropped = error.cause == "overlong" and self.data.overlong == "drop"
+        if self.data.on_error == "raise" and not dropped:
             raise RowError(
                 error.source,
                 error.cause,
                 f"{error.message} (data.on_error=skip leaves out and lists such rows.)",
             ) from error
-        self._leave_out(error)
-
-    def _leave_out(self, error: RowError) -> None:
         self.counts[error.cause] += 1
         if self._bad_rows is not None and error.source not in self._listed:
             self._listed.add(error.source)
@@ -190,48 +226,39 @@ class SampleSource:
             with self._bad_rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def _encode(self, index: int, augment: Augment | None) -> Sample | None:
+    def _encode(self, index: int, augment: Augment | None) -> Sample:
         row, data = self.rows[index], self.data
         how: dict[str, Any] = {"video_fps": data.video_fps, "max_frames": data.max_frames}
-        try:
-            sample = self.processor.encode(row, **how, augment=augment)
-            if sample.length > self.limit and augment is not None:
-                # A pause too much is no fault of the row's.
-                sample = self.processor.encode(row, **how)
-            if sample.length <= self.limit:
-                return sample
-            if data.overlong == "truncate_text":
-                return self._truncate(sample)
-        except RowError as error:
-            self.settle(error)
-            return None
-        overlong = self._overlong(
-            sample, "raise packing.budget, or set data.overlong to drop or truncate_text."
-        )
-        if data.overlong == "drop":
-            self._leave_out(overlong)
-        else:
-            self.settle(overlong)
-        return None
+        sample = self.processor.encode(row, **how, augment=augment)
+        if sample.length > self.limit and augment is not None:
+            # A pause too much is no fault of the row's.
+            sample = self.processor.encode(row, **how)
+        if sample.length <= self.limit:
+            return sample
+        if data.overlong == "truncate_text":
+            return self._truncate(sample)
+        raise self._too_long(sample, RAISE_OR_DROP)
 
     def _truncate(self, sample: Sample) -> Sample:
         kept, cut = sample.input_ids[: self.limit], sample.input_ids[self.limit :]
         if not self.processor.media_ids.isdisjoint(cut.tolist()):
-            raise self._overlong(
+            raise self._too_long(
                 sample, "only text is ever cut, but media stand behind that point; raise packing.budget."
             )
         labels = sample.labels[: self.limit]
         if not (labels[1:] != IGNORE).any():
-            raise self._overlong(sample, "cut there, no answer would be left to learn; raise packing.budget.")
+            raise self._too_long(sample, "cut there, no answer would be left to learn; raise packing.budget.")
         return replace(sample, input_ids=kept.clone(), labels=labels.clone())
 
-    def _overlong(self, sample: Sample, advice: str) -> RowError:
+    def _too_long(self, sample: Sample, advice: str) -> RowError:
         media = sum(int((sample.input_ids == token).sum()) for token in self.processor.media_ids)
+        return self._overlong(sample.source, f"{sample.length} tokens, {media} of them media,", advice)
+
+    def _overlong(self, source: str, tokens: str, advice: str) -> RowError:
         limit = f"packing.budget {self.budget}" + (
             f" ({self.limit} aligned)" if self.limit != self.budget else ""
         )
-        text = f"{sample.length} tokens, {media} of them media, are over {limit}; {advice}"
-        return RowError(sample.source, "overlong", text)
+        return RowError(source, "overlong", f"{tokens} are over {limit}; {advice}")
 
     def _keep(self, index: int, sample: Sample) -> None:
         self._cache[index] = sample

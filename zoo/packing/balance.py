@@ -15,14 +15,16 @@ def share_out(costs: Sequence[int], ranks: int) -> list[list[int]]:
         ranks: data-parallel size.
 
     Returns:
-        For each rank the positions in `costs`, the costliest first, so that ranks that meet within a step (expert
-        parallel ones) meet at bins of like cost.
+        For each rank the positions in `costs`; of several ranks' the costliest first, so that ranks that meet within a
+        step (expert parallel ones) meet at bins of like cost.
 
     Raises:
         ValueError: the bins do not divide.
     """
     if len(costs) % ranks:
         raise ValueError(f"{len(costs)} bins can't be shared evenly among {ranks} ranks.")
+    if ranks == 1:
+        return [list(range(len(costs)))]
     each = len(costs) // ranks
     taken: list[list[int]] = [[] for _ in range(ranks)]
     sums = [0] * ranks

@@ -118,5 +118,5 @@ def test_what_headers_do_not_tell_is_left_to_encoding(family: Processor, media: 
 
 def test_a_special_token_in_the_texts_is_found_without_encoding(family: Processor) -> None:
     row = Row((("user", family.markers.end), ("assistant", "1")), source="x:1")
-    with pytest.raises(RowError, match="x:1: .*special token"):
+    with pytest.raises(RowError, match=r"x:1: .*special token"):
         measured(family, replace(row, source="x:1"))
