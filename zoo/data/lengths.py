@@ -102,10 +102,11 @@ class Lengths:
         everyone = {visit: found for some in self.peers.gather(findings) for visit, found in some.items()}
         for visit, found in everyone.items():
             key = self.source.key(visit)
-            if key in self._corrected and not isinstance(found, RowError):
+            known = int(self._tokens[key])
+            if key in self._corrected and not isinstance(found, RowError) and found[0] != known:
                 name = self.source.name(visit)
                 raise UserError(
-                    f"{name}: encoded twice, it has {int(self._tokens[key])} tokens, then {found[0]}; does the file change?"
+                    f"{name}: encoded twice, it has {known} tokens, then {found[0]}; does the file change?"
                 )
             self._corrected.add(key)
             self._put(visit, found)

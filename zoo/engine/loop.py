@@ -25,6 +25,7 @@ from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.peers import peers
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.world import World, world
@@ -113,7 +114,12 @@ class Run:
             **options,
         )
         self.loader = BatchLoader(
-            self.source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size
+            self.source,
+            recipe,
+            align=align,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
+            peers=peers(),
         )
         self.held_out = SampleSource.open(
             recipe.data.eval, processor, recipe.data, max_rows=recipe.train.eval_rows, **options
@@ -127,6 +133,7 @@ class Run:
             pad_to=recipe.packing.pad_to,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
+            peers=peers(),
         )
 
     def _build(self) -> None:
@@ -264,6 +271,7 @@ class Run:
         real, total, nll, labels, *further = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
         loss = nll / max(labels, 1.0)
         self.losses.append(loss)
+        seconds, waited = time.monotonic() - began, self._longest(waited)
         record = {
             "step": self.done,
             "loss": loss,
@@ -272,12 +280,20 @@ class Run:
             "real_tokens": int(real),
             "pad_fraction": 1.0 - real / max(total, 1),
             "labels": int(labels),
-            "step_ms": (time.monotonic() - began) * 1e3,
+            "step_ms": seconds * 1e3,
             "data_ms": waited * 1e3,
+            "data_wait": waited / seconds,
             **({"mtp_loss": further[0] / max(labels, 1.0)} if further else {}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
+
+    def _longest(self, waited: float) -> float:
+        """Seconds that the rank waited for its batches that waited longest: the others waited for it."""
+        world = self.world
+        if world.size == 1:
+            return waited
+        return max(world.sum([waited * (rank == world.rank) for rank in range(world.size)]))
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
