@@ -1,6 +1,8 @@
 """Ranks that measure together: who encodes what, wrong estimates put right alike everywhere, resumed to the sample."""
 
+import gc
 import json
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -355,6 +357,18 @@ def test_memory_of_what_is_known_is_bounded_by_the_rows() -> None:
     lengths.ahead(range(10, 1000))
     assert lengths.source.processor.encoded.total() == 0
     assert lengths.knows(987_654)
+
+
+def test_a_hundred_thousand_samples_leave_nothing_behind() -> None:
+    """Objects held after 20,000 samples and after 100,000: rows, sizes and a full cache are all there is."""
+    texts: Texts = [(n % 23 + 1, 0 if n % 100 == 7 else n % 23 + 1 + (n % 50 == 9)) for n in range(500)]
+    loader, seen, held = open_loader(texts, config=recipe(global_batch=16)), 0, []
+    for goal in (20_000, 100_000):
+        while seen < goal:
+            seen += sum(len(batch.lengths) for batch in loader.next_step())
+        gc.collect()
+        held.append(sys.getallocatedblocks())
+    assert held[1] - held[0] < 1000, held
 
 
 def test_a_recipe_may_change_between_runs() -> None:
