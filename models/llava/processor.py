@@ -119,9 +119,9 @@ class LlavaProcessor(Processor):
         return found
 
     def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Patches of each tile, CLIP's class included."""
+        """Tiles, one by one."""
         tiles = sum(len(media[name]) for name in ("pixel_values", "pixel_values_videos") if name in media)
-        return {"vision": [self._tile_rows] * tiles}
+        return {"vision": [1] * tiles}
 
     def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]]:
         """The template's text, a token for each medium."""
@@ -132,12 +132,7 @@ class LlavaProcessor(Processor):
         tokens += sum(count * tiling.frame_tokens(0) + 1 for count, *_ in headers.videos)
         tiles = sum(tiles for *_, tiles in sizes) + sum(count for count, *_ in headers.videos)
         further = tokens - len(headers.images) - len(headers.videos)
-        return text, further, {"vision": [self._tile_rows] * tiles}
-
-    @property
-    def _tile_rows(self) -> int:
-        """What the tower attends over: a tile's patches, and CLIP's class."""
-        return self.tiling.side**2 + (self.config.vision.model_type == "clip_vision_model")
+        return text, further, {"vision": [1] * tiles}
 
 
 def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcessor:

@@ -142,27 +142,28 @@ class Qwen3OmniProcessor(Processor):
         return vision.vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
 
     def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Patches of each image and temporal patch, and embeddings of each clip."""
+        """Patches of each image and temporal patch, and mel frames of each clip."""
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
-        return vision.vision_rows(media) | {"audio": [audio_tokens(count, self.n_window) for count in frames]}
+        return vision.vision_rows(media) | {"audio": frames}
 
     def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
         """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
         grids = [*vision.image_grids(self.hf, headers.images), *self._video_grids(headers)]
-        heard = self._heard(headers.sounds)
+        frames = self._mel_frames(headers.sounds)
+        heard = [audio_tokens(count, self.n_window) for count in frames]
         merged = self.hf.image_processor.merge_size**2
         tokens = sum(time * height * width // merged for time, height, width in grids) + sum(heard)
         tracks = len(row.videos) if row.use_audio_in_video else 0
         further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
-        return text, further, {"vision": vision.grid_rows(grids), "audio": heard}
+        return text, further, {"vision": vision.grid_rows(grids), "audio": frames}
 
-    def _heard(self, samples: tuple[int, ...]) -> list[int]:
-        """Embeddings of sounds of so many samples: the longest is cut to whole mel frames, as WhisperFeatureExtractor does."""
+    def _mel_frames(self, samples: tuple[int, ...]) -> list[int]:
+        """Of sounds of so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""
         hop = self.hf.feature_extractor.hop_length
         most = max(samples, default=0) // hop
-        return [audio_tokens(min(-(-count // hop), most), self.n_window) for count in samples]
+        return [min(-(-count // hop), most) for count in samples]
 
     def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""

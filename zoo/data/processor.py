@@ -183,7 +183,7 @@ class Processor:
         return {}
 
     def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Tower -> rows (patches, steps of sound) of each item that it sees: of an image, a frame, a tile, a clip."""
+        """Tower -> rows (patches, tiles, mel frames) of each item that it sees by itself."""
         return {}
 
     def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:

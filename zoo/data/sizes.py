@@ -32,7 +32,7 @@ class SampleSize:
 
     Attributes:
         length: tokens, placeholders expanded.
-        media: tower -> rows (patches, steps of sound) of each item it sees, as `zoo.packing.cost` takes them.
+        media: tower -> rows (patches, tiles, mel frames) of each item it sees, as `zoo.packing.cost` takes them.
     """
 
     length: int

@@ -29,24 +29,23 @@ class DecoderCost:
 
 @dataclass(frozen=True)
 class TowerCost:
-    """An encoder of images, frames or clips. Its rows are what it attends over: patches, or steps of audio."""
+    """An encoder of images, frames or clips. Its rows are those of the tensor it gets: patches, tiles, frames of sound."""
 
     per_row: float  # FLOPs of a row, with its share of what comes before and after the layers
     per_pair: float  # FLOPs of a pair of rows of which one attends to the other
     rows_per_token: float  # rows behind one embedding that the decoder gets
     window: int | None = None  # rows see one another within windows of so many; None: all of an item
 
-    def flops(self, rows: int) -> float:
-        """Forward FLOPs of an item (an image, a frame, a tile, a clip) of `rows` rows."""
-        window = rows if self.window is None else self.window
-        if not window:
-            return 0.0
-        whole, rest = divmod(rows, window)
-        return self.per_row * rows + self.per_pair * (whole * window**2 + rest**2)
+    def flops(self, rows: float) -> float:
+        """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""
+        if self.window is None:
+            return self.per_row * rows + self.per_pair * rows**2
+        whole, rest = divmod(rows, self.window)
+        return self.per_row * rows + self.per_pair * (whole * self.window**2 + rest**2)
 
     def of_tokens(self, tokens: int) -> float:
         """The same of an item that becomes `tokens` embeddings."""
-        return self.flops(round(tokens * self.rows_per_token))
+        return self.flops(tokens * self.rows_per_token)
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,14 @@ class ModelCost:
     towers: Mapping[str, TowerCost] = field(default_factory=dict)
 
     def parts(
-        self, length: int, labels: int = 0, media: Mapping[str, Sequence[int]] | None = None
+        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
     ) -> dict[str, float]:
         """Forward FLOPs of a sample by part: `decoder`, `head`, and each tower's name.
 
         Args:
             length: tokens of the sample, placeholders expanded.
             labels: tokens with a loss; logits of others are not computed.
-            media: tower name -> rows of each item.
+            media: tower name -> rows of each item, as `MediaStream.rows` of zoo.steps has them.
 
         Raises:
             KeyError: the model has no such tower.
@@ -77,7 +76,9 @@ class ModelCost:
             costs[name] += sum(map(self.towers[name].flops, items))
         return costs
 
-    def flops(self, length: int, labels: int = 0, media: Mapping[str, Sequence[int]] | None = None) -> float:
+    def flops(
+        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
+    ) -> float:
         """Forward FLOPs of a sample; arguments as `parts` takes them."""
         return sum(self.parts(length, labels, media).values())
 
