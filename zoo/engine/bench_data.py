@@ -22,6 +22,7 @@ from zoo.data.errors import RowError
 from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
 from zoo.engine import build
+from zoo.engine.costs import training_cost
 from zoo.errors import UserError
 
 MARKS = 10  # memory is read so often
@@ -93,18 +94,22 @@ def run(options: Options) -> Report:
 
 
 def _run(options: Options, recipe: Recipe) -> Report:
-    processor = build.assemble(recipe).processor
+    assembly = build.assemble(recipe)
+    processor = assembly.processor
 
     def source(**changed: Any) -> SampleSource:
         data = replace(recipe.data, **changed)
         more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         return SampleSource.open(data.train, processor, data, budget=recipe.packing.budget, **more)
 
+    def loader(**changed: Any) -> BatchLoader:
+        return BatchLoader(source(**changed), recipe, cost=training_cost(assembly.config, recipe))
+
     rows = source()
     some = range(min(options.rows, len(rows)))
     known, measured = _measure(rows, some)
     encoded, tokens = _encode(source(), some)
-    first, prepared, wait = _wait(BatchLoader(source(), recipe), options)
+    first, prepared, wait = _wait(loader(), options)
     samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
     return Report(
         options, len(rows), known, measured, encoded, tokens, prepared, wait, first, samples, memory

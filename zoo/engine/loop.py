@@ -23,6 +23,7 @@ from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
 from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
+from zoo.engine.costs import training_cost
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
@@ -98,7 +99,7 @@ class Run:
 
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
-        align = recipe.packing.align or 1
+        align, cost = recipe.packing.align or 1, training_cost(self.assembly.config, recipe)
         options: dict[str, Any] = {
             "budget": recipe.packing.budget,
             "align": align,
@@ -119,6 +120,7 @@ class Run:
             align=align,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
+            cost=cost,
             peers=peers(),
         )
         self.held_out = SampleSource.open(
@@ -133,6 +135,7 @@ class Run:
             pad_to=recipe.packing.pad_to,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
+            cost=cost,
             peers=peers(),
         )
 
