@@ -11,7 +11,7 @@ Bins of equal tokens are not equal work: an image costs its tower, a long sample
 beside its length, and of the items that fit, the packer takes those that bring a bin to the cost a full bin has on
 average. Ranks that take a bin each then finish together.
 
-Costs: 4 to 6 us an item: a million lengths in 4 to 6 s (one shared core, Python 3.12). What it leaves unfilled, and how far
+Costs: 5 us an item: a million lengths in 5 s (one core, Python 3.12). What it leaves unfilled, and how far
 the bins' costs are apart, is measured by `zoo bench balance` and written down in docs/packing.md.
 """
 
@@ -31,10 +31,10 @@ GOOD = (
 class BinPacker[K]:
     """Streaming bin planner: add items, take bins while `ready()`, `flush()` at the end.
 
-    To fill a bin, it takes the oldest buffered item, then again and again one of the longest that still fit: the one
-    that brings the bin's cost nearest to its share of the average (of equals, the longest, then the oldest). It does so
-    for up to PLANS different second items and takes the bin that is nearest to being full and of average cost. A bin's
-    items come in the order they were added.
+    To fill a bin, it takes the oldest buffered item, then again and again one of those that still fit: of CHOICES of
+    them, the longest first and the others spread evenly, the one that brings the bin's cost nearest to its share of the
+    average (of equals, the longest, then the oldest). It does so for up to PLANS different second items and takes the bin
+    that is nearest to being full and of average cost. A bin's items come in the order they were added.
 
     Args:
         budget: tokens a bin may hold, padding by `align` included.
@@ -191,11 +191,11 @@ class BinPacker[K]:
         return [key for _, key in taken], left, cost
 
     def _choose(self, fitting: int, left: int, missing: float) -> int:
-        """Of the first `fitting` keys, one of the longest, whose cost is nearest to its part of what is missing."""
+        """Of the first `fitting` keys, the one whose cost is nearest to its part of what is missing."""
         rate = missing / left
-        step = 1 + fitting // (REACH * CHOICES)
+        step = 1 + fitting // CHOICES
         best, nearest = fitting - 1, float("inf")
-        for at in range(fitting - 1, max(fitting - 1 - CHOICES * step, -1), -step):
+        for at in range(fitting - 1, -1, -step):
             length, _, cost = self._sorted[at]
             off = abs(cost - rate * length)
             if off < nearest:

@@ -32,8 +32,7 @@ def naive_bins(lengths, costs, budget, align, lookahead):
         return sorted(fitting, key=lambda item: (aligned(item[1], align), -item[0], item[2]))
 
     def choose(fitting, left, missing):
-        step = 1 + len(fitting) // (binning.REACH * binning.CHOICES)
-        compared = fitting[::-1][::step][: binning.CHOICES]
+        compared = fitting[::-1][:: 1 + len(fitting) // binning.CHOICES]
         return min(compared, key=lambda item: abs(item[2] - missing / left * aligned(item[1], align)))
 
     def fill(buffer, goal, number):
