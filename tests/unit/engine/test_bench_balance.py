@@ -41,5 +41,5 @@ def test_table_and_json_say_the_same(report: dict[str, list[bench.Way]]) -> None
 def test_numbers_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UserError, match="must be at least 1"):
         bench.run(bench.Options(bins=0))
-    with pytest.raises(UserError, match="count=500: too few rows for a step of 64 ranks"):
+    with pytest.raises(UserError, match="count=500: too few rows for a step of 8 ranks"):
         bench.run(bench.Options(count=500))
