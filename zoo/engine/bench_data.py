@@ -7,6 +7,7 @@ its batches, and how the process's memory changes while so many samples go throu
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -102,14 +103,15 @@ def _run(options: Options, recipe: Recipe) -> Report:
         more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         return SampleSource.open(data.train, processor, data, budget=recipe.packing.budget, **more)
 
-    def loader(**changed: Any) -> BatchLoader:
-        return BatchLoader(source(**changed), recipe, cost=training_cost(assembly.config, recipe))
+    def loader(prefetch: bool, **changed: Any) -> BatchLoader:
+        cost = training_cost(assembly.config, recipe)
+        return BatchLoader(source(**changed), recipe, cost=cost, prefetch=prefetch)
 
     rows = source()
     some = range(min(options.rows, len(rows)))
     known, measured = _measure(rows, some)
     encoded, tokens = _encode(source(), some)
-    first, prepared, wait = _wait(loader(), options)
+    first, prepared, wait = _wait(loader(prefetch=True), options)
     samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
     return Report(
         options, len(rows), known, measured, encoded, tokens, prepared, wait, first, samples, memory
@@ -166,7 +168,7 @@ def _wait(loader: BatchLoader, options: Options) -> tuple[float, float, float]:
 
 
 def _watch(loader: BatchLoader, samples: int) -> tuple[int, list[float]]:
-    """Samples that went through, and memory at each tenth of them."""
+    """Samples that went through, and memory at each tenth of them, between two steps, with no batch held."""
     memory, seen = [_memory()], 0
     while len(memory) <= MARKS:
         seen += sum(len(batch.lengths) for batch in loader.next_step())
@@ -178,6 +180,7 @@ def _watch(loader: BatchLoader, samples: int) -> tuple[int, list[float]]:
 
 def _memory() -> float:
     """MiB that this process holds in memory."""
+    gc.collect()
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
