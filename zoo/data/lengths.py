@@ -4,8 +4,8 @@ Guarantees:
 - All ranks hold the same numbers, so they plan the same bins. What one rank finds out, `correct` tells all.
 - A row is measured once, by one of the ranks; starting takes each of N ranks 1/N of the measuring.
 
-Costs: 12 bytes a row (and variant, under data.augment); a row's texts are tokenized and its files' headers read, 0.2 to
-1 ms; where headers don't tell, it is encoded.
+Costs: 12 bytes a row (and variant, under data.augment), or 250 a row that is to come where they have no number; a row's
+texts are tokenized and its files' headers read, 0.2 to 1 ms; where headers don't tell, it is encoded.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from zoo.errors import UserError
 
 BLOCK = 64  # rows measured at a time, at least: ranks exchange once a block
 SHARE = 16  # of each rank
+DENSE = 2**28  # keys up to which there is a place for each
 
 type Size = tuple[int, int]  # tokens, cost
 type Findings = dict[int, Size | RowError]  # visit -> its size, or why it can't be used
@@ -48,6 +49,35 @@ class Alone:
         return [value]
 
 
+UNKNOWN: Size = (0, 0)
+BAD: Size = (-1, 0)
+
+
+class _Table:
+    """Key -> size: an array, or a dict where there are too many keys."""
+
+    def __init__(self, keys: int) -> None:
+        self.dense = keys <= DENSE
+        self._tokens = np.zeros(keys if self.dense else 0, np.int32)
+        self._costs = np.zeros(len(self._tokens), np.int64)
+        self._sizes: dict[int, Size] = {}
+
+    def __getitem__(self, key: int) -> Size:
+        if self.dense:
+            return int(self._tokens[key]), int(self._costs[key])
+        return self._sizes.get(key, UNKNOWN)
+
+    def __setitem__(self, key: int, size: Size) -> None:
+        if self.dense:
+            self._tokens[key], self._costs[key] = size
+        else:
+            self._sizes[key] = size
+
+    def keep(self, keys: set[int]) -> None:
+        """Forget all others."""
+        self._sizes = {key: size for key, size in self._sizes.items() if key in keys}
+
+
 class Lengths:
     """Sizes of a source's visits, measured when they are asked for.
 
@@ -67,14 +97,13 @@ class Lengths:
         self.peers = peers or Alone()
         self.block = max(BLOCK, SHARE * self.peers.size)
         self._cost = cost or (lambda size: size.length)
-        self._tokens = np.zeros(source.variants * len(source), np.int32)  # 0: not known, -1: can't be used
-        self._costs = np.zeros(len(self._tokens), np.int64)
+        self._known = _Table(source.variants * len(source))
         self._errors: dict[int, RowError] = {}
         self._corrected: set[int] = set()
 
     def knows(self, visit: int) -> bool:
         """Whether a visit was measured."""
-        return bool(self._tokens[self.source.key(visit)])
+        return self._known[self.source.key(visit)][0] != 0
 
     def get(self, visit: int) -> Size | None:
         """Tokens and cost of a visit that was measured; None where it is left out, which is counted.
@@ -83,10 +112,11 @@ class Lengths:
             RowError: a bad row, under data.on_error=raise.
         """
         key = self.source.key(visit)
-        if self._tokens[key] < 0:
+        size = self._known[key]
+        if size == BAD:
             self.source.leave_out(visit, self._errors[key])
             return None
-        return int(self._tokens[key]), int(self._costs[key])
+        return size
 
     def ahead(self, visits: Iterable[int]) -> None:
         """Measure those that are not known, each rank its share, and exchange what was found."""
@@ -102,7 +132,7 @@ class Lengths:
         everyone = {visit: found for some in self.peers.gather(findings) for visit, found in some.items()}
         for visit, found in everyone.items():
             key = self.source.key(visit)
-            known = int(self._tokens[key])
+            known = self._known[key][0]
             if key in self._corrected and not isinstance(found, RowError) and found[0] != known:
                 name = self.source.name(visit)
                 raise UserError(
@@ -116,13 +146,21 @@ class Lengths:
         """A sample's size as it is kept."""
         return size.length, self._cost(size)
 
+    def forget_all_but(self, visits: Iterable[int]) -> None:
+        """Keep what is known of these alone, where rows are too many for a place each: those of a stream never come again."""
+        if self._known.dense:
+            return
+        kept = {self.source.key(visit) for visit in visits}
+        self._known.keep(kept)
+        self._corrected &= kept
+        self._errors = {key: error for key, error in self._errors.items() if key in kept}
+
     def state_dict(self) -> list[list[Any]]:
         """What was corrected: [key, tokens, cost] or [key, source, cause, message]."""
         found = []
         for key in sorted(self._corrected):
             error = self._errors.get(key)
-            entry = (int(self._tokens[key]), int(self._costs[key])) if error is None else error.args
-            found.append([key, *entry])
+            found.append([key, *(self._known[key] if error is None else error.args)])
         return found
 
     def load_state_dict(self, state: list[list[Any]], sizes: Mapping[int, Size]) -> None:
@@ -145,6 +183,4 @@ class Lengths:
         self._errors.pop(key, None)
         if isinstance(found, RowError):
             self._errors[key] = found
-            self._tokens[key] = -1
-        else:
-            self._tokens[key], self._costs[key] = found
+        self._known[key] = BAD if isinstance(found, RowError) else found

@@ -351,12 +351,31 @@ def test_a_set_of_broken_rows_alone_is_refused() -> None:
         batches.spare()
 
 
-def test_memory_of_what_is_known_is_bounded_by_the_rows() -> None:
-    lengths = Lengths(open_source([(5, 5)] * 10))
-    lengths.ahead(range(10))
-    lengths.ahead(range(10, 1000))
-    assert lengths.source.processor.encoded.total() == 0
-    assert lengths.knows(987_654)
+def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts: Texts = [(5, 5), (6, 0), ("-", 7), (8, 9)] * 3
+    for limit in (10**6, 3):
+        monkeypatch.setattr("zoo.data.lengths.DENSE", limit)
+        lengths = Lengths(open_source(texts))
+        lengths.ahead(range(12))
+        lengths.agree({1: RowError("x:1", "corrupt_media", "broken."), 3: (9, 9)})
+        assert [lengths.get(visit) for visit in range(5)] == [(5, 5), None, (7, 7), (9, 9), (5, 5)]
+        lengths.forget_all_but([2, 3])
+        assert [lengths.knows(visit) for visit in range(5)] == [limit > 3, limit > 3, True, True, limit > 3]
+        assert [entry[0] for entry in lengths.state_dict()] == ([1, 3] if limit > 3 else [3])
+
+
+@pytest.mark.parametrize("stop", [0, 3])
+def test_a_stream_is_the_same_however_sizes_are_kept(stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = texts_of("wrong")
+    wanted = steps(open_loader(texts), 10)
+    monkeypatch.setattr("zoo.data.lengths.DENSE", 1)
+    loader = open_loader(texts)
+    head = steps(loader, stop)
+    again = open_loader(texts)
+    again.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    assert head + steps(again, 10 - stop) == wanted
 
 
 def test_a_hundred_thousand_samples_leave_nothing_behind() -> None:
