@@ -20,8 +20,7 @@ from zoo.data.sizes import SampleSize
 from zoo.data.source import SampleSource
 from zoo.errors import UserError
 
-BLOCK = 64  # rows measured at a time, at least: ranks exchange once a block
-SHARE = 16  # of each rank
+SHARE = 8  # rows that each rank measures at a time: then they exchange, and no step waits for many
 DENSE = 2**28  # keys up to which there is a place for each
 
 type Size = tuple[int, int]  # tokens, cost
@@ -95,7 +94,7 @@ class Lengths:
     ) -> None:
         self.source = source
         self.peers = peers or Alone()
-        self.block = max(BLOCK, SHARE * self.peers.size)
+        self.block = SHARE * self.peers.size
         self._cost = cost or (lambda size: size.length)
         self._known = _Table(source.variants * len(source))
         self._errors: dict[int, RowError] = {}
