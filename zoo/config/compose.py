@@ -48,6 +48,7 @@ __all__ = [
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
+MAPPINGS = ("dict[str, Any]", "dict[str, float]", "list[Any]")  # types of keys that a mapping may be given
 FILE_KEYS = ("description", "published_size", "tiny_size", "base", "resolved")
 
 
@@ -324,7 +325,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[
                     f"{where}{key}={show_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
                 )
             yield from _leaves(value or {}, f"{key}.", where)
-        elif key in keys() and (not isinstance(value, dict) or keys()[key].type.startswith("dict")):
+        elif key in keys() and (not isinstance(value, dict) or keys()[key].type in MAPPINGS):
             yield key, value
         else:
             key = _deepest(key, value)
@@ -344,12 +345,15 @@ def _deepest(key: str, value: Any) -> str:
 def _set(tree: DictConfig, key: str, value: Any, where: str) -> None:
     """Set one leaf, converted to the type of the schema."""
     kind = keys()[key].type
-    if kind == "list[str]" and isinstance(value, str):
+    if (kind == "list[str]" and isinstance(value, str)) or (
+        kind == "list[Any]" and not isinstance(value, list)
+    ):
         value = [value]
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
     outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
+    no_entry = kind == "list[Any]" and not all(isinstance(item, str | dict) for item in value)
     try:
-        if loose_bool or outside:
+        if loose_bool or outside or no_entry:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
     except (OmegaConfBaseException, ValueError, TypeError):

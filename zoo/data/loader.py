@@ -84,6 +84,25 @@ class BinStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as plain values."""
+        streams = self.source.stream_state(self._wanted())
+        return {**self.place(), "streams": streams}
+
+    def forget(self) -> None:
+        """Let go of rows of streams that are in bins already."""
+        if self.source.has_stream:
+            wanted = self._wanted()
+            self.source.forget(wanted)
+            self.lengths.forget_all_but(wanted)
+
+    def _wanted(self) -> list[int]:
+        """Visits that are to come, those of this epoch and those that are held."""
+        if not self.source.has_stream:
+            return []
+        held = [] if self.packer is None else [item[0] for item in self.packer.state_dict()["items"]]
+        return [*held, *self._waiting, *self._order[self.cursor :].tolist()]
+
+    def place(self) -> dict[str, Any]:
+        """Where it stands, streams aside, to `rewind` to."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -94,7 +113,12 @@ class BinStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; rows that it holds and that were corrected since then are taken as they are now."""
+        """Go on from a saved state."""
+        self.source.load_stream_state(state.get("streams", {}))
+        self.rewind(state)
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Go back to a state; rows that it holds and that were corrected since then are taken as they are now."""
         self.epoch, self.cursor = state["epoch"], state["cursor"]
         self._order = self._make_order()
         self._waiting = deque(state["waiting"])
@@ -120,10 +144,10 @@ class BinStream:
     def _next_row(self) -> tuple[int, int, int]:
         """The next usable visit (see `SampleSource.encode`), its length and its cost."""
         for _ in range(2 * len(self.source) + len(self._waiting) + 1):
-            if not self._waiting and self.cursor == len(self._order):
+            while not self._waiting and self.cursor == len(self._order):
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._make_order()
-            visit = self._waiting[0] if self._waiting else self._visit(self.cursor)
+            visit = self._waiting[0] if self._waiting else int(self._order[self.cursor])
             if not self.lengths.knows(visit):
                 self.lengths.ahead(self._coming())
             if self._waiting:
@@ -135,19 +159,13 @@ class BinStream:
                 return visit, *size
         raise UserError(f"data.train: no usable row is left ({self.source.left_out()}); see bad_rows.jsonl.")
 
-    def _visit(self, place: int) -> int:
-        """The visit at a place of this epoch's order."""
-        return self.epoch * len(self.source) + int(self._order[place])
-
     def _coming(self) -> list[int]:
         """The next visits of this epoch, a block to measure together."""
         end = min(self.cursor + self.lengths.block, len(self._order))
-        return [*self._waiting, *(self._visit(place) for place in range(self.cursor, end))]
+        return [*self._waiting, *self._order[self.cursor : end].tolist()]
 
     def _make_order(self) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.source))
-        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.source))
+        return self.source.order(self.epoch, self.seed, self.shuffle)
 
 
 class BatchLoader:
@@ -248,10 +266,14 @@ class BatchLoader:
 
     def steps_for_epochs(self, epochs: float) -> int:
         """About how many steps so many passes over the rows take, from the lengths of up to LENGTH_PROBES rows."""
-        count = len(self.source)
+        if self.source.has_stream:
+            raise UserError("train.epochs: a stream of data.train has no end; give train.steps instead.")
+        visits = self.source.order(0, self._stream.seed, shuffle=False)
+        count = len(visits)
         probes = np.unique(np.linspace(0, count - 1, min(count, LENGTH_PROBES)).round().astype(int))
-        self.lengths.ahead(probes.tolist())
-        sizes = [size for probe in probes if (size := self.lengths.get(int(probe))) is not None]
+        coming = visits[probes].tolist()
+        self.lengths.ahead(coming)
+        sizes = [size for visit in coming if (size := self.lengths.get(visit)) is not None]
         if self._mode == "thd":
             tokens, costs = [size[0] for size in sizes], [size[1] for size in sizes]
             bins: float = sum(1 for _ in plan_bins(tokens, self._budget, self._align, self._lookahead, costs))
@@ -266,15 +288,18 @@ class BatchLoader:
 
     def _produce(self) -> tuple[list[MicroBatch], dict[str, Any]]:
         while True:
-            before = self._stream.state_dict()
+            before = self._stream.place()
             bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
             shared = share_out([self._cost_of(visits) for visits in bins], self._ranks)
-            samples, findings = encode_all(self.lengths, [bins[index] for index in shared[self._rank]])
+            mine = [bins[index] for index in shared[self._rank]]
+            self.source.prefetch([visit for visits in mine for visit in visits])
+            samples, findings = encode_all(self.lengths, mine)
             if not self.lengths.agree(findings):
                 break
-            self._stream.load_state_dict(before)
+            self._stream.rewind(before)
         pad_id = self.source.processor.pad_id
         batches = [make_batch(some, self._mode, self._align, self._pad_to, pad_id) for some in samples]
+        self._stream.forget()
         return batches, self._stream.state_dict()
 
     def _cost_of(self, visits: Sequence[int]) -> int:

@@ -179,7 +179,10 @@ def test_replace_in_checks_like_an_override() -> None:
         ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
         ("model.arch=big", "model.arch=big: wanted a mapping"),
-        ("data.train=[a,null]", "data.train=[a, null]: wanted a text or a list of texts"),
+        (
+            "data.train=[a,null]",
+            "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
+        ),
         ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
         ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
         ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),

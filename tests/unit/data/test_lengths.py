@@ -87,7 +87,7 @@ class Reader:
     def size(self, sample: Sample) -> SampleSize:
         return SampleSize(sample.length)
 
-    def encode(self, row: Row, *, video_fps: float, max_frames: int, augment: object = None) -> Sample:
+    def encode(self, row: Row, **how: object) -> Sample:
         self.encoded[row.source] += 1
         length = int(row.messages[0][1].split()[1])
         if not length:

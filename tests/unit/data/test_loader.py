@@ -33,7 +33,7 @@ class FakeProcessor:
     def size(self, sample: Sample) -> SampleSize:
         return SampleSize(sample.length)
 
-    def encode(self, row: Row, *, video_fps: float, max_frames: int, augment: object = None) -> Sample:
+    def encode(self, row: Row, **options: object) -> Sample:
         self.calls += 1
         self.encoded.append(row.source)
         number, length, media = map(int, row.messages[0][1].split())
@@ -132,11 +132,11 @@ def test_the_first_token_is_no_target():
 
 def test_samples_are_encoded_once_and_the_cache_is_bounded():
     source = make_source([5, 6])
-    assert [source.measure(0).length, source.measure(1).length, source.sample(0).length] == [5, 6, 5]
+    assert [*lengths_of(source), source.sample(0).length] == [5, 6, 5]
     assert source.processor.calls == 2
     small = make_source([5, 6], cache_mb=0)
-    assert [small.measure(0).length, small.sample(0).length] == [5, 5]
-    assert small.processor.calls == 2
+    assert [*lengths_of(small), small.sample(0).length] == [5, 6, 5]
+    assert small.processor.calls == 3
 
 
 def test_least_recently_used_sample_goes_first():
