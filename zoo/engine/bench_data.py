@@ -1,8 +1,8 @@
 """`zoo bench data`: how fast a recipe's data come, whether training would wait for them, and what memory they keep.
 
-Four figures, on one core each but for the loader's thread: rows measured a second (from texts and headers of files), samples
-encoded a second (decoded, resized, tokenized) by one worker, the share of a step of `step_ms` that is spent waiting for
-its batches, and how the process's memory changes while so many samples go through the loader.
+Four figures: rows measured a second of one core (from texts and headers of files), samples a second of one core that decodes,
+resizes and tokenizes them, the share of a step of `step_ms` that is spent waiting for its batches, which the recipe's
+`data.workers` help to decode, and how the process's memory changes while so many samples go through the loader.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.data.errors import RowError
 from zoo.data.loader import BatchLoader
+from zoo.data.processor import HERE, Decoder
 from zoo.data.source import SampleSource
+from zoo.data.workers import decoder_for
 from zoo.engine import build
 from zoo.engine.costs import training_cost
 from zoo.errors import UserError
@@ -50,9 +52,10 @@ class Report:
     Attributes:
         rows: in the source.
         known: share of the rows whose size was told without encoding.
-        measured: rows a second whose size was found out.
-        encoded: samples a second of one worker.
-        tokens: tokens a second of one worker.
+        measured: rows a second of one core whose size was found out.
+        encoded: samples a second of one core, decoded in this process.
+        tokens: tokens of those.
+        workers: processes that decode for the loader; 0: none but this one.
         prepared_ms: milliseconds that a step's batches take to prepare, first step aside.
         wait: share of the steps' time spent waiting, first step aside.
         first_s: seconds until the first batches.
@@ -66,6 +69,7 @@ class Report:
     measured: float
     encoded: float
     tokens: float
+    workers: int
     prepared_ms: float
     wait: float
     first_s: float
@@ -98,14 +102,17 @@ def _run(options: Options, recipe: Recipe) -> Report:
     assembly = build.assemble(recipe)
     processor = assembly.processor
 
-    def source(**changed: Any) -> SampleSource:
+    def source(decoder: Decoder = HERE, **changed: Any) -> SampleSource:
         data = replace(recipe.data, **changed)
         more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
-        return SampleSource.open(data.train, processor, data, budget=recipe.packing.budget, **more)
+        more |= {"budget": recipe.packing.budget, "decoder": decoder}
+        return SampleSource.open(data.train, processor, data, **more)
+
+    decoder = decoder_for(recipe.data, 1)
 
     def loader(prefetch: bool, **changed: Any) -> BatchLoader:
         cost = training_cost(assembly.config, recipe)
-        return BatchLoader(source(**changed), recipe, cost=cost, prefetch=prefetch)
+        return BatchLoader(source(decoder, **changed), recipe, cost=cost, prefetch=prefetch)
 
     rows = source()
     some = range(min(options.rows, len(rows)))
@@ -113,8 +120,10 @@ def _run(options: Options, recipe: Recipe) -> Report:
     encoded, tokens = _encode(source(), some)
     first, prepared, wait = _wait(loader(prefetch=True), options)
     samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
+    decoder.close()
+    workers = getattr(decoder, "count", 0)
     return Report(
-        options, len(rows), known, measured, encoded, tokens, prepared, wait, first, samples, memory
+        options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
     )
 
 
@@ -123,7 +132,7 @@ def _measure(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]
     if source.strength:  # only encoding tells what a random change gives
         return 0.0, 0.0
     data, known = source.data, 0
-    began = time.perf_counter()
+    began = time.process_time()
     for visit in visits:
         try:
             size = source.processor.measure(
@@ -132,17 +141,17 @@ def _measure(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]
         except RowError:
             continue
         known += size is not None
-    return known / len(visits), len(visits) / (time.perf_counter() - began)
+    return known / len(visits), len(visits) / (time.process_time() - began)
 
 
 def _encode(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]:
     """Samples and tokens a second."""
     tokens = 0
-    began = time.perf_counter()
+    began = time.process_time()
     for visit in visits:
         sample = source.sample(visit)
         tokens += 0 if sample is None else sample.length
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     return len(visits) / seconds, tokens / seconds
 
 
@@ -197,14 +206,12 @@ def as_dict(report: Report) -> dict[str, Any]:
 def table(report: Report) -> str:
     """The report in a few lines."""
     options = report.options
-    measured = (
-        f"{report.measured:,.0f} a second from texts and headers, which told {report.known:.0%} of them"
-    )
+    measured = f"{report.measured:,.0f} a second of a core from texts and headers, which told {report.known:.0%} of them"
     lines = [
         f"{options.recipe} size={options.size}: {report.rows} rows",
         f"rows measured     {measured if report.measured else 'by encoding them: data.augment changes their sizes'}",
-        f"samples encoded   {report.encoded:,.0f} a second by one worker ({report.tokens:,.0f} tokens)",
-        f"first step        after {report.first_s:.1f} s",
+        f"samples encoded   {report.encoded:,.0f} a second of a core ({report.tokens:,.0f} tokens)",
+        f"first step        after {report.first_s:.1f} s, with {report.workers} decoding workers",
         f"later steps       {report.prepared_ms:.0f} ms to prepare; of steps of {options.step_ms} ms, "
         f"{report.wait:.1%} of the time is spent waiting",
         f"memory            {report.memory[0]:.0f} MiB before, {report.memory[MARKS // 2]:.0f} at half, "
