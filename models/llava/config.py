@@ -8,6 +8,7 @@ from zoo.errors import UserError
 from zoo.models.llava.tiles import Tiling
 from zoo.nn.family import FamilyConfig
 from zoo.nn.multimodal import RotaryShape
+from zoo.packing.cost import TowerCost
 
 DECODERS = ("llama", "mistral", "qwen2")
 TOWERS = ("clip_vision_model", "siglip_vision_model")
@@ -92,6 +93,17 @@ class LlavaConfig(FamilyConfig):
     def drops_first(self) -> bool:
         """Whether a tile's first embedding (CLIP's class) is left out."""
         return bool(self.hf.vision_feature_select_strategy == "default")
+
+    def tower_costs(self) -> dict[str, TowerCost]:
+        """The vision tower up to the last layer that is looked at, and the projector; a row is a tile."""
+        vision, hidden, tiling = self.vision, self.text.hidden_size, self.tiling
+        width, depth, patches = vision.hidden_size, max(self.feature_layers), tiling.side**2
+        seen = patches + (vision.model_type == "clip_vision_model")  # its class
+        embedded = 2.0 * vision.num_channels * vision.patch_size**2 * width
+        layer = seen * (8.0 * width**2 + 4.0 * width * vision.intermediate_size) + 4.0 * width * seen**2
+        projector = 2.0 * hidden * (width * len(self.feature_layers) + hidden)
+        tile = patches * embedded + depth * layer + tiling.tile_tokens * projector
+        return {"vision": TowerCost(tile, 0.0, 1.0 / tiling.tile_tokens)}
 
     @cached_property
     def tiling(self) -> Tiling:

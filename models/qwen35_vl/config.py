@@ -11,6 +11,7 @@ class Qwen35VLConfig(FamilyConfig):
 
     title = "Qwen3.5-VL"
     kinds = ("qwen3_5", "qwen3_5_moe")
+    traits = ("qk_norm", "output_gate", "zero_centered")
     mrope_section = (11, 11, 10)
 
     def check(self) -> None:

@@ -7,5 +7,3 @@ from zoo.nn.vision_language import VisionLanguageModel
 
 class Qwen35VLModel(VisionLanguageModel):
     """Gated attention, norms that multiply by 1 + weight; linear attention and MTP are in the config."""
-
-    traits = ("qk_norm", "output_gate", "zero_centered")

@@ -15,8 +15,6 @@ from zoo.nn.vision_language import VisionLanguageModel
 class Qwen3OmniModel(VisionLanguageModel):
     """Decoder with a `vision` and an `audio` tower; queries and keys are normed in each head."""
 
-    traits = ("qk_norm",)
-
     def tower_names(self) -> tuple[str, ...]:
         """Both towers."""
         return ("vision", "audio")

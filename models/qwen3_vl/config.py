@@ -11,6 +11,7 @@ class Qwen3VLConfig(FamilyConfig):
 
     title = "Qwen3-VL"
     kinds = ("qwen3_vl", "qwen3_vl_moe")
+    traits = ("qk_norm",)
     mrope_section = (24, 20, 20)
 
     def check(self) -> None:

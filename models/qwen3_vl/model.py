@@ -7,5 +7,3 @@ from zoo.nn.vision_language import VisionLanguageModel
 
 class Qwen3VLModel(VisionLanguageModel):
     """Queries and keys are normed in each head; deepstack and experts are in the config."""
-
-    traits = ("qk_norm",)

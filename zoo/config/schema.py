@@ -68,7 +68,7 @@ class DataConfig:
     on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
-    lookahead: int = 64  # samples the packer may choose from
+    lookahead: int = 256  # samples the packer may choose from
     augment: float = 0.0  # strength, 0 to 1, of random changes to training media; 0: none
     augment_variants: int = 8  # different changes of a row; later epochs take them again, from the cache
     blank_answers: float = 0.0  # share of answer tokens blanked in what the model reads back; labels stay

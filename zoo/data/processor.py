@@ -24,9 +24,10 @@ from zoo.data import plain_turns
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.media import load_audio, load_image, load_video
-from zoo.data.refs import Medium, opened
+from zoo.data.refs import Medium, is_url, opened
 from zoo.data.rows import PLACEHOLDER, Row
 from zoo.data.sample import Sample
+from zoo.data.sizes import Headers, SampleSize, read_headers
 
 
 class Decoder(Protocol):
@@ -204,6 +205,36 @@ class Processor:
         sample = Sample(input_ids, targets, {}, row.kind, row.source, weights)
         return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
 
+    def measure(self, row: Row, *, video_fps: float, max_frames: int) -> SampleSize | None:
+        """What `encode` will give, without decoding media; None where only encoding tells.
+
+        Raises:
+            RowError: a special token in the texts, or a complaint of the chat template.
+        """
+        self._refuse_special_tokens(row)
+        if row.text is not None:
+            return self.size(self._plain_text(row, row.text)[0])
+        try:
+            files = [
+                [None if is_url(medium) else opened(medium, row.root) for medium in media]
+                for media in (row.images, row.videos, sound_files(row))
+            ]
+            headers = read_headers(*files, video_fps, max_frames)
+            sketch = None if headers is None else self.sketch(row, self._text(row)[0], headers)
+            if sketch is None:
+                return None
+            text, further, media = sketch
+            length = len(self.tokenizer(text)["input_ids"]) + further
+        except RowError as error:
+            raise error.at(row.source) from error
+        except Exception:  # what it dislikes, encoding says in the words for it
+            return None
+        return SampleSize(length, media)
+
+    def size(self, sample: Sample) -> SampleSize:
+        """The size of an encoded sample."""
+        return SampleSize(sample.length, self.tower_rows(sample.media))
+
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
         self.hf.save_pretrained(folder)
@@ -233,6 +264,24 @@ class Processor:
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """How many of each placeholder token the media give: {"<|image_pad|>": 12}."""
         return {}
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Tower -> rows (patches, tiles, mel frames) of each item that it sees by itself."""
+        return {}
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+        """The arithmetic of `measure`: a text to tokenize in which placeholders stand for less than they will.
+
+        Args:
+            row: a checked row.
+            text: what the chat template writes, a placeholder for each medium.
+            headers: of the row's files.
+
+        Returns:
+            The text, how many tokens its placeholders will be more, and tower -> rows as `tower_rows` gives them; None
+            where only encoding tells.
+        """
+        return None if row.media else (text, 0, {})
 
     @cached_property
     def media_ids(self) -> frozenset[int]:

@@ -124,6 +124,11 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
     return value
 
 
+def is_url(medium: Medium) -> bool:
+    """Whether a medium would be downloaded."""
+    return isinstance(medium, str) and medium.startswith(("http://", "https://"))
+
+
 def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
     """The medium at hand: base64 decoded, a URL downloaded, a path under its root.
 

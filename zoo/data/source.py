@@ -1,7 +1,7 @@
 """`SampleSource`: rows to samples on demand, with a bounded cache and one place where bad rows are settled.
 
-Costs: a row is encoded once while its sample stays in the cache (least recently used out first), and lengths are kept
-for good (a few dozen bytes a row; of a stream, while its rows are wanted), so planning a later epoch decodes nothing.
+Costs: a row is encoded once while its sample stays in the cache (least recently used out first). Its size is found out
+without encoding where texts and headers of files tell; `zoo.data.lengths` keeps it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from zoo.data.processor import HERE, Decoder, Processor
 from zoo.data.refs import Access
 from zoo.data.rows import Row, is_bundled
 from zoo.data.sample import IGNORE, Sample
+from zoo.data.sizes import SampleSize
 from zoo.data.streams import RowStream, is_stream, open_stream
 from zoo.data.tables import open_table
 from zoo.errors import UserError
 
+RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
 BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
 
 
@@ -82,8 +84,8 @@ class SampleSource:
         self.counts: Counter[str] = Counter()
         self._bad_rows = bad_rows
         self._listed = _listed(bad_rows)
-        self._lengths: dict[int, int | None] = {}
-        self._bad: set[int] = set()
+        self._bad: dict[int, RowError] = {}  # by number of the row
+        self._left_out: set[int] = set()  # numbers of rows that are counted
         self._bad_since_good = 0
         self._cache: OrderedDict[int, Sample] = OrderedDict()
         self._cached_bytes = 0
@@ -196,9 +198,9 @@ class SampleSource:
                 stream, offset = self.parts[part], self.mixture.offsets[part]
                 assert isinstance(stream, RowStream)
                 stream.forget(first)
-                for key in [k for k in self._lengths if offset <= k < offset + first]:
-                    del self._lengths[key]
-                self._bad = {key for key in self._bad if not offset <= key < offset + first}
+                for known in (self._bad, self._left_out):
+                    for index in [k for k in known if offset <= k < offset + first]:
+                        known.pop(index) if isinstance(known, dict) else known.discard(index)
 
     def stream_state(self, visits: Iterable[int]) -> dict[str, Any]:
         """Where streams have to go on from to read `visits`, as plain values; {} without streams."""
@@ -246,29 +248,60 @@ class SampleSource:
         """How many rows were left out, by cause, in words."""
         return ", ".join(f"{count} {cause}" for cause, count in self.counts.items()) or "none left out"
 
-    def length(self, visit: int) -> int | None:
-        """Tokens of a visit's sample; None for a row that is left out. Encodes the row the first time."""
-        with self._lock:
-            key = self._key(visit)
-            if key not in self._lengths:
-                self._remembered(key)
-            return self._lengths[key]
+    @property
+    def variants(self) -> int:
+        """In how many ways a row's sample is made, which epochs take in turn."""
+        return self.data.augment_variants if self.strength else 1
 
-    def sample(self, visit: int) -> Sample | None:
-        """The sample of row `visit % len(self)` in pass `visit // len(self)`; None for a row that is left out.
+    def key(self, visit: int) -> int:
+        """What a visit's sample and size are remembered under, below variants * len(self): variant * rows + row."""
+        epoch, index = divmod(visit, len(self))
+        return epoch % self.variants * len(self) + index
+
+    def measure(self, visit: int) -> SampleSize | None:
+        """The size of a visit's sample, without encoding it; None where only encoding tells.
+
+        Raises:
+            RowError: the row can't be used; `leave_out` says what becomes of it.
+        """
+        if self.strength:
+            return None
+        row, data = self._taken_row(visit), self.data
+        size = self.processor.measure(row, video_fps=data.video_fps, max_frames=data.max_frames)
+        self._bad_since_good = 0
+        if size is None or size.length <= self.limit:
+            return size
+        if data.overlong == "truncate_text":
+            return None
+        raise self._overlong(row.source, f"{size.length} tokens", RAISE_OR_DROP)
+
+    def encode(self, visit: int) -> Sample:
+        """The sample of row `visit % len(self)` in pass `visit // len(self)`.
 
         Epochs differ under data.augment (in one of data.augment_variants ways) and data.blank_answers alone.
 
         Raises:
-            RowError: a bad row, under data.on_error=raise.
+            RowError: the row can't be used; `leave_out` says what becomes of it.
         """
         with self._lock:
-            sample = self._remembered(self._key(visit))
-        if sample is None or not self.blank:
+            sample = self._remembered(self.key(visit))
+        if not self.blank:
             return sample
         draw = Augment(0.0, (self.seed, *divmod(visit, len(self))))
         ids = draw.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
         return replace(sample, input_ids=ids)
+
+    def sample(self, visit: int) -> Sample | None:
+        """As `encode`; None for a row that is left out, which is counted.
+
+        Raises:
+            RowError: a bad row, under data.on_error=raise.
+        """
+        try:
+            return self.encode(visit)
+        except RowError as error:
+            self.leave_out(visit, error)
+            return None
 
     def prefetch(self, visits: Iterable[int]) -> None:
         """Let the decoder begin with visits whose samples will be asked for next, in this order."""
@@ -277,49 +310,52 @@ class SampleSource:
         with self._lock:
             rows = []
             for visit in visits:
-                if self._key(visit) in self._cache:
+                if self.key(visit) in self._cache:
                     continue
                 with contextlib.suppress(RowError):  # which is settled when the sample is asked for
                     row = self.row(visit)
                     rows += [] if row.trusted else [row]
             self.decoder.begin(rows, self.data.video_fps, self.data.max_frames)
 
-    def _key(self, visit: int) -> int:
-        """What a sample is remembered under: variant * rows + row."""
-        epoch, index = divmod(visit, len(self))
-        return epoch % self.data.augment_variants * len(self) + index if self.strength else index
-
-    def _remembered(self, key: int) -> Sample | None:
+    def _remembered(self, key: int) -> Sample:
         if key in self._cache:
             self._cache.move_to_end(key)
             return self._cache[key]
         variant, index = divmod(key, len(self))
-        if self._lengths.get(key, 0) is None or index in self._bad:
-            self._lengths[key] = None
-            return None
+        if index in self._bad:
+            raise self._bad[index]
         augment = Augment(self.strength, (self.seed, variant, index)) if self.strength else None
-        sample = self._encode(index, augment)
-        self._lengths[key] = None if sample is None else sample.length
-        if sample is None:
-            self._bad.add(index)
-        else:
-            self._keep(key, sample)
+        try:
+            sample = self._encode(index, augment)
+        except RowError as error:
+            self._bad[index] = RowError(*error.args)  # without its traceback, which holds the media
+            raise
+        self._keep(key, sample)
         return sample
 
+    def leave_out(self, visit: int, error: RowError) -> None:
+        """`settle` what a visit's row has raised, once a row."""
+        with self._lock:
+            index = visit % len(self)
+            if index not in self._left_out:
+                self.settle(error)
+                self._left_out.add(index)
+
     def settle(self, error: RowError) -> None:
-        """Raise, or count and list, a bad row as data.on_error says."""
-        if self.data.on_error == "raise":
+        """Raise, or count and list, a bad row as data.on_error (of an over-long one data.overlong) says."""
+        dropped = error.cause == "overlong" and self.data.overlong == "drop"
+        if self.data.on_error == "raise" and not dropped:
             raise RowError(
                 error.source,
                 error.cause,
                 f"{error.message} (data.on_error=skip leaves out and lists such rows.)",
             ) from error
-        self._leave_out(error)
-        self._bad_since_good += 1
+        self._count(error)
+        self._bad_since_good += 0 if dropped else 1
         if self._bad_since_good > BAD_IN_A_ROW and self.has_stream:
             raise UserError(f"{BAD_IN_A_ROW} rows one after the other are bad, the last: {error}")
 
-    def _leave_out(self, error: RowError) -> None:
+    def _count(self, error: RowError) -> None:
         self.counts[error.cause] += 1
         if self._bad_rows is not None and error.source not in self._listed:
             self._listed.add(error.source)
@@ -328,58 +364,53 @@ class SampleSource:
             with self._bad_rows.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
-    def _encode(self, index: int, augment: Augment | None) -> Sample | None:
-        data = self.data
+    def _taken_row(self, visit: int) -> Row:
+        """The row of a visit; RowError where it is bad, or has media that the model doesn't take."""
+        row = self.row(visit)
+        if not row.media <= set(self.processor.modalities):
+            raise self._foreign(row)
+        return row
+
+    def _encode(self, index: int, augment: Augment | None) -> Sample:
+        data, row = self.data, self._taken_row(index)
         how: dict[str, Any] = {
             "video_fps": data.video_fps,
             "max_frames": data.max_frames,
             "labels": data.labels,
+            "decoder": HERE if row.trusted else self.decoder,
         }
-        try:
-            row = self.row(index)
-            how["decoder"] = HERE if row.trusted else self.decoder
-            if not row.media <= set(self.processor.modalities):
-                raise self._foreign(row)
-            sample = self.processor.encode(row, **how, augment=augment)
-            if sample.length > self.limit and augment is not None:
-                # A pause too much is no fault of the row's.
-                sample = self.processor.encode(row, **how)
-            self._bad_since_good = 0
-            if sample.length <= self.limit:
-                return sample
-            if data.overlong == "truncate_text":
-                return self._truncate(sample)
-        except RowError as error:
-            self.settle(error)
-            return None
-        overlong = self._overlong(
-            sample, "raise packing.budget, or set data.overlong to drop or truncate_text."
-        )
-        if data.overlong == "drop":
-            self._leave_out(overlong)
-        else:
-            self.settle(overlong)
-        return None
+        sample = self.processor.encode(row, **how, augment=augment)
+        if sample.length > self.limit and augment is not None:
+            # A pause too much is no fault of the row's.
+            sample = self.processor.encode(row, **how)
+        self._bad_since_good = 0
+        if sample.length <= self.limit:
+            return sample
+        if data.overlong == "truncate_text":
+            return self._truncate(sample)
+        raise self._too_long(sample, RAISE_OR_DROP)
 
     def _truncate(self, sample: Sample) -> Sample:
         kept, cut = sample.input_ids[: self.limit], sample.input_ids[self.limit :]
         if not self.processor.media_ids.isdisjoint(cut.tolist()):
-            raise self._overlong(
+            raise self._too_long(
                 sample, "only text is ever cut, but media stand behind that point; raise packing.budget."
             )
         labels = sample.labels[: self.limit]
         weights = None if sample.weights is None else sample.weights[: self.limit].clone()
         if not (labels[1:] != IGNORE).any():
-            raise self._overlong(sample, "cut there, no answer would be left to learn; raise packing.budget.")
+            raise self._too_long(sample, "cut there, no answer would be left to learn; raise packing.budget.")
         return replace(sample, input_ids=kept.clone(), labels=labels.clone(), weights=weights)
 
-    def _overlong(self, sample: Sample, advice: str) -> RowError:
+    def _too_long(self, sample: Sample, advice: str) -> RowError:
         media = sum(int((sample.input_ids == token).sum()) for token in self.processor.media_ids)
+        return self._overlong(sample.source, f"{sample.length} tokens, {media} of them media,", advice)
+
+    def _overlong(self, source: str, tokens: str, advice: str) -> RowError:
         limit = f"packing.budget {self.budget}" + (
             f" ({self.limit} aligned)" if self.limit != self.budget else ""
         )
-        text = f"{sample.length} tokens, {media} of them media, are over {limit}; {advice}"
-        return RowError(sample.source, "overlong", text)
+        return RowError(source, "overlong", f"{tokens} are over {limit}; {advice}")
 
     def _keep(self, index: int, sample: Sample) -> None:
         self._cache[index] = sample

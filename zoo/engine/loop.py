@@ -27,8 +27,10 @@ from zoo.data.loader import BatchLoader, SampleSource, eval_batches
 from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
+from zoo.engine.costs import training_cost
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.peers import peers
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.world import World, world
@@ -101,7 +103,7 @@ class Run:
 
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
-        align = recipe.packing.align or 1
+        align, cost = recipe.packing.align or 1, training_cost(self.assembly.config, recipe)
         self.decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
         self.bad_rows_told: dict[str, int] = {}
         options: dict[str, Any] = {
@@ -120,7 +122,13 @@ class Run:
             **options,
         )
         self.loader = BatchLoader(
-            self.source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size
+            self.source,
+            recipe,
+            align=align,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
+            cost=cost,
+            peers=peers(),
         )
         self.held_out = SampleSource.open(
             recipe.data.eval,
@@ -139,6 +147,8 @@ class Run:
             pad_to=recipe.packing.pad_to,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
+            cost=cost,
+            peers=peers(),
         )
 
     def _build(self) -> None:
@@ -278,6 +288,7 @@ class Run:
         weight = weight or 1.0  # no label at all
         loss = nll / weight
         self.losses.append(loss)
+        seconds, waited = time.monotonic() - began, self._longest(waited)
         record = {
             "step": self.done,
             "loss": loss,
@@ -286,8 +297,9 @@ class Run:
             "real_tokens": int(real),
             "pad_fraction": 1.0 - real / max(total, 1),
             "labels": int(labels),
-            "step_ms": (time.monotonic() - began) * 1e3,
+            "step_ms": seconds * 1e3,
             "data_ms": waited * 1e3,
+            "data_wait": waited / seconds,
             **({"mtp_loss": further[0] / weight} if further else {}),
             **self._expert_figures(counts.batches),
         }
@@ -300,6 +312,13 @@ class Run:
         if counts != self.bad_rows_told:
             self.log.event("rows_left_out", self.done, counts=counts)
             self.bad_rows_told = counts
+
+    def _longest(self, waited: float) -> float:
+        """Seconds that the rank waited for its batches that waited longest: the others waited for it."""
+        world = self.world
+        if world.size == 1:
+            return waited
+        return max(world.sum([waited * (rank == world.rank) for rank in range(world.size)]))
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.nn.multimodal import RotaryShape
+from zoo.packing.cost import TowerCost
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,9 @@ class FamilyConfig:
     hf: Any
 
     title: ClassVar[str]  # the family's, for messages
+    traits: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
     mrope_section: ClassVar[tuple[int, ...]]  # where a config has none, as in transformers
     inner: ClassVar[str] = (
@@ -110,6 +114,22 @@ class FamilyConfig:
             interleaved=True,
             fraction=float(rope.get("partial_rotary_factor", 1.0)),
         )
+
+    def tower_costs(self) -> dict[str, TowerCost]:
+        """What towers cost by name, a row being a patch: of a vision tower whose mergers make one embedding of a square.
+
+        A family with other towers overrides it.
+        """
+        vision = self.vision
+        if vision is None:
+            return {}
+        square = vision.spatial_merge_size**2
+        width, merged = vision.hidden_size, vision.hidden_size * square
+        patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        layers = vision.depth * (8.0 * width**2 + 4.0 * width * vision.intermediate_size)
+        mergers = (1 + self.deepstack_layers) * 2.0 * merged * (merged + vision.out_hidden_size)
+        per_row = 2.0 * patch * width + layers + mergers / square
+        return {"vision": TowerCost(per_row, 4.0 * width * vision.depth, float(square))}
 
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,13 +17,9 @@ from zoo.nn.tower_attention import use_varlen_attention
 class VisionLanguageModel(MultimodalModel):
     """Decoder with a `vision` tower."""
 
-    traits: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
-
     def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
         towers = self.build_towers(config) if stage.first else {}
-        traits = dict.fromkeys(self.traits, True)
+        traits = dict.fromkeys(config.traits, True)
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),
             vocab_size=config.text.vocab_size,

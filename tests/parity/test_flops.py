@@ -1,0 +1,97 @@
+"""FLOPs that the arithmetic of lengths gives, against those that PyTorch counts in a real forward and backward pass."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.engine import single_process_world
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
+from zoo.data.sample import collate
+from zoo.data.source import SampleSource
+from zoo.engine import build
+from zoo.nn.flops import model_cost
+from zoo.packing import PackedLayout
+
+SIZES = [
+    ("qwen3_vl_sft", "tiny"),
+    ("qwen3_vl_moe_sft", "tiny-moe"),
+    ("qwen35_vl_sft", "tiny"),
+    ("qwen35_vl_moe_sft", "tiny-moe"),
+    ("qwen3_omni_sft", "tiny"),
+    ("llava_sft", "tiny"),
+    ("llava_onevision_sft", "tiny-onevision"),
+]
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _counter() -> Any:
+    """PyTorch's counter, which knows no attention of the CPU."""
+    ops = torch.ops.aten
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+        return sdpa_flop_count(query, key, value)
+
+    def backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return sdpa_backward_flop_count(grad, query, key, value)
+
+    mapping = {getattr(ops, ATTENTION): forward, getattr(ops, f"{ATTENTION}_backward"): backward}
+    return FlopCounterMode(display=False, custom_mapping=mapping)
+
+
+@pytest.mark.parametrize(("name", "size"), SIZES)
+def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
+    recipe = validate(load_recipe(name, [f"size={size}", "hardware=cpu", "data.augment=0"]), 1)
+    with single_process_world() as world:
+        assembly = build.assemble(recipe)
+        (model,) = build.build_model(assembly, recipe, world)
+        step = build.build_step(assembly, recipe, world)
+        source = SampleSource.open(
+            ["digits:train"], assembly.processor, recipe.data, budget=1024, max_rows=400
+        )
+        samples = [source.sample(visit) for visit in range(len(source))]
+        samples = sorted(filter(_is_even, samples), key=lambda sample: sample.length)
+        longest = {sample.kind: sample for sample in samples}
+        assert len(longest) > 2
+        for sample in longest.values():
+            batch = collate([sample], PackedLayout.from_lengths([sample.length]))
+            rows = {
+                tower: [rows for stream in streams for rows in stream.rows]
+                for tower, streams in step.media_streams(batch.media).items()
+            }
+            with _counter() as forward:
+                output, loss_of = step(iter([batch]), model, loss_scale=1.0)
+                loss, _ = loss_of(output)
+            with _counter() as backward:
+                loss.backward()
+            counted = _by_part(forward.get_flop_counts(), list(assembly.config.tower_costs()))
+            cost = model_cost(assembly.config, assembly.config.mtp_layers(recipe))
+            # The CPU computes all pairs of a causal layer, the model needs those that look back.
+            pairs = cost.decoder.per_pair * sample.length**2
+            causal = cost.decoder.flops(sample.length) - cost.decoder.per_token * sample.length
+            parts = cost.parts(sample.length, sample.num_labels, rows)
+            parts["decoder"] += pairs - causal
+            for part, flops in parts.items():
+                assert flops == pytest.approx(counted[part], rel=0.1), (sample.kind, part)
+            total = sum(counted.values())
+            assert 3 * total == pytest.approx(total + backward.get_total_flops(), rel=0.1)
+
+
+def _is_even(sample: Any, second: int = 100) -> bool:
+    """Whether convolutions of sound see little padding: clips go in by the second, all as long as the longest."""
+    frames = sample.media["feature_lens"].tolist() if "feature_lens" in sample.media else []
+    pieces = [piece for count in frames for piece in [second] * (count // second) + [count % second] if piece]
+    return not pieces or max(pieces) * len(pieces) < 1.05 * sum(pieces)
+
+
+def _by_part(counts: Any, towers: list[str]) -> dict[str, float]:
+    """Counted FLOPs: head, towers (with what belongs to them), and the decoder with all else."""
+    by_module = {name: sum(ops.values()) for name, ops in counts.items() if name.count(".") == 1}
+    found = {"head": float(sum(f for n, f in by_module.items() if n.endswith(".output_layer")))}
+    for tower in towers:
+        own = (f".{tower}", ".projector") if tower == "vision" else (f".{tower}",)
+        found[tower] = float(sum(f for n, f in by_module.items() if n.endswith(own)))
+    found["decoder"] = float(sum(counts["Global"].values())) - sum(found.values())
+    return found

@@ -1,0 +1,78 @@
+"""FLOPs of an architecture, read from its config, as `zoo.packing.cost` counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo.nn.family import FamilyConfig
+from zoo.nn.gated_delta_net import CHUNK
+from zoo.packing.cost import DecoderCost, ModelCost
+
+
+def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
+    """What a sample costs a model of that config, with so many layers of multi-token prediction."""
+    text = config.text
+    kinds = _layer_kinds(text)
+    layers = [_layer(config, *kind) for kind in kinds]
+    # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
+    ahead = [_layer(config, False, kinds[-1][1])] * mtp_layers
+    joined = 4.0 * text.hidden_size**2 * mtp_layers
+    return ModelCost(
+        decoder=DecoderCost(
+            per_token=sum(layer.per_token for layer in (*layers, *ahead)) + joined,
+            per_pair=sum(layer.per_pair for layer in (*layers, *ahead)),
+        ),
+        head=2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
+        towers=config.tower_costs(),
+    )
+
+
+def _layer_kinds(text: Any) -> list[tuple[bool, bool]]:
+    """(linear attention, experts) of every decoder layer."""
+    count = text.num_hidden_layers
+    linear = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or [""] * count]
+    dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1)
+    sparse = bool(getattr(text, "num_experts", 0))
+    return [(linear[i], sparse and i not in dense and (i + 1) % every == 0) for i in range(count)]
+
+
+def _layer(config: FamilyConfig, linear: bool, sparse: bool) -> DecoderCost:
+    text = config.text
+    mixing = _linear_attention(text) if linear else _attention(text, "output_gate" in config.traits)
+    return DecoderCost(mixing.per_token + (_experts(text) if sparse else _mlp(text)), mixing.per_pair)
+
+
+def _attention(text: Any, gated: bool) -> DecoderCost:
+    """Queries (twice with a gate), keys, values and the way out; scores and their product with the values."""
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
+    widths = queries * (3 if gated else 2) + 2 * keys
+    return DecoderCost(2.0 * text.hidden_size * widths, 4.0 * queries)
+
+
+def _linear_attention(text: Any) -> DecoderCost:
+    """Gated DeltaNet: projections, convolution, and the delta rule in chunks (arXiv 2412.06464, section 3.3).
+
+    In a chunk of C tokens a head of widths K and V takes two products of C x K, the solution of a triangular system for
+    K + V columns, one of C x V, and three of K x V with the state.
+    """
+    key, value = text.linear_key_head_dim, text.linear_value_head_dim
+    keys, heads = text.linear_num_key_heads * key, text.linear_num_value_heads
+    values = heads * value
+    projections = (
+        2.0 * text.hidden_size * (2 * keys + 2 * values + 2 * heads) + 2.0 * values * text.hidden_size
+    )
+    convolution = 2.0 * text.linear_conv_kernel_dim * (2 * keys + values)
+    rule = heads * (4.0 * CHUNK * key + CHUNK * (key + value) + 2.0 * CHUNK * value + 6.0 * key * value)
+    return DecoderCost(projections + convolution + rule, 0.0)
+
+
+def _mlp(text: Any) -> float:
+    return 6.0 * text.hidden_size * text.intermediate_size
+
+
+def _experts(text: Any) -> float:
+    """Router, the experts of a token, and the shared one with its gate."""
+    hidden, shared = text.hidden_size, getattr(text, "shared_expert_intermediate_size", 0) or 0
+    routed = text.num_experts_per_tok * 6.0 * hidden * text.moe_intermediate_size
+    return 2.0 * hidden * text.num_experts + routed + 6.0 * hidden * shared + 2.0 * hidden * bool(shared)

@@ -1,0 +1,96 @@
+"""What a sample costs: FLOPs of a forward pass from lengths that the host knows, by part of the model.
+
+A multiplication and its addition count as two FLOPs, products of matrices alone are counted. Training takes three
+times as many (the backward pass has two products for each of the forward pass), a part that is computed again in the
+backward pass one time more; `train_factor` says it. A causal layer counts the pairs it needs, n (n + 1) / 2 of a sample of n
+tokens, and no padding: kernels that skip neither do more.
+
+The numbers of an architecture come from `zoo.nn.flops.model_cost`; the arithmetic here takes a microsecond a sample, so
+that a packer can weigh samples by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DecoderCost:
+    """All decoder layers together, multi-token prediction's included."""
+
+    per_token: float  # FLOPs of a token: projections, MLP, the experts it goes to, recurrent state
+    per_pair: float  # FLOPs of a pair of tokens one of which attends to the other
+
+    def flops(self, length: int) -> float:
+        """Forward FLOPs of a sample of `length` tokens."""
+        return self.per_token * length + self.per_pair * length * (length + 1) / 2
+
+
+@dataclass(frozen=True)
+class TowerCost:
+    """An encoder of images, frames or clips. Its rows are those of the tensor it gets: patches, tiles, frames of sound."""
+
+    per_row: float  # FLOPs of a row, with its share of what comes before and after the layers
+    per_pair: float  # FLOPs of a pair of rows of which one attends to the other
+    rows_per_token: float  # rows behind one embedding that the decoder gets
+    window: int | None = None  # rows see one another within windows of so many; None: all of an item
+
+    def flops(self, rows: float) -> float:
+        """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""
+        if self.window is None:
+            return self.per_row * rows + self.per_pair * rows**2
+        whole, rest = divmod(rows, self.window)
+        return self.per_row * rows + self.per_pair * (whole * self.window**2 + rest**2)
+
+    def of_tokens(self, tokens: int) -> float:
+        """The same of an item that becomes `tokens` embeddings."""
+        return self.flops(tokens * self.rows_per_token)
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """A model: decoder, head and towers by name."""
+
+    decoder: DecoderCost
+    head: float  # FLOPs of the logits of one label, over all depths of multi-token prediction
+    towers: Mapping[str, TowerCost] = field(default_factory=dict)
+
+    def parts(
+        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
+    ) -> dict[str, float]:
+        """Forward FLOPs of a sample by part: `decoder`, `head`, and each tower's name.
+
+        Args:
+            length: tokens of the sample, placeholders expanded.
+            labels: tokens with a loss; logits of others are not computed.
+            media: tower name -> rows of each item, as `MediaStream.rows` of zoo.steps has them.
+
+        Raises:
+            KeyError: the model has no such tower.
+        """
+        costs = {"decoder": self.decoder.flops(length), "head": self.head * labels}
+        for name in self.towers:
+            costs[name] = 0.0
+        for name, items in (media or {}).items():
+            costs[name] += sum(map(self.towers[name].flops, items))
+        return costs
+
+    def flops(
+        self, length: int, labels: int = 0, media: Mapping[str, Sequence[float]] | None = None
+    ) -> float:
+        """Forward FLOPs of a sample; arguments as `parts` takes them."""
+        return sum(self.parts(length, labels, media).values())
+
+
+def train_factor(*, frozen: bool = False, first: bool = False, recomputed: float = 0.0) -> float:
+    """FLOPs of training over those of a forward pass.
+
+    Args:
+        frozen: the part's weights are not trained.
+        first: nothing before the part is trained either, so that a frozen part has no backward pass at all.
+        recomputed: share of the part that the backward pass computes again.
+    """
+    if frozen and first:
+        return 1.0
+    return (2.0 if frozen else 3.0) + recomputed
