@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zoo.data.processor import ChatMarkers, Processor, as_tensor
 from zoo.data.rows import Row
+from zoo.data.sizes import Headers
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.data.vision import load_processor
 from zoo.errors import ConfigError
@@ -116,6 +117,22 @@ class LlavaProcessor(Processor):
             ends = media["video_ends"].tolist() if "video_ends" in media else []
             found[self.hf.video_token] = sum(self.tiling.frame_tokens(last) for last in ends)
         return found
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Tiles, one by one."""
+        tiles = sum(len(media[name]) for name in ("pixel_values", "pixel_values_videos") if name in media)
+        return {"vision": [1] * tiles}
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]]:
+        """The template's text, a token for each medium."""
+        tiling, lines = self.tiling, self.config.lines
+        cut = lines and (len(headers.images) == 1 or not self.config.has_video)
+        sizes = [(*size, tiling.tiles(*size) if cut else 1) for size in headers.images]
+        tokens = sum(tiling.image_tokens(*size) for size in sizes)
+        tokens += sum(count * tiling.frame_tokens(0) + 1 for count, *_ in headers.videos)
+        tiles = sum(tiles for *_, tiles in sizes) + sum(count for count, *_ in headers.videos)
+        further = tokens - len(headers.images) - len(headers.videos)
+        return text, further, {"vision": [1] * tiles}
 
 
 def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcessor:

@@ -19,6 +19,7 @@ from zoo.data.errors import RowError
 from zoo.data.processor import Processor, as_tensor
 from zoo.data.rows import Row
 from zoo.data.sample import Sample
+from zoo.data.sizes import Headers
 from zoo.errors import ConfigError
 from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 
@@ -139,6 +140,43 @@ class Qwen3OmniProcessor(Processor):
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
         heard = sum(audio_tokens(count, self.n_window) for count in frames)
         return vision.vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Patches of each image and temporal patch, and mel frames of each clip."""
+        frames = media["feature_lens"].tolist() if "feature_lens" in media else []
+        return vision.vision_rows(media) | {"audio": frames}
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+        """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
+        if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
+            return None
+        grids = [*vision.image_grids(self.hf, headers.images), *self._video_grids(headers)]
+        frames = self._mel_frames(headers.sounds)
+        heard = [audio_tokens(count, self.n_window) for count in frames]
+        merged = self.hf.image_processor.merge_size**2
+        tokens = sum(time * height * width // merged for time, height, width in grids) + sum(heard)
+        tracks = len(row.videos) if row.use_audio_in_video else 0
+        further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
+        return text, further, {"vision": vision.grid_rows(grids), "audio": frames}
+
+    def _mel_frames(self, samples: tuple[int, ...]) -> list[int]:
+        """Of sounds of so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""
+        hop = self.hf.feature_extractor.hop_length
+        most = max(samples, default=0) // hop
+        return [min(-(-count // hop), most) for count in samples]
+
+    def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
+        """(time, height, width) in patches of each video."""
+        from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+
+        videos = self.hf.video_processor
+        size = self.video_size or {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+        patch, limits = videos.patch_size, (size["shortest_edge"], size["longest_edge"])
+        grids = []
+        for count, height, width in headers.videos:
+            high, wide = smart_resize(height, width, patch * videos.merge_size, *limits)
+            grids.append((-(-count // videos.temporal_patch_size), high // patch, wide // patch))
+        return grids
 
     @cached_property
     def token_ids(self) -> dict[str, int]:

@@ -82,7 +82,7 @@ class Zoo:
             "recipe": "qwen3_omni_sft", "size": "tiny", "nproc": "1", "hardware": "cpu", "run.dir": run_dir,
             "data.train": self.data / "train.jsonl", "data.eval": self.data / "heldout.jsonl",
             "packing.budget": 96, "train.global_batch": 2, "train.warmup_steps": 2, "train.log_every": 1,
-            "train.steps": STEPS, "engine.threads": 1,
+            "train.steps": STEPS, "engine.threads": 1, "data.outside_root": "true",  # bundled media
         }  # fmt: skip
         return ["train", *(f"{key}={value}" for key, value in fixed.items()), *overrides]
 

@@ -1,5 +1,5 @@
 """
-usage: zoo bench packing | convert [key=value ...] [--json]
+usage: zoo bench packing | balance | data | convert [key=value ...] [--json]
 
 packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
 positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
@@ -7,6 +7,21 @@ positions, each as milliseconds and bytes and as a ratio to one torch.index_sele
   samples=64 shortest=50 longest=4000    how many samples, and their lengths in tokens; seed=0
   cp=2,4                                 context-parallel sizes; segments are aligned to 2 * cp
   device=cpu threads=1 repeats=30        where, on how many cores, and how often; medians are shown
+
+balance measures how full packed rows are and how evenly ranks share the work, on lengths of receipts, of a LLaVA mixture
+and of long videos: rows dealt out as they come, packed by tokens, and packed by tokens and cost as in training.
+
+  recipe=qwen3_vl_sft size=2b            whose FLOPs a sample costs
+  count=100000 ranks=8,64 bins=1         rows of each set, data-parallel ranks, packed rows that a rank takes a step
+  lookahead=256 align=1 seed=0           data.lookahead, packing.align
+
+data measures how fast a recipe's samples are read and encoded, what share of a step is spent waiting for them, and
+whether memory grows while they go through the loader.
+
+  recipe=qwen3_vl_sft size=tiny          whose processor and data; data=my.jsonl takes other rows
+  rows=500                               how many are measured and encoded one by one
+  samples=2000 cache_mb=64               how many go through the loader, with such a cache, while memory is watched
+  step_ms=200 steps=20                   length and number of the steps that training is taken to have
 
 convert measures the conversion of a synthetic checkpoint of a published size to zoo and back, in seconds and peak memory,
 beside a plain copy of its files.
@@ -86,6 +101,21 @@ def _packing(arguments: Sequence[str], as_json: bool) -> str:
     return json.dumps(bench.as_dict(report), indent=2) if as_json else bench.table(report)
 
 
+def _balance(arguments: Sequence[str], as_json: bool) -> str:
+    from zoo.engine import bench_balance as bench
+
+    options = bench.Options(**_values(arguments, bench.Options))
+    report = bench.run(options)
+    return json.dumps(bench.as_dict(options, report), indent=2) if as_json else bench.table(options, report)
+
+
+def _data(arguments: Sequence[str], as_json: bool) -> str:
+    from zoo.engine import bench_data
+
+    report = bench_data.run(bench_data.Options(**_values(arguments, bench_data.Options)))
+    return json.dumps(bench_data.as_dict(report), indent=2) if as_json else bench_data.table(report)
+
+
 def _convert(arguments: Sequence[str], as_json: bool) -> str:
     from zoo.engine import bench_convert
 
@@ -93,4 +123,4 @@ def _convert(arguments: Sequence[str], as_json: bool) -> str:
     return json.dumps(report, indent=2) if as_json else bench_convert.table(report)
 
 
-BENCHES = {"packing": _packing, "convert": _convert}
+BENCHES = {"packing": _packing, "balance": _balance, "data": _data, "convert": _convert}

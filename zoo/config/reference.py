@@ -23,7 +23,7 @@ _WORDS = {
     "bool": "true or false",
     "str": "a text",
     "list[str]": "a text or a list of texts",
-    "list[Any]": "a text, a mapping, or a list of them",
+    "list[Any]": "a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
     "dict[str, Any]": "a mapping",
 }
 
@@ -67,10 +67,10 @@ def show_value(value: Any) -> str:
     """A value as one would type it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{', '.join(show_value(item) for item in value)}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {show_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(show_value(item) for item in value)}]"
     return str(value)
 
 

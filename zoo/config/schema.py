@@ -70,18 +70,27 @@ class PackingConfig:
 class DataConfig:
     """Rows, media and what happens to a bad row."""
 
-    train: list[Any] = field(default_factory=lambda: ["digits:train"])  # JSONL files, or a bundled set
+    train: list[Any] = field(default_factory=lambda: ["digits:train"])  # files, sets, mappings (docs/data.md)
     eval: list[Any] = field(default_factory=lambda: ["digits:heldout"])  # the same for evaluation
+    root: str | None = None  # folder that media lie in; default: the folder of the file that names them
+    outside_root: bool = False  # whether rows may name media outside of that folder
+    urls: bool = False  # whether media at http(s) URLs are downloaded
+    labels: str = "assistant"  # assistant (all answers) | last (the last one) | all (every token of text)
     on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
-    lookahead: int = 64  # samples the packer may choose from
+    lookahead: int = 256  # samples the packer may choose from
     augment: float = 0.0  # strength, 0 to 1, of random changes to training media; 0: none
     augment_variants: int = 8  # different changes of a row; later epochs take them again, from the cache
     blank_answers: float = 0.0  # share of answer tokens blanked in what the model reads back; labels stay
     cache_mb: int = 512  # memory for processed samples, per rank, in MiB
     video_fps: float = 2.0  # frames taken per second of video
     max_frames: int = 768  # most frames taken of one video
+    workers: int | None = (
+        None  # processes a rank that decode media; 0: none, no limits; default: by the cores
+    )
+    row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
+    row_mb: int = 8192  # most memory that decoding a medium may take in a worker, in MiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +180,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "packing.mode": ("thd", "none"),
     "data.on_error": ("raise", "skip"),
     "data.overlong": ("error", "drop", "truncate_text"),
+    "data.labels": ("assistant", "last", "all"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),

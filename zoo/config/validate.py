@@ -14,6 +14,7 @@ from typing import Any
 
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
+from zoo.config.entries import check_entries
 from zoo.config.files import read_size
 from zoo.config.locate import is_hub_id
 from zoo.config.reference import nearest, show_value
@@ -23,12 +24,12 @@ from zoo.registry import get_family
 
 _POSITIVE = (
     "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
-    "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames",
+    "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames", "data.row_seconds", "data.row_mb",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
     "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
+    "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "data.workers", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
     "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.eval_every",
     "train.save_every",
 )  # fmt: skip
@@ -147,7 +148,7 @@ def _check_numbers(recipe: Recipe) -> None:
             raise ConfigError(f"{key}={value}: wanted a number above 0")
     for key in _NOT_NEGATIVE:
         value = _get(recipe, key)
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise ConfigError(f"{key}={value}: wanted 0 or more")
     for name in recipe.parallel.plan:
         if name not in PLANNED:
@@ -160,6 +161,7 @@ def _check_numbers(recipe: Recipe) -> None:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
     if not recipe.data.eval:
         raise ConfigError("data.eval=[]: nothing to evaluate on; name a JSONL file or a bundled set")
+    check_entries(recipe.data.train, recipe.data.eval)
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -11,10 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-
-from zoo.data.sample import IGNORE
 
 Span = tuple[int, int]
 
@@ -48,24 +45,33 @@ def _rest(whole: str, beginning: str) -> str:
     return whole.removeprefix(beginning)
 
 
-def labels(
-    tokenizer: Any, text: str, spans: Sequence[Span], input_ids: Tensor, media: Collection[int]
-) -> Tensor:
-    """(L,) int64 labels of `input_ids`, in which each token of `media` may stand many times for one in `text`.
+def spans(
+    tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]
+) -> list[Span]:
+    """(first token, one past the last) in `input_ids` of what `written` spans of characters of `text` say.
+
+    Each token of `media` may stand many times in `input_ids` for one in `text`.
 
     Raises:
         ValueError: `input_ids` are not those of the text.
     """
     once = tokenizer(text, return_offsets_mapping=True)
     kept = [
-        (token, any(start < last and end > first for first, last in spans))
-        for token, (start, end) in zip(once["input_ids"], once["offset_mapping"], strict=True)
+        (token, place)
+        for token, place in zip(once["input_ids"], once["offset_mapping"], strict=True)
         if token not in media
     ]
-    is_text = torch.tensor([token not in media for token in input_ids.tolist()])
-    if input_ids[is_text].tolist() != [token for token, _ in kept]:
+    places = [index for index, token in enumerate(input_ids.tolist()) if token not in media]
+    if [int(input_ids[place]) for place in places] != [token for token, _ in kept]:
         raise ValueError("the processor's tokens are not those of the text that it was given")
-    found = torch.full_like(input_ids, IGNORE)
-    answers = torch.tensor([labelled for _, labelled in kept])
-    found[is_text] = torch.where(answers, input_ids[is_text], IGNORE)
+    found = []
+    for first, last in written:
+        inside = [
+            place
+            for place, (_, (start, end)) in zip(places, kept, strict=True)
+            if start < last and end > first
+        ]
+        if not inside:
+            raise ValueError(f"no token says {text[first:last]!r}")
+        found.append((inside[0], inside[-1] + 1))
     return found

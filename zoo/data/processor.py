@@ -1,8 +1,8 @@
 """`Processor`: rows to samples through a Hugging Face processor, with labels on the assistant's answers.
 
 It guarantees: the token ids and media are those of the HF processor's own call; every answer of the row is labelled,
-its end-of-turn token included, and nothing else is; the placeholder tokens are as many as the media give. Whatever
-goes wrong is a `RowError` of that row.
+its end-of-turn token included, and nothing else is (unless other labels are asked for); no medium is; the placeholder
+tokens are as many as the media give. Whatever goes wrong is a `RowError` of that row.
 """
 
 from __future__ import annotations
@@ -12,18 +12,66 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
+from zoo.data import labels as label_spans
 from zoo.data import plain_turns
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.media import load_audio, load_image, load_video
+from zoo.data.refs import Medium, is_url, opened
 from zoo.data.rows import PLACEHOLDER, Row
-from zoo.data.sample import IGNORE, Sample
+from zoo.data.sample import Sample
+from zoo.data.sizes import Headers, SampleSize, read_headers
+
+
+class Decoder(Protocol):
+    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`."""
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Rows that will be asked for soon, in this order."""
+
+    def close(self) -> None:
+        """No row will be asked for any more."""
+
+    def image(self, medium: Medium, row: Row) -> Image.Image:
+        """See `zoo.data.media.load_image`."""
+
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+        """See `zoo.data.media.load_video`."""
+
+    def audio(self, medium: Medium, row: Row) -> np.ndarray:
+        """See `zoo.data.media.load_audio`."""
+
+
+class Here:
+    """Decodes in this process, without limits of time and memory."""
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Nothing: rows are decoded when they are asked for."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def image(self, medium: Medium, row: Row) -> Image.Image:
+        """An RGB picture."""
+        return load_image(opened(medium, row.root))
+
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+        """(T, 3, H, W) uint8, and their rate in Hz."""
+        return load_video(opened(medium, row.root), fps, max_frames)
+
+    def audio(self, medium: Medium, row: Row) -> np.ndarray:
+        """(N,) float32 at 16 kHz."""
+        return load_audio(opened(medium, row.root))
+
+
+HERE = Here()
 
 
 @dataclass(frozen=True)
@@ -66,7 +114,8 @@ class Processor:
         if not getattr(hf, "chat_template", None):
             raise ValueError("The processor has no chat template; copy chat_template.jinja into its folder.")
         self._end = end[0]
-        self._opening = self.tokenizer.decode(self.tokenizer("")["input_ids"])
+        first = self.tokenizer("")["input_ids"]
+        self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
 
     @property
@@ -75,7 +124,14 @@ class Processor:
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self._end
 
     def encode(
-        self, row: Row, *, video_fps: float, max_frames: int, augment: Augment | None = None
+        self,
+        row: Row,
+        *,
+        video_fps: float,
+        max_frames: int,
+        augment: Augment | None = None,
+        labels: str = "assistant",
+        decoder: Decoder = HERE,
     ) -> Sample:
         """One row as a sample.
 
@@ -84,6 +140,8 @@ class Processor:
             video_fps: frames taken per second of video.
             max_frames: most frames taken of one video.
             augment: changes the media, or None.
+            labels: assistant (all answers), last (the last one) or all (every token of text); of a plain text all are.
+            decoder: who decodes the media.
 
         Raises:
             RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token of the
@@ -91,15 +149,26 @@ class Processor:
                 answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
                 media give ("placeholder_mismatch").
         """
-        return self.encode_both(row, video_fps=video_fps, max_frames=max_frames, augment=augment)[0]
+        return self.encode_both(
+            row, video_fps=video_fps, max_frames=max_frames, augment=augment, labels=labels, decoder=decoder
+        )[0]
 
     def encode_both(
-        self, row: Row, *, video_fps: float, max_frames: int, augment: Augment | None = None
+        self,
+        row: Row,
+        *,
+        video_fps: float,
+        max_frames: int,
+        augment: Augment | None = None,
+        labels: str = "assistant",
+        decoder: Decoder = HERE,
     ) -> tuple[Sample, dict[str, Any]]:
         """As `encode`, and what the HF processor returned, which transformers' model takes as arguments."""
         self._refuse_special_tokens(row)
+        if row.text is not None:
+            return self._plain_text(row, row.text)
         try:
-            media, fps = self._load(row, video_fps, max_frames)
+            media, fps = self._load(row, video_fps, max_frames, decoder)
         except RowError as error:
             raise error.at(row.source) from error
         if augment is not None and augment.strength:
@@ -113,16 +182,58 @@ class Processor:
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
-            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {error}"
+            said = " ".join(str(error).split()).rstrip(".")
+            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
             raise RowError(row.source, "processor_error", reason) from error
         self._check_placeholders(row, input_ids, tensors)
         if self._header:
-            labels = self._labels(row, input_ids)
+            spans = self._spans(row, input_ids)
         else:
-            labels = plain_turns.labels(self.tokenizer, text, answers, input_ids, self.media_ids)
-        return Sample(input_ids, labels, tensors, row.kind, row.source), self.model_inputs(
-            row, dict(features)
-        )
+            spans = self._plain_spans(row, text, answers, input_ids)
+        chosen = label_spans.choose(spans, row.answer_weights, labels, len(input_ids), row.weight)
+        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
+        sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights)
+        return sample, self.model_inputs(row, dict(features))
+
+    def _plain_text(self, row: Row, text: str) -> tuple[Sample, dict[str, Any]]:
+        """A text as it is, with the end of sequence behind it: all of it is learnt."""
+        ids = self.tokenizer(text)["input_ids"]
+        ids += [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
+        input_ids = torch.tensor(ids, dtype=torch.int64)
+        chosen = torch.full((len(ids),), row.weight)
+        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
+        sample = Sample(input_ids, targets, {}, row.kind, row.source, weights)
+        return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
+
+    def measure(self, row: Row, *, video_fps: float, max_frames: int) -> SampleSize | None:
+        """What `encode` will give, without decoding media; None where only encoding tells.
+
+        Raises:
+            RowError: a special token in the texts, or a complaint of the chat template.
+        """
+        self._refuse_special_tokens(row)
+        if row.text is not None:
+            return self.size(self._plain_text(row, row.text)[0])
+        try:
+            files = [
+                [None if is_url(medium) else opened(medium, row.root) for medium in media]
+                for media in (row.images, row.videos, sound_files(row))
+            ]
+            headers = read_headers(*files, video_fps, max_frames)
+            sketch = None if headers is None else self.sketch(row, self._text(row)[0], headers)
+            if sketch is None:
+                return None
+            text, further, media = sketch
+            length = len(self.tokenizer(text)["input_ids"]) + further
+        except RowError as error:
+            raise error.at(row.source) from error
+        except Exception:  # what it dislikes, encoding says in the words for it
+            return None
+        return SampleSize(length, media)
+
+    def size(self, sample: Sample) -> SampleSize:
+        """The size of an encoded sample."""
+        return SampleSize(sample.length, self.tower_rows(sample.media))
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -154,6 +265,24 @@ class Processor:
         """How many of each placeholder token the media give: {"<|image_pad|>": 12}."""
         return {}
 
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Tower -> rows (patches, tiles, mel frames) of each item that it sees by itself."""
+        return {}
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+        """The arithmetic of `measure`: a text to tokenize in which placeholders stand for less than they will.
+
+        Args:
+            row: a checked row.
+            text: what the chat template writes, a placeholder for each medium.
+            headers: of the row's files.
+
+        Returns:
+            The text, how many tokens its placeholders will be more, and tower -> rows as `tower_rows` gives them; None
+            where only encoding tells.
+        """
+        return None if row.media else (text, 0, {})
+
     @cached_property
     def media_ids(self) -> frozenset[int]:
         """Ids of the placeholder tokens and of the tokens around them: text is never cut before one of these."""
@@ -174,28 +303,31 @@ class Processor:
         return text.removeprefix(self._opening)
 
     def _refuse_special_tokens(self, row: Row) -> None:
-        for number, (_, content) in enumerate(row.messages):
-            found = self._special.search(PLACEHOLDER.sub(" ", content))
+        texts = [(f"messages[{n}]", PLACEHOLDER.sub(" ", said)) for n, (_, said) in enumerate(row.messages)]
+        for where, said in texts if row.text is None else [("text", row.text)]:
+            found = self._special.search(said)
             if found:
-                text = f"messages[{number}] contains {found[0]!r}, a special token of the tokenizer; take it out."
+                text = f"{where} contains {found[0]!r}, a special token of the tokenizer; take it out."
                 raise RowError(row.source, "special_token_in_text", text)
 
-    def _load(self, row: Row, fps: float, max_frames: int) -> tuple[dict[str, list], float | None]:
+    def _load(
+        self, row: Row, fps: float, max_frames: int, decoder: Decoder
+    ) -> tuple[dict[str, list], float | None]:
         """The row's media as arguments of the HF processor, and the rate of its videos."""
         media: dict[str, list] = {}
         if row.images:
-            media["images"] = [load_image(row.path(name)) for name in row.images]
+            media["images"] = [decoder.image(image, row) for image in row.images]
         rate = None
         if row.videos:
-            clips = [load_video(row.path(name), fps, max_frames) for name in row.videos]
+            clips = [decoder.video(video, row, fps, max_frames) for video in row.videos]
             # HF processors take one rate for all videos of a call, so a thinned one thins the others.
             rate = min(clip[1] for clip in clips)
             clips = [
-                clip if clip[1] == rate else load_video(row.path(name), rate, max_frames)
-                for name, clip in zip(row.videos, clips, strict=True)
+                clip if clip[1] == rate else decoder.video(video, row, rate, max_frames)
+                for video, clip in zip(row.videos, clips, strict=True)
             ]
             media["videos"] = [frames for frames, _ in clips]
-        sounds = [load_audio(row.path(name)) for name in sound_files(row)]
+        sounds = [decoder.audio(sound, row) for sound in sound_files(row)]
         if sounds:
             media["audio"] = sounds
         return media, rate
@@ -207,16 +339,46 @@ class Processor:
                 text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
                 raise RowError(row.source, "placeholder_mismatch", text)
 
-    def _labels(self, row: Row, input_ids: Tensor) -> Tensor:
-        labels = torch.full_like(input_ids, IGNORE)
-        spans = list(self._answers(input_ids.tolist()))
+    def _spans(self, row: Row, input_ids: Tensor) -> list[tuple[int, int]]:
+        """(first token, one past the end-of-turn token) of what each answer says."""
+        ids = input_ids.tolist()
+        spans = list(self._answers(ids))
         wanted = sum(role == "assistant" for role, _ in row.messages)
         if len(spans) != wanted:
             text = f"{len(spans)} answers found in the tokens but {wanted} in the row; does the chat template fit?"
             raise RowError(row.source, "labels", text)
-        for start, end in spans:
-            labels[start:end] = input_ids[start:end]
-        return labels
+        said = [content for role, content in row.messages if role == "assistant"]
+        return [
+            (self._words_begin(ids, start, end, words, row.source), end)
+            for (start, end), words in zip(spans, said, strict=True)
+        ]
+
+    def _plain_spans(
+        self, row: Row, text: str, answers: list[plain_turns.Span], input_ids: Tensor
+    ) -> list[plain_turns.Span]:
+        try:
+            return plain_turns.spans(self.tokenizer, text, answers, input_ids, self.media_ids)
+        except ValueError as error:
+            raise RowError(row.source, "labels", f"{error}.") from error
+
+    def _words_begin(self, ids: list[int], start: int, end: int, words: str, source: str) -> int:
+        """The token of the span at which the answer begins, behind what the template puts before it."""
+        if PLACEHOLDER.search(words):
+            return start
+        body = self._decode(ids[start : end - 1])
+        if not body.endswith(words):  # a tokenizer may normalise letters (NFC, in Qwen's)
+            words = self._decode(self.tokenizer.encode(words, add_special_tokens=False))
+        try:
+            before = label_spans.words_begin(body, words)
+        except ValueError as error:
+            raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
+        count = 0
+        while before and len(self._decode(ids[start : start + count])) < before:
+            count += 1
+        return start + count
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """(first token of an answer, one past its end-of-turn token) of each assistant's turn."""
@@ -251,7 +413,7 @@ def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
     return {kind: [change[kind](item) for item in items] for kind, items in media.items()}
 
 
-def sound_files(row: Row) -> list[str]:
+def sound_files(row: Row) -> list[Medium]:
     """The row's sounds in the order in which they are heard, sound tracks of its videos included."""
     audios, videos = iter(row.audios), iter(row.videos)
     names = []

@@ -1,9 +1,10 @@
-"""Rows of a data set: `messages` JSONL, read and checked without decoding any media.
+"""Rows of a data set, read and checked without decoding any media.
 
 A row is `{"messages": [{"role", "content"}], "images": [], "videos": [], "audios": []}` with the placeholders
-`<image>`, `<video>` and `<audio>` in the contents, as many of each as there are files. `image`, `video` and `audio`
-(one path) are accepted too, and so are `kind` (a label for statistics) and `use_audio_in_video`. Paths are relative to
-the JSONL's folder. A row takes about 1 kB of memory, and 30 microseconds to read.
+`<image>`, `<video>` and `<audio>` in the contents, as many of each as there are media. `image`, `video` and `audio`
+(one medium) are accepted too, and so are `kind` (a label for statistics), `weight` (of the row, and of a message, in the
+loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are turned into this one by
+`zoo.data.formats`. Paths are relative to the JSONL's folder. A row takes about 1 kB of memory, and 30 microseconds to read.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from zoo.data.errors import RowError
+from zoo.data.formats.choose import to_own
+from zoo.data.refs import Access, Medium, checked, missing_text, shown
 from zoo.errors import UserError
 
-__all__ = ["PLACEHOLDER", "Row", "RowError", "parse_row", "read_rows"]
+__all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
 PLACEHOLDER = re.compile("<(image|video|audio)>")
 BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
@@ -30,21 +33,27 @@ MEDIA = {
     "video": "videos",
     "audio": "audios",
 }  # placeholder and singular key -> plural key
-KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "use_audio_in_video")
+KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
+MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
+TEXT_KEYS = ("text", "kind", "weight")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One conversation with its media files."""
+    """One conversation with its media, or a plain text."""
 
     messages: tuple[tuple[str, str], ...]  # (role, content with placeholders), in order
-    images: tuple[str, ...] = ()  # paths as written, one for each <image>
-    videos: tuple[str, ...] = ()  # one for each <video>
-    audios: tuple[str, ...] = ()  # one for each <audio>
+    images: tuple[Medium, ...] = ()  # one for each <image>: a path as written, or what `zoo.data.refs` knows
+    videos: tuple[Medium, ...] = ()  # one for each <video>
+    audios: tuple[Medium, ...] = ()  # one for each <audio>
     kind: str | None = None  # a label for statistics
     use_audio_in_video: bool = False  # the videos' sound tracks are heard as well
     source: str = ""  # where the row stands: "train.jsonl:17"
     root: Path = Path()  # folder that paths are relative to
+    weight: float = 1.0  # of the row in the loss
+    weights: tuple[float, ...] = ()  # of each message in the loss; () where all are 1
+    text: str | None = None  # plain text, where there are no messages
+    trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -60,57 +69,101 @@ class Row:
             if there
         }
 
+    @property
+    def answer_weights(self) -> list[float]:
+        """The weight of each assistant's answer: the row's times the message's."""
+        own = self.weights or (1.0,) * len(self.messages)
+        pairs = zip(self.messages, own, strict=True)
+        return [self.weight * weight for (role, _), weight in pairs if role == "assistant"]
 
-def read_rows(spec: str | Path, on_bad: Callable[[RowError], None] | None = None) -> list[Row]:
-    """All rows of a JSONL file or of a bundled set.
+
+def read_rows(
+    spec: str | Path,
+    on_bad: Callable[[RowError], None] | None = None,
+    *,
+    form: str | None = None,
+    access: Access | None = None,
+    keep: Callable[[int], bool] = lambda number: True,
+) -> list[Row]:
+    """All rows of a JSONL file, of a JSON file with one list, or of a bundled set.
 
     Args:
-        spec: path of a JSONL file, or a bundled set with its split ("digits:train").
+        spec: path of the file, or a bundled set with its split ("digits:train").
         on_bad: called with the error of each bad row, which is then left out; None raises the first.
+        form: the rows' format, a name of `zoo.data.formats`; None: told by each row's keys.
+        access: which media rows may name; None: any path, relative to the file's folder.
+        keep: whether the row of a line number is wanted.
 
     Raises:
-        RowError: a bad row (see `parse_row`), when `on_bad` is None.
+        RowError: a bad row (see `make_row`), when `on_bad` is None.
         UserError: no such file or bundled set, or a file without rows.
     """
     path = locate(str(spec))
+    access = access or Access(path.parent)
     rows, empty = [], True
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            empty = False
-            try:
-                rows.append(parse_row(line, f"{spec}:{number}", path.parent))
-            except RowError as error:
-                if on_bad is None:
-                    raise
-                on_bad(error)
+    for number, line in numbered_items(path, str(spec)):
+        empty = False
+        if not keep(number):
+            continue
+        try:
+            source = f"{spec}:{number}"
+            item = line if isinstance(line, dict) else load_line(line, source)
+            rows.append(make_row(item, source, access, form))
+        except RowError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
     if empty:
         raise UserError(f"{spec} has no rows; each line should be a JSON object with 'messages'.")
     return rows
 
 
+def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """(line number, line) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
+    if path.suffix == ".json" and _is_list(path):
+        try:
+            items = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{spec}: no valid JSON: {error}.") from error
+        for number, item in enumerate(items, start=1):
+            yield number, item if isinstance(item, dict) else json.dumps(item).encode()
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line
+
+
 def parse_row(line: bytes | str, source: str, root: Path) -> Row:
-    """One line of JSONL as a row.
+    """One line of JSONL as a row; see `make_row`. Broken JSON is a RowError ("bad_json")."""
+    return make_row(load_line(line, source), source, Access(root))
+
+
+def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | None = None) -> Row:
+    """A row as a file, a data set or a program has it, checked.
 
     Args:
-        line: a JSON object (UTF-8).
-        source: where the line stands, for errors.
-        root: folder that media paths are relative to.
+        item: the row, of any format.
+        source: where the row stands, for errors.
+        access: which media it may name.
+        form: its format, a name of `zoo.data.formats`; None: told by its keys.
 
     Raises:
-        RowError: broken JSON ("bad_json"), a key or value of the wrong name, type or content ("bad_row"), as many
-            files as placeholders not given ("placeholder_mismatch"), a file that is not there ("missing_file").
+        RowError: a key or value of the wrong name, type or content ("bad_row"), several formats at once ("format"), not as
+            many media as placeholders ("placeholder_mismatch"), a file that is not there ("missing_file"), out of the data
+            root ("outside_root") or at a URL ("url").
     """
-    item = _load(line, source)
-    for key in item:
-        if key not in KEYS:
-            near = get_close_matches(str(key), KEYS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(KEYS)}."
-            raise RowError(source, "bad_row", f"unknown key {key!r}; {hint}")
-    messages = tuple(_messages(item, source))
-    media = {name: _paths(item, name, source) for name in MEDIA}
-    _check_placeholders(messages, media, source)
+    item = to_own(item, form, source)
+    if "text" in item and "messages" not in item:
+        return _text_row(item, source, access)
+    _refuse_unknown(item, KEYS, source)
+    messages, weights = _messages(item, source)
+    named = {name: _listed(item, name, source) for name in MEDIA}
+    _check_placeholders(messages, {name: len(found) for name, (_, found) in named.items()}, source)
+    media = {
+        name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
+        for name, (key, found) in named.items()
+    }
     use_sound = _typed(item, "use_audio_in_video", bool, False, source)
     if use_sound and not media["video"]:
         raise RowError(source, "bad_row", "use_audio_in_video is true, but the row has no video.")
@@ -122,17 +175,39 @@ def parse_row(line: bytes | str, source: str, root: Path) -> Row:
         kind=_typed(item, "kind", str, None, source),
         use_audio_in_video=use_sound,
         source=source,
-        root=root,
+        root=access.root,
+        weight=_weight(item, "the row", source),
+        weights=weights if set(weights) != {1.0} else (),
+        trusted=access.trusted,
     )
-    for name in (*row.images, *row.videos, *row.audios):
-        if not row.path(name).is_file():
-            raise RowError(source, "missing_file", missing_text(row.path(name)))
+    if max(row.answer_weights) > MAX_WEIGHT:
+        raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
     return row
 
 
-def missing_text(path: Path) -> str:
-    """What to say of a media file that is not there."""
-    return f"no file {path}; paths in a row are relative to the folder of its JSONL file."
+def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
+    _refuse_unknown(item, TEXT_KEYS, source)
+    text = item["text"]
+    if not isinstance(text, str):
+        raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+    if not text.strip():
+        raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
+    return Row(
+        messages=(),
+        kind=_typed(item, "kind", str, "text", source),
+        source=source,
+        root=access.root,
+        weight=_weight(item, "the row", source),
+        text=text,
+    )
+
+
+def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
+    for key in item:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+            raise RowError(source, "bad_row", f"unknown key {key!r}; {hint}")
 
 
 def is_bundled(spec: str) -> bool:
@@ -163,9 +238,18 @@ def locate(spec: str, key: str = "data") -> Path:
     raise UserError(f"{key}={spec}: {what}; {hint}")
 
 
-def _load(line: bytes | str, source: str) -> dict[str, Any]:
+def _is_list(path: Path) -> bool:
+    """Whether a JSON file begins with a bracket."""
+    with path.open("rb") as file:
+        return file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def load_line(line: bytes | str, source: str) -> dict[str, Any]:
+    """The JSON object of a line; RowError ("bad_json") where there is none."""
     try:
-        item = json.loads(line.strip())
+        item = json.loads((line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip())
+    except RecursionError as error:
+        raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
     except json.JSONDecodeError as error:
         text = f"broken JSON at column {error.colno}: {error.msg}."
         raise RowError(source, "bad_json", text) from error
@@ -184,53 +268,73 @@ def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str
     return value
 
 
-def _messages(item: dict[str, Any], source: str) -> Iterator[tuple[str, str]]:
+def _weight(item: dict[str, Any], what: str, source: str) -> float:
+    weight = item.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
+    if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
+        text = f"weight of {what} is {weight}; a number from 0 to {MAX_WEIGHT:g} is wanted."
+        raise RowError(source, "bad_row", text)
+    return float(weight)
+
+
+def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str], ...], tuple[float, ...]]:
+    """(role, content) of each message, and their weights."""
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages:
-        seen = "missing" if "messages" not in item else f"{messages!r}"
+        seen = "missing" if "messages" not in item else shown(messages)
         text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
         raise RowError(source, "bad_row", text)
-    for number, message in enumerate(messages):
-        where = f"messages[{number}]"
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            seen = str(sorted(map(str, message))) if isinstance(message, dict) else repr(message)
-            raise RowError(source, "bad_row", f"{where} has {seen}; exactly 'role' and 'content' are wanted.")
-        role, content = message["role"], message["content"]
-        if role not in ROLES:
-            raise RowError(source, "bad_row", f"{where} has role {role!r}; wanted: {', '.join(ROLES)}.")
-        if not isinstance(content, str):
-            text = f"{where} has content of type {type(content).__name__}; a string is wanted."
-            raise RowError(source, "bad_row", text)
-        if role == "assistant" and not content.strip():
-            raise RowError(
-                source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn."
-            )
-        yield role, content
-    if all(message["role"] != "assistant" for message in messages):
+    pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
+    if all(role != "assistant" for role, _ in pairs):
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
+    return pairs, tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
 
 
-def _paths(item: dict[str, Any], name: str, source: str) -> tuple[str, ...]:
+def _message(message: Any, where: str, source: str) -> tuple[str, str]:
+    if not isinstance(message, dict) or set(message) - {"weight"} != {"role", "content"}:
+        seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
+        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', if any) are wanted."
+        raise RowError(source, "bad_row", text)
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise RowError(source, "bad_row", f"{where} has role {role!r}; wanted: {', '.join(ROLES)}.")
+    if not isinstance(content, str):
+        text = f"{where} has content of type {type(content).__name__}; a string is wanted."
+        raise RowError(source, "bad_row", text)
+    if not content.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in content):
+        text = f"{where} holds half of a surrogate pair, which is no text; write it as UTF-8."
+        raise RowError(source, "bad_row", text)
+    if role == "assistant" and not content.strip():
+        raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
+    if role != "assistant" and message.get("weight") is not None:
+        text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."
+        raise RowError(source, "bad_row", text)
+    return role, content
+
+
+def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:
+    """The key that the row has for a kind of medium, and what it lists."""
     plural = MEDIA[name]
-    if name in item and plural in item:
+    if item.get(name) is not None and item.get(plural) is not None:
         raise RowError(source, "bad_row", f"both {name!r} and {plural!r} are given; keep one of them.")
-    value = item.get(plural, item.get(name))
+    key = name if item.get(name) is not None else plural
+    value = item.get(key)
     if value is None:
-        return ()
-    if name in item and isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(path, str) and path for path in value):
-        key = name if name in item else plural
-        raise RowError(source, "bad_row", f"{key} is {value!r}; a list of paths is wanted.")
-    return tuple(value)
+        return key, []
+    if key == name and not isinstance(value, list | tuple):
+        return key, [value]
+    if not isinstance(value, list | tuple):
+        raise RowError(source, "bad_row", f"{key} is {shown(value)}; a list of paths is wanted.")
+    return key, list(value)
 
 
-def _check_placeholders(
-    messages: tuple[tuple[str, str], ...], media: dict[str, tuple[str, ...]], source: str
-) -> None:
+def _check_placeholders(messages: tuple[tuple[str, str], ...], media: dict[str, int], source: str) -> None:
     marks = [mark for _, content in messages for mark in PLACEHOLDER.findall(content)]
-    for name, paths in media.items():
+    for name, there in media.items():
         count = marks.count(name)
-        if count != len(paths):
-            text = f"{count} <{name}> in the messages but {len(paths)} in {MEDIA[name]!r}; make them equal."
+        if count != there:
+            text = f"{count} <{name}> in the messages but {there} in {MEDIA[name]!r}; make them equal."
             raise RowError(source, "placeholder_mismatch", text)

@@ -23,6 +23,7 @@ class Sample:
         media: tensors of the family's towers; those of several samples are joined along dim 0.
         kind: the row's label for statistics.
         source: where the row stands.
+        weights: (L,) float32 weight of each label in the loss; None where all are 1. A label of weight 0 is IGNORE.
     """
 
     input_ids: Tensor
@@ -30,6 +31,7 @@ class Sample:
     media: dict[str, Tensor] = field(default_factory=dict)
     kind: str | None = None
     source: str = ""
+    weights: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -42,9 +44,17 @@ class Sample:
         return int((self.labels[1:] != IGNORE).sum())
 
     @property
+    def label_weight(self) -> float:
+        """Sum of the weights of the tokens with loss: their number where all weigh 1."""
+        if self.weights is None:
+            return float(self.num_labels)
+        return float(self.weights[1:].double()[self.labels[1:] != IGNORE].sum())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in (self.input_ids, self.labels, *self.media.values()))
+        own = (self.input_ids, self.labels) + (() if self.weights is None else (self.weights,))
+        return sum(tensor.nbytes for tensor in (*own, *self.media.values()))
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class MicroBatch:
         sources: where each sample's row stands.
         num_labels: tokens with loss (targets; see `Sample.num_labels`), on the host.
         layout: layout of the packed row; None for a padded batch.
+        weights: as `labels`, float32, the weight of each label in the loss; None where all are 1.
+        label_weight: sum of the weights of the targets, on the host; None where it is `num_labels`.
     """
 
     input_ids: Tensor
@@ -72,6 +84,8 @@ class MicroBatch:
     sources: tuple[str, ...]
     num_labels: int
     layout: PackedLayout | None = None
+    weights: Tensor | None = None
+    label_weight: float | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -124,6 +138,7 @@ def collate(samples: Sequence[Sample], layout: PackedLayout, pad_id: int = 0) ->
         labels=layout.pack_list([sample.labels for sample in samples], fill=IGNORE),
         attention_mask=None,
         layout=layout,
+        weights=layout.pack_list(_weights(samples), fill=0) if _weighted(samples) else None,
         **_common(samples),
     )
 
@@ -152,11 +167,25 @@ def collate_padded(
     input_ids = torch.full(shape, pad_id)
     labels = torch.full(shape, IGNORE)
     mask = torch.zeros(shape, dtype=torch.bool)
+    weights = torch.zeros(shape) if _weighted(samples) else None
     for row, sample in enumerate(samples):
         input_ids[row, : sample.length] = sample.input_ids
         labels[row, : sample.length] = sample.labels
         mask[row, : sample.length] = True
-    return MicroBatch(input_ids=input_ids, labels=labels, attention_mask=mask, **_common(samples))
+    if weights is not None:
+        for row, weight in enumerate(_weights(samples)):
+            weights[row, : len(weight)] = weight
+    return MicroBatch(
+        input_ids=input_ids, labels=labels, attention_mask=mask, weights=weights, **_common(samples)
+    )
+
+
+def _weighted(samples: Sequence[Sample]) -> bool:
+    return any(sample.weights is not None for sample in samples)
+
+
+def _weights(samples: Sequence[Sample]) -> list[Tensor]:
+    return [torch.ones(s.length) if s.weights is None else s.weights for s in samples]
 
 
 def _common(samples: Sequence[Sample]) -> dict:
@@ -168,4 +197,5 @@ def _common(samples: Sequence[Sample]) -> dict:
         "kinds": tuple(sample.kind for sample in samples),
         "sources": tuple(sample.source for sample in samples),
         "num_labels": sum(sample.num_labels for sample in samples),
+        "label_weight": sum(sample.label_weight for sample in samples) if _weighted(samples) else None,
     }

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zoo.data.processor import Processor
 from zoo.data.rows import Row
+from zoo.data.sizes import Headers
 from zoo.data.vision import (
     MARKERS,
     config_field,
+    grid_rows,
+    image_grids,
     load_processor,
     tiny_parts,
     tiny_settings,
     vision_geometry,
+    vision_rows,
     vision_tensors,
     vision_tokens,
     wanted_geometry,
@@ -88,6 +94,48 @@ class TimestampedProcessor(Processor):
     def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
         """Placeholder tokens that the tower's outputs replace."""
         return vision_tokens(self.hf, media)
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Patches of each image and temporal patch."""
+        return vision_rows(media)
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+        """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
+        if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
+            return None
+        images, videos = image_grids(self.hf, headers.images), self._video_grids(headers)
+        merge = self.hf.video_processor.merge_size
+        times = [
+            SimpleNamespace(fps=headers.fps, frames_indices=list(range(count)))
+            for count, *_ in headers.videos
+        ]
+        # Grids of one token each, of which transformers makes its text.
+        small = {
+            "video_grid_thw": [torch.tensor((grid[0], merge, merge)) for grid in videos],
+            "video_metadata": times,
+        }
+        written = [self.hf.replace_video_token(small, index) for index in range(len(videos))]
+        (text,), _ = self.hf.get_text_with_replacements([text], [self.hf.image_token] * len(images), written)
+        rows = grid_rows([*images, *videos])
+        return text, sum(count // merge**2 - 1 for count in rows), {"vision": rows}
+
+    def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
+        """(time, height, width) in patches of each video."""
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        videos = self.hf.video_processor
+        patch, together = videos.patch_size, videos.temporal_patch_size
+        limits = (
+            together,
+            patch * videos.merge_size,
+            videos.size["shortest_edge"],
+            videos.size["longest_edge"],
+        )
+        grids = []
+        for count, *size in headers.videos:
+            height, width = smart_resize(count, *size, *limits)
+            grids.append((-(-count // together), height // patch, width // patch))
+        return grids
 
 
 def _make(geometry: dict[str, int]) -> Any:

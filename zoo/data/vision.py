@@ -6,7 +6,7 @@ image_grid_thw (n, 3) int64, in patches; pixel_values_videos and video_grid_thw 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +117,29 @@ def vision_tokens(hf: Any, media: Mapping[str, Tensor]) -> dict[str, int]:
         token: int(media[name].prod(-1).sum()) // merged if name in media else 0
         for token, name in names.items()
     }
+
+
+def vision_rows(media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """Patches of each image and of each temporal patch of a video, which a vision tower sees by itself."""
+    grids = [
+        grid
+        for name in ("image_grid_thw", "video_grid_thw")
+        if name in media
+        for grid in media[name].tolist()
+    ]
+    return {"vision": grid_rows(grids)}
+
+
+def grid_rows(grids: Sequence[Sequence[int]]) -> list[int]:
+    """The same of (time, height, width) in patches."""
+    return [height * width for time, height, width in grids for _ in range(time)]
+
+
+def image_grids(hf: Any, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(1, height, width) in patches of images of (height, width) pixels."""
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    images = hf.image_processor
+    limits = (images.size["shortest_edge"], images.size["longest_edge"])
+    resized = [smart_resize(*size, images.patch_size * images.merge_size, *limits) for size in sizes]
+    return [(1, height // images.patch_size, width // images.patch_size) for height, width in resized]

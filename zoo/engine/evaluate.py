@@ -30,7 +30,7 @@ def evaluate(
         spare: makes the batch that is run in the place of None, to keep the ranks' collectives in step.
 
     Returns:
-        `loss` (mean over labels), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
+        `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -63,21 +63,21 @@ def smallest_count(world: World, chunks: Sequence[Any]) -> int:
 
 
 class _Sums:
-    """Sums per kind of row: negative log likelihood, labels, rows, rows that match."""
+    """Sums per kind of row: negative log likelihood, weight of the labels, rows, rows that match."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, list[float]] = {}
 
     def add(self, figures: dict[str, torch.Tensor], kinds: Sequence[str | None], world: World) -> None:
         """Add one micro-batch; its segments may be spread over context-parallel ranks."""
-        table = torch.stack([figures[f"segment_{name}"] for name in ("nll", "labels", "correct")])
+        table = torch.stack([figures[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
         if world.groups.cp.size() > 1:
             torch.distributed.all_reduce(table, group=world.groups.cp)
         if world.cp_rank != 0:
             return
-        for kind, nll, labels, correct in zip(kinds, *table.tolist(), strict=True):
+        for kind, nll, weight, labels, correct in zip(kinds, *table.tolist(), strict=True):
             sums = self.kinds.setdefault(kind or "row", [0.0] * 4)
-            for i, value in enumerate((nll, labels, 1.0, float(correct == labels and labels > 0))):
+            for i, value in enumerate((nll, weight, 1.0, float(correct == labels and labels > 0))):
                 sums[i] += value
 
     def gather(self, world: World) -> dict[str, Any]:
@@ -89,16 +89,16 @@ class _Sums:
             for kind, sums in kinds.items():
                 mine = total.setdefault(kind, [0.0] * 4)
                 total[kind] = [a + b for a, b in zip(mine, sums, strict=True)]
-        nll, labels, rows, match = (sum(sums[i] for sums in total.values()) for i in range(4))
+        nll, weight, rows, match = (sum(sums[i] for sums in total.values()) for i in range(4))
         return {
-            "loss": nll / max(labels, 1.0),
+            "loss": nll / (weight or 1.0),
             "exact_match": match / max(rows, 1.0),
             "rows": int(rows),
             "by_kind": {
                 kind: {
                     "exact_match": sums[3] / sums[2],
                     "rows": int(sums[2]),
-                    "loss": sums[0] / max(sums[1], 1.0),
+                    "loss": sums[0] / (sums[1] or 1.0),
                 }
                 for kind, sums in sorted(total.items())
             },

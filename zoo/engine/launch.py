@@ -25,9 +25,10 @@ from typing import Any
 
 from zoo.config.compose import is_saved_recipe, save_recipe
 from zoo.config.devices import gpu_count
+from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.data.rows import locate
+from zoo.data.tables import check_entry
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
@@ -101,7 +102,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, int]:
     _check_run_dir(Path(recipe.run.dir))
     for key, specs in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         for spec in specs:
-            locate(spec, key)
+            check_entry(parse_entry(spec, key), key)
     return recipe, ranks
 
 

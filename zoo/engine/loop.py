@@ -1,7 +1,8 @@
 """The training loop: `train(recipe)` on every rank of a run.
 
 Loss and gradient are those of Hugging Face under gradient accumulation: the sum of negative log likelihoods over
-all labelled tokens of a global batch, divided by their number N. N is known on the host before the forward
+all labelled tokens of a global batch, divided by their number N (where they are weighted: each times its weight, and N
+is the sum of the weights). N is known on the host before the forward
 pass (one small all-reduce), so the scale of every micro-batch is right at once: mcore's schedule multiplies by
 cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` = dp * micro-batches / N.
 """
@@ -18,14 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zoo.config.entries import parse_entry
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
+from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export
 from zoo.engine.checkpoint import Trainable
+from zoo.engine.costs import training_cost
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
@@ -69,7 +74,7 @@ class Counts:
 
     real: int
     total: int
-    labels: int
+    weight: float  # of the labels: their number where they are not weighted
     batches: int
 
     @classmethod
@@ -78,7 +83,7 @@ class Counts:
         return cls(
             sum(b.real_tokens for b in batches),
             sum(b.total for b in batches),
-            sum(b.num_labels for b in batches),
+            sum(b.num_labels if b.label_weight is None else b.label_weight for b in batches),
             len(batches),
         )
 
@@ -113,8 +118,11 @@ class Run:
 
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
-        align = recipe.packing.align or 1
+        align, cost = recipe.packing.align or 1, training_cost(self.assembly.config, recipe)
+        self.decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+        self.bad_rows_told: dict[str, int] = {}
         options: dict[str, Any] = {
+            "decoder": self.decoder,
             "budget": recipe.packing.budget,
             "align": align,
             "bad_rows": self.folder / "bad_rows.jsonl" if world.is_main else None,
@@ -129,10 +137,21 @@ class Run:
             **options,
         )
         self.loader = BatchLoader(
-            self.source, recipe, align=align, dp_rank=world.dp_rank, dp_size=world.dp_size
+            self.source,
+            recipe,
+            align=align,
+            dp_rank=world.dp_rank,
+            dp_size=world.dp_size,
+            cost=cost,
+            peers=peers(),
         )
         self.held_out = SampleSource.open(
-            recipe.data.eval, processor, recipe.data, max_rows=recipe.train.eval_rows, **options
+            recipe.data.eval,
+            processor,
+            recipe.data,
+            max_rows=recipe.train.eval_rows,
+            evaluation=True,
+            **options,
         )
         self.eval_set = eval_batches(
             self.held_out,
@@ -143,6 +162,8 @@ class Run:
             pad_to=recipe.packing.pad_to,
             dp_rank=world.dp_rank,
             dp_size=world.dp_size,
+            cost=cost,
+            peers=peers(),
         )
 
     def _build(self) -> None:
@@ -232,7 +253,7 @@ class Run:
         batches = self.loader.next_step()
         waited = time.monotonic() - began
         counts = Counts.of(batches)
-        scale = self._loss_scale(counts.labels, len(batches))
+        scale = self._loss_scale(counts.weight, len(batches))
         figures = self._forward_backward(batches, scale)
         self.trainable.scheduler.step(increment=1)
         _, grad_norm, _ = self.trainable.optimizer.step()
@@ -242,13 +263,13 @@ class Run:
         self.done += 1
         self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
 
-    def _loss_scale(self, labels: int, micro_batches: int) -> torch.Tensor | float:
+    def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
         if self.world.dp_size == 1:
-            return micro_batches / max(labels, 1)
-        total = torch.tensor(float(labels), device=self.world.device)
+            return micro_batches / weight if weight else 1.0
+        total = torch.tensor(float(weight), device=self.world.device)
         dist.all_reduce(total, group=self.world.groups.dp)
-        return self.world.dp_size * micro_batches / total.clamp(min=1.0)
+        return self.world.dp_size * micro_batches / total.masked_fill(total == 0, 1.0)
 
     def _forward_backward(
         self, batches: list[Any], scale: torch.Tensor | float
@@ -272,14 +293,17 @@ class Run:
     ) -> None:
         """Sum the figures of all ranks (the step's one wait for the device) and write them down."""
         world = self.world
-        names = ("nll", "labels", "mtp_nll") if self.step.mtp_depths else ("nll", "labels")
+        names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
             sums = [float(sum(f[name] for f in figures)) for name in names]
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        real, total, nll, labels, *further = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
-        loss = nll / max(labels, 1.0)
+        everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
+        real, total, nll, labels, weight, *further = everything
+        weight = weight or 1.0  # no label at all
+        loss = nll / weight
         self.losses.append(loss)
+        seconds, waited = time.monotonic() - began, self._longest(waited)
         record = {
             "step": self.done,
             "loss": loss,
@@ -288,12 +312,28 @@ class Run:
             "real_tokens": int(real),
             "pad_fraction": 1.0 - real / max(total, 1),
             "labels": int(labels),
-            "step_ms": (time.monotonic() - began) * 1e3,
+            "step_ms": seconds * 1e3,
             "data_ms": waited * 1e3,
-            **({"mtp_loss": further[0] / max(labels, 1.0)} if further else {}),
+            "data_wait": waited / seconds,
+            **({"mtp_loss": further[0] / weight} if further else {}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
+        self._tell_bad_rows()
+
+    def _tell_bad_rows(self) -> None:
+        """What was left out so far, in the log whenever it is more than before."""
+        counts = dict(self.source.counts)
+        if counts != self.bad_rows_told:
+            self.log.event("rows_left_out", self.done, counts=counts)
+            self.bad_rows_told = counts
+
+    def _longest(self, waited: float) -> float:
+        """Seconds that the rank waited for its batches that waited longest: the others waited for it."""
+        world = self.world
+        if world.size == 1:
+            return waited
+        return max(world.sum([waited * (rank == world.rank) for rank in range(world.size)]))
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
@@ -386,16 +426,19 @@ class Run:
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         train, evals = (
-            ", ".join(Path(spec).name for spec in specs) for specs in (recipe.data.train, recipe.data.eval)
+            ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
+            for specs in (recipe.data.train, recipe.data.eval)
         )
+        rows = "a stream" if self.source.has_stream else f"{len(self.source)} rows"
         self.log.say(
-            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {len(self.source)} rows of {train}, "
+            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {rows} of {train}, "
             f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"
         )
 
     def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
         """Write summary.json and the plot, and say how it ended."""
         self.loader.close()
+        self.decoder.close()
         summary = {
             "steps": self.done,
             "total_steps": self.total_steps,

@@ -174,7 +174,7 @@ class Progress:
         tokens = figures["real_tokens"] / max(figures["step_ms"], 1e-3) * 1e3
         text = (
             f"step {step}/{self.total}  loss {figures['loss']:.4f}  lr {figures['lr']:.2e}  "
-            f"{tokens:,.0f} real tokens/s  pad {figures['pad_fraction']:.1%}  "
+            f"{tokens:,.0f} real tokens/s  pad {figures['pad_fraction']:.1%}  data {figures['data_wait']:.0%}  "
             f"ETA {clock(rate * (self.total - step))}"
         )
         if self.live:

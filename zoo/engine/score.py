@@ -69,6 +69,7 @@ def for_scoring(recipe: Recipe, rows: str) -> Recipe:
         recipe,
         {
             "data.eval": [rows],
+            "data.outside_root": True,  # rows of a program name their media by absolute paths
             "train.mtp_loss": 0.0,
             "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
         },
@@ -107,6 +108,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             recipe.data.eval,
             assembly.processor,
             recipe.data,
+            evaluation=True,
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,
         )
@@ -145,7 +147,7 @@ class _Scorer:
                         (labels.new_full((1,), -100), labels[1:])
                     )  # nothing stands before the first
                     found[index] = {
-                        "source": batches.source.rows[index].source,
+                        "source": batches.source.name(index),
                         "token_ids": ids.tolist(),
                         "labels": labels.tolist(),
                         "logprobs": values.tolist(),

@@ -1,36 +1,47 @@
-"""Fill packed rows up to a token budget: deterministic best-fit decreasing over a look-ahead buffer.
+"""Fill packed rows up to a token budget, all at about the same cost: best-fit over a look-ahead buffer.
 
 Guarantees:
 - The aligned lengths of a bin sum to at most the budget; every item leaves in exactly one bin, whole.
 - No starvation: a bin opens with the oldest item of the buffer, so an item with k older ones beside it leaves
   within k + 1 bins, whatever its length.
-- The same items, settings and state give the same bins, on any machine: nothing is random or timed.
+- The same items, settings and state give the same bins, on any machine: costs are integers, and nothing is random or
+  timed.
 
-Costs: 1.4 to 2.7 us an item: a million lengths in 1.4 to 1.9 s at lookahead 1024 and 1.7 to 2.7 s at 4096
-(one shared core, Python 3.12). Share of the budget left unfilled, 100,000 lengths uniform in 50..1000, budget
-4096 (a unit test holds the figure at 1024):
+Bins of equal tokens are not equal work: an image costs its tower, a long sample its attention. So an item has a cost
+beside its length, and of the items that fit, the packer takes those that bring a bin to the cost a full bin has on
+average. Ranks that take a bin each then finish together.
 
-| lookahead         | 1    | 16   | 64   | 256  | 1024 | 4096 | 1024, align 16            |
-| unfilled, percent | 2.01 | 0.76 | 0.28 | 0.20 | 0.19 | 0.16 | 1.61 (1.42 of it padding) |
+Costs: 5 us an item: a million lengths in 5 s (one core, Python 3.12). What it leaves unfilled, and how far
+the bins' costs are apart, is measured by `zoo bench balance` and written down in docs/packing.md.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator
+from itertools import repeat
 from typing import Any
+
+PLANS = 4  # bins that are tried for one, at most; they differ in the second item
+CHOICES = 8  # items that are compared for each place of a bin
+REACH = 2  # they are spread over the longest 1 / REACH of those that fit
+GOOD = (
+    0.01  # a bin this near to a full one of average cost (unfilled share plus share of cost) is taken at once
+)
 
 
 class BinPacker[K]:
     """Streaming bin planner: add items, take bins while `ready()`, `flush()` at the end.
 
-    To fill a bin, it takes the oldest buffered item, then again and again the longest that still fits (of
-    equals, the oldest). A bin's items come in the order they were added.
+    To fill a bin, it takes the oldest buffered item, then again and again one of those that still fit: of CHOICES of
+    them, the longest first and the others spread evenly, the one that brings the bin's cost nearest to its share of the
+    average (of equals, the longest, then the oldest). It does so for up to PLANS different second items and takes the bin
+    that is nearest to being full and of average cost. A bin's items come in the order they were added.
 
     Args:
         budget: tokens a bin may hold, padding by `align` included.
         align: each item counts as its length rounded up to a multiple of this, as `PackedLayout.from_lengths`
             pads.
-        lookahead: items in the buffer before bins leave it. More fills bins better, and holds more items
-            back.
+        lookahead: items in the buffer before bins leave it. More fills and balances bins better, and holds more
+            items back.
 
     Raises:
         ValueError: `budget`, `align` or `lookahead` below 1.
@@ -46,32 +57,37 @@ class BinPacker[K]:
         self._serial = 0
         self._oldest = 0  # no item in the buffer has a lower serial number
         self._tokens = 0  # sum of the buffered aligned lengths
-        # Serial number -> (index, length), oldest first: dicts keep insertion order.
-        self._items: dict[int, tuple[K, int]] = {}
-        # The same items as (aligned length, -serial), sorted: of equal lengths, the oldest stands last.
-        self._sorted: list[tuple[int, int]] = []
+        self._seen = (0, 0)  # aligned tokens and cost of all items ever added: the average
+        # Serial number -> (index, length, cost), oldest first: dicts keep insertion order.
+        self._items: dict[int, tuple[K, int, int]] = {}
+        # The same items as (aligned length, -serial, cost), sorted: of equal lengths, the oldest stands last.
+        self._sorted: list[tuple[int, int, int]] = []
 
     def __len__(self) -> int:
         """Items in the buffer."""
         return len(self._items)
 
-    def add(self, index: K, length: int) -> None:
+    def add(self, index: K, length: int, cost: int | None = None) -> None:
         """Put an item in the buffer.
 
         Args:
             index: the caller's name for the item, given back by `pop`. An int or str, where the state goes to
                 JSON.
             length: real length in tokens, at least 1.
+            cost: what it costs in any unit, as an integer, at least 1; None for its length. All items should have
+                one, or none.
 
         Raises:
-            ValueError: the length is below 1 or, aligned, over the budget. The buffer is left as it was, so
-                the caller can apply its policy for over-long samples and go on.
+            ValueError: length or cost is below 1 or, aligned, the length is over the budget. The buffer is left as it
+                was, so the caller can apply its policy for over-long samples and go on.
         """
-        aligned = self._aligned(index, length)
-        insort(self._sorted, (aligned, -self._serial))
-        self._items[self._serial] = (index, length)
+        cost = length if cost is None else cost
+        aligned = self._aligned(index, length, cost)
+        insort(self._sorted, (aligned, -self._serial, cost))
+        self._items[self._serial] = (index, length, cost)
         self._serial += 1
         self._tokens += aligned
+        self._seen = (self._seen[0] + aligned, self._seen[1] + cost)
 
     def ready(self) -> bool:
         """Whether a bin should be taken: the buffer holds `lookahead` items and at least a budget of tokens.
@@ -94,19 +110,15 @@ class BinPacker[K]:
         while self._oldest not in self._items:
             self._oldest += 1
         oldest = self._oldest
-        aligned = -(-self._items[oldest][1] // self.align) * self.align
-        del self._sorted[bisect_left(self._sorted, (aligned, -oldest))]
-        taken, left = [oldest], self.budget - aligned
-        while left > 0:
-            # Every key of length `left` sorts before (left, 1), as -serial is never above 0.
-            at = bisect_right(self._sorted, (left, 1)) - 1
-            if at < 0:
-                break
-            aligned, negated = self._sorted.pop(at)
-            taken.append(-negated)
-            left -= aligned
-        self._tokens -= self.budget - left
-        return [self._items.pop(serial)[0] for serial in sorted(taken)]
+        _, length, cost = self._items[oldest]
+        opening = (-(-length // self.align) * self.align, -oldest, cost)
+        del self._sorted[bisect_left(self._sorted, opening)]
+        taken = self._best(opening)
+        for key in taken:
+            del self._sorted[bisect_left(self._sorted, key)]
+        self._tokens -= opening[0] + sum(key[0] for key in taken)
+        serials = sorted([oldest, *(-key[1] for key in taken)])
+        return [self._items.pop(serial)[0] for serial in serials]
 
     def flush(self) -> Iterator[list[K]]:
         """Take bins until the buffer is empty; the last ones are less full."""
@@ -114,13 +126,13 @@ class BinPacker[K]:
             yield self.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer as plain values: {"items": [[index, length], ...]}, oldest first.
+        """The buffer as plain values: items [[index, length, cost], ...], oldest first, and the sums of all seen.
 
         Settings are left out, so a run may resume with another budget or alignment (other parallelism, say)
         without losing a sample; with the same settings the bins are those of the run that was not
         interrupted.
         """
-        return {"items": [[index, length] for index, length in self._items.values()]}
+        return {"items": [list(item) for item in self._items.values()], "seen": list(self._seen)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the buffer with a saved one.
@@ -128,15 +140,73 @@ class BinPacker[K]:
         Raises:
             ValueError: a saved item does not fit this packer's budget. The buffer is left as it was.
         """
-        items = [(index, length) for index, length in state["items"]]
-        keys = sorted((self._aligned(index, length), -serial) for serial, (index, length) in enumerate(items))
+        items = [(index, length, cost) for index, length, cost in state["items"]]
+        keys = sorted(
+            (self._aligned(index, length, cost), -serial, cost)
+            for serial, (index, length, cost) in enumerate(items)
+        )
         self._items, self._sorted = dict(enumerate(items)), keys
         self._serial, self._oldest = len(items), 0
-        self._tokens = sum(aligned for aligned, _ in keys)
+        self._tokens = sum(key[0] for key in keys)
+        tokens, cost = state["seen"]
+        self._seen = (tokens, cost)
 
-    def _aligned(self, index: K, length: int) -> int:
+    def _best(self, opening: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+        """The keys that fill a bin behind `opening`, of the best of up to PLANS plans."""
+        tokens, cost = self._seen
+        goal = cost * self.budget / tokens  # what a full bin costs on average
+        left = self.budget - opening[0]
+        fitting = bisect_right(self._sorted, (left, 1, 0)) if left else 0
+        best: list[tuple[int, int, int]] = []
+        lowest = float("inf")
+        for number in range(min(PLANS, fitting)):
+            second = None if number == 0 else fitting - 1 - number * fitting // PLANS
+            plan, unfilled, spent = self._fill(left, opening[2], goal, second)
+            score = unfilled / self.budget + abs(spent - goal) / goal
+            if score < lowest:
+                best, lowest = plan, score
+            if score <= GOOD:
+                break
+        return best
+
+    def _fill(
+        self, left: int, cost: int, goal: float, second: int | None
+    ) -> tuple[list[tuple[int, int, int]], int, int]:
+        """Keys that fill `left` tokens, tokens still left, and the bin's cost; `self._sorted` stays as it is."""
+        keys = self._sorted
+        taken: list[tuple[int, tuple[int, int, int]]] = []
+        while left > 0:
+            # Every key of length `left` sorts before (left, 1, 0), as -serial is never above 0.
+            fitting = bisect_right(keys, (left, 1, 0))
+            if not fitting:
+                break
+            at = self._choose(fitting, left, goal - cost) if second is None else second
+            second = None
+            key = keys.pop(at)
+            taken.append((at, key))
+            left -= key[0]
+            cost += key[2]
+        for at, key in reversed(taken):
+            keys.insert(at, key)
+        return [key for _, key in taken], left, cost
+
+    def _choose(self, fitting: int, left: int, missing: float) -> int:
+        """Of the first `fitting` keys, the one whose cost is nearest to its part of what is missing."""
+        rate = missing / left
+        step = 1 + fitting // CHOICES
+        best, nearest = fitting - 1, float("inf")
+        for at in range(fitting - 1, -1, -step):
+            length, _, cost = self._sorted[at]
+            off = abs(cost - rate * length)
+            if off < nearest:
+                best, nearest = at, off
+        return best
+
+    def _aligned(self, index: K, length: int, cost: int) -> int:
         if length < 1:
             raise ValueError(f"Item {index!r} has length {length}; it must be at least 1.")
+        if cost < 1:
+            raise ValueError(f"Item {index!r} has cost {cost}; it must be at least 1.")
         aligned = -(-length // self.align) * self.align
         if aligned > self.budget:
             raise ValueError(
@@ -147,7 +217,11 @@ class BinPacker[K]:
 
 
 def plan_bins(
-    lengths: Iterable[int], budget: int, align: int = 1, lookahead: int = 1024
+    lengths: Iterable[int],
+    budget: int,
+    align: int = 1,
+    lookahead: int = 1024,
+    costs: Iterable[int] | None = None,
 ) -> Iterator[list[int]]:
     """Bins of positions in `lengths`, in a deterministic order; see `BinPacker` for the arguments.
 
@@ -157,21 +231,22 @@ def plan_bins(
         budget: tokens a bin may hold.
         align: multiple that each length counts up to.
         lookahead: items in the buffer before bins leave it.
+        costs: a cost for each length; None: the lengths.
 
     Yields:
         Positions (0 is the first length), in increasing order within a bin.
 
     Raises:
-        ValueError: a setting or a length is below 1, or an aligned length is over the budget (the position is
+        ValueError: a setting, a length or a cost is below 1, or an aligned length is over the budget (the position is
             named).
     """
     packer: BinPacker[int] = BinPacker(budget, align, lookahead)
-    return _plan(packer, lengths)
+    return _plan(packer, lengths, repeat(None) if costs is None else costs)
 
 
-def _plan(packer: BinPacker[int], lengths: Iterable[int]) -> Iterator[list[int]]:
-    for position, length in enumerate(lengths):
-        packer.add(position, length)
+def _plan(packer: BinPacker[int], lengths: Iterable[int], costs: Iterable[int | None]) -> Iterator[list[int]]:
+    for position, (length, cost) in enumerate(zip(lengths, costs, strict=False)):
+        packer.add(position, length, cost)
         while packer.ready():
             yield packer.pop()
     yield from packer.flush()

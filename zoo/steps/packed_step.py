@@ -43,7 +43,8 @@ class MicroBatchLike(Protocol):
     """What a step reads of a micro-batch; `zoo.data.MicroBatch` is one, a foreign loop may bring its own.
 
     input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths`.
-    labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
+    labels are not shifted. media: tensors of all samples in order, concatenated along axis 0. A batch may have `weights`
+    too, in the shape of the labels: float weights of the labels in the loss.
     """
 
     input_ids: Tensor
@@ -62,17 +63,20 @@ class HostBatch:
     attention_mask: Tensor | None
     lengths: tuple[int, ...] | None
     media: Mapping[str, Tensor]
+    weights: Tensor | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
         """The batch itself as the loader makes it; what a foreign loop has on a GPU is copied (the host waits for it)."""
         labels, mask = batch.labels, batch.attention_mask
+        weights = getattr(batch, "weights", None)
         return cls(
             batch.input_ids.cpu(),
             None if labels is None else labels.cpu(),
             None if mask is None else mask.cpu(),
             batch.lengths,
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
+            None if weights is None else weights.cpu(),
         )
 
 
@@ -101,6 +105,9 @@ class StepOutput:
     num_segments: int
     label_source: Tensor  # (N,) int64 on the host: the label's place in the caller's flattened batch
     caller_shape: tuple[int, ...]  # of the caller's batch: (B, T0), or (1, T) packed
+    ahead_source: Tensor  # (N',) int64 on the host: the same of all depths' labels of multi-token prediction
+    label_weights: Tensor | None = None  # (N,) float32 on the device; None where all are 1
+    ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
 
 
 class PackedStep:
@@ -170,7 +177,14 @@ class PackedStep:
             parts = replace(parts, labels=labels)
         training = not (evaluate or logits or logprobs)
         inputs, facts = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
-        return inputs, replace(facts, caller_shape=tuple(batch.input_ids.shape))
+        facts = replace(facts, caller_shape=tuple(batch.input_ids.shape))
+        return inputs, facts if batch.weights is None else self.weigh(facts, batch.weights)
+
+    def weigh(self, facts: StepOutput, weights: Tensor) -> StepOutput:
+        """The facts with each label's weight, of `weights` in the caller's shape: padded (B, T0), or (1, T) packed."""
+        flat = weights.float().flatten()
+        label, ahead = (self._move(flat[source]) for source in (facts.label_source, facts.ahead_source))
+        return replace(facts, label_weights=label, ahead_weights=ahead)
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
         """The layout of the micro-batch, from its lengths or its mask.
@@ -305,6 +319,7 @@ class PackedStep:
         # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
         sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
         depths = self.mtp_depths if training else 0
+        ahead = [self._ahead(parts, depth, index, local, shares) for depth in range(1, depths + 1)]
         inputs = ModelInputs(
             input_ids=self._move(parts.input_ids.index_select(1, index)),
             positions=self._move(layout.cp_shard(parts.positions, self.cp_rank, self.cp_size, dim=2)),
@@ -316,10 +331,11 @@ class PackedStep:
             label_rows=None if logits else self._move(label_rows),
             targets=None if logits else self._move(targets),
             count_correct=evaluate,
-            ahead=tuple(self._ahead(parts, depth, index, local, shares) for depth in range(1, depths + 1)),
+            ahead=tuple(depth for depth, _ in ahead),
         )
         segments, source = (x[labelled] for x in (parts.segment_ids, parts.source))
-        return inputs, StepOutput(segments, parts.layout.num_segments, source, ())
+        further = torch.cat([source[:0], *(places for _, places in ahead)])
+        return inputs, StepOutput(segments, parts.layout.num_segments, source, (), further)
 
     def _shares(
         self, streams: Mapping[str, tuple[MediaStream, ...]], media: Mapping[str, Tensor]
@@ -347,8 +363,9 @@ class PackedStep:
 
     def _ahead(
         self, parts: Parts, depth: int, index: Tensor, local: Tensor, shares: Mapping[str, Share]
-    ) -> Ahead:
-        """What depth `depth` of multi-token prediction reads and predicts; `zoo.nn.mtp` shows it by an example."""
+    ) -> tuple[Ahead, Tensor]:
+        """What depth `depth` of multi-token prediction reads and predicts (`zoo.nn.mtp` shows it by an example), and its
+        labels' places in the caller's flattened batch."""
         rows = parts.input_ids.shape[0]
         there = (parts.token_index >= depth) & ~parts.padding_mask  # as somebody's token t + depth
         there = F.pad(there[:, depth:], (0, depth))
@@ -359,14 +376,15 @@ class PackedStep:
             keep = parts.token_index[row, column] >= depth
             flat = (column - depth) * rows + row
             placements[name] = Placement(flat[keep], placement.source[keep])
-        label_rows, targets, _ = self._labels(parts, local, depth + 1)
-        return Ahead(
+        label_rows, targets, labelled = self._labels(parts, local, depth + 1)
+        ahead = Ahead(
             input_ids=self._move(ids.index_select(1, index)),
             padding_mask=self._move(~there.index_select(1, index)),
             placements=self._local_placements(placements, local, rows, shares),
             label_rows=self._move(label_rows),
             targets=self._move(targets),
         )
+        return ahead, parts.source[labelled]
 
     @staticmethod
     def _local_placements(
@@ -397,20 +415,25 @@ class PackedStep:
     def loss(
         self, output: Tensor, facts: StepOutput, loss_scale: Tensor | float, evaluate: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over this rank's labels times `loss_scale`, and figures for the log.
+        """Sum over this rank's labels, each times its weight, times `loss_scale`, and figures for the log.
 
         The mean over depths of multi-token prediction is added `mtp_weight` times, each depth's sum over its labels
         scaled like the decoder's (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25: divided by the same count).
 
-        Figures: `nll` and `labels`, sums over this rank, and `mtp_nll`; under `evaluate` also per segment (S,) `segment_nll`,
-        `segment_labels` and `segment_correct`.
+        Figures: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
+        `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
         """
         nll = output[0] if evaluate else output
         nll, ahead = nll.tensor_split([len(facts.label_segments)])
+        weights = facts.label_weights
+        if weights is not None and facts.ahead_weights is not None:
+            nll, ahead = nll * weights, ahead * facts.ahead_weights[: len(ahead)]
         total = nll.sum()
+        labels = nll.new_full((), float(nll.shape[0]))
         figures = {
             "nll": total.detach().float(),
-            "labels": nll.new_full((), float(nll.shape[0])),
+            "labels": labels,
+            "weight": labels if weights is None else weights.sum(),
         }
         if self.mtp_depths and not evaluate:
             further = ahead.sum() / self.mtp_depths
@@ -420,7 +443,11 @@ class PackedStep:
             segments = facts.label_segments.to(nll.device)
             zeros = nll.new_zeros(facts.num_segments)
             figures["segment_nll"] = zeros.index_add(0, segments, nll)
-            figures["segment_labels"] = zeros.index_add(0, segments, torch.ones_like(nll))
+            ones = torch.ones_like(nll)
+            figures["segment_labels"] = zeros.index_add(0, segments, ones)
+            figures["segment_weight"] = zeros.index_add(
+                0, segments, ones if weights is None else weights.to(nll.dtype)
+            )
             figures["segment_correct"] = zeros.index_add(0, segments, output[1])
         return total * loss_scale, figures
 

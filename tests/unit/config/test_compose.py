@@ -186,7 +186,10 @@ def test_an_entry_of_a_list_and_a_key_of_it() -> None:
         ("data.train[1]=x", "data.train[1]: data.train has 1 entries, counted from 0; give a whole list, "),
         ("train.lr[0]=1", "train.lr[0]: train.lr is no list; lists are "),
         ("data.trian[0]=x", "data.trian[0]: data.trian is no list; lists are "),
-        ("data.train[0]=3", "data.train=[3]: wanted a text, a mapping, or a list of them"),
+        (
+            "data.train[0]=3",
+            "data.train=[3]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
+        ),
     ],
 )
 def test_a_mistake_in_an_entry(override: str, message: str) -> None:
@@ -275,7 +278,10 @@ def test_replace_in_checks_like_an_override() -> None:
         ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
         ("model.arch=big", "model.arch=big: wanted a mapping"),
-        ("data.train=[a,null]", "data.train=[a, null]: wanted a text, a mapping, or a list of them"),
+        (
+            "data.train=[a,null]",
+            "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
+        ),
         ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
         ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
         ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),

@@ -1,7 +1,7 @@
 """`PackedStep` without a model: expansion of placeholders, multi-token prediction's rows, places in the caller's batch."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,6 +18,13 @@ from zoo.steps.expansion import expand_row
 from zoo.steps.packed_step import IGNORE
 
 IMAGE = 99
+
+
+@dataclass(frozen=True)
+class Weighted(Batch):
+    """A batch whose labels have weights."""
+
+    weights: Tensor
 
 
 class Group:
@@ -210,3 +217,14 @@ def test_logprobs_are_differentiable() -> None:
 def test_a_batch_whose_samples_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ValueError, match="neither lengths nor an attention_mask"):
         step().prepare(replace(batch([[1, 2]]), attention_mask=None))
+
+
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_weights_follow_their_labels_through_the_expansion(mode: str) -> None:
+    given = batch(MEDIA_ROWS, no_labels_on_media(MEDIA_ROWS), tiles=TILES)
+    weights = given.input_ids.float() / 10  # each label's weight tells its token
+    made = step(TileStep, mode, align=2, mtp_depths=1)
+    inputs, facts = made.prepare(Weighted(**vars(given), weights=weights))
+    torch.testing.assert_close(facts.label_weights, inputs.targets.float() / 10)
+    torch.testing.assert_close(facts.ahead_weights, inputs.ahead[0].targets.float() / 10)
+    assert made.prepare(given)[1].label_weights is None

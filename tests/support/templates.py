@@ -1,0 +1,64 @@
+"""Chat templates that write what those of the published checkpoints write, for turns of text, images, videos and sound.
+
+Written down here from what the published ones do, without their tools: what matters to labels is how turns open and end,
+what is trimmed, and what becomes of thinking.
+"""
+
+from __future__ import annotations
+
+PARTS = (  # a content, a string or parts, as text
+    "{%- macro said(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}{%- for part in content -%}"
+    "{%- if part.type == 'text' -%}{{- part.text -}}"
+    "{%- elif part.type == 'audio' -%}{{- '<|audio_start|><|audio_pad|><|audio_end|>' -}}"
+    "{%- else -%}{{- '<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>' -}}{%- endif -%}"
+    "{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
+PROMPT = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+INSTRUCT = (  # Qwen3-VL-*-Instruct
+    PARTS
+    + "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ said(m.content) ~ '<|im_end|>\\n' -}}"
+    "{%- endfor -%}" + PROMPT
+)
+
+
+def _thinking(trim: str, always: bool) -> str:
+    """Earlier turns lose their thinking; the last answers have a block of it, an empty one too where `always`."""
+    opened = "'<think>\\n' ~ thought.strip('\\n') ~ '\\n</think>\\n\\n' ~ rest.lstrip('\\n')"
+    written = f"({opened} if thought or {str(always).lower()} else rest)"
+    return (
+        PARTS + "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+        "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+        "{%- for m in messages -%}{%- set text = said(m.content)" + trim + " -%}"
+        "{{- '<|im_start|>' ~ m.role ~ '\\n' -}}"
+        "{%- if m.role == 'assistant' -%}{%- set thought, rest = '', text -%}"
+        "{%- if '</think>' in text -%}"
+        "{%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n')"
+        + trim
+        + " -%}"
+        "{%- set rest = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
+        "{{- " + written + " if loop.index0 > ns.last else rest -}}"
+        "{%- else -%}{{- text -}}{%- endif -%}"
+        "{{- '<|im_end|>\\n' -}}{%- endfor -%}" + PROMPT
+    )
+
+
+THINKING = _thinking("", False)  # Qwen3-VL-*-Thinking and Qwen3-Omni's
+QWEN35 = _thinking("|trim", True)  # Qwen3.5's
+LLAVA_15 = (  # llava-1.5-*-hf: images first, a space behind each turn
+    "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
+    "{% for p in m.content if p.type == 'image' %}{{ '<|image_pad|>\\n' }}{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{{ p.text + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+MISTRAL = (  # llava-v1.6-mistral-7b-hf
+    "{% for m in messages %}{% if m.role == 'system' %}{{ '<<SYS>>\\n' + m.content[0].text + '\\n<</SYS>>\\n\\n' }}"
+    "{% elif m.role == 'user' %}{{ '[INST] ' }}{% for p in m.content if p.type == 'image' %}{{ '<|image_pad|>\\n' }}{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{{ p.text }}{% endfor %}{{ ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content[0].text + '<|im_end|> ' }}{% endif %}{% endfor %}"
+)
+ONEVISION = (  # llava-onevision-qwen2-*-ov-hf: a space behind the role, a line break before the text
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + ' ' }}"
+    "{% for p in m.content if p.type == 'image' %}{{ '<|image_pad|>' }}{% endfor %}"
+    "{% for p in m.content if p.type == 'text' %}{{ '\\n' + p.text }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)

@@ -1,0 +1,135 @@
+"""Entries of `data.train` and `data.eval`: a path, a bundled set, or a mapping that says more of the rows' source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from zoo.errors import ConfigError
+
+FORMS = ("messages", "conversations", "text", "cord_v2", "llava_instruct", "captions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataEntry:
+    """Where rows come from, and how many of them."""
+
+    path: str | None = None  # a file, a folder, a bundled set, or several tars (shard-{000..015}.tar)
+    hub: str | None = None  # a data set's id at the Hugging Face hub, in the place of path
+    name: str | None = None  # which configuration of the hub's set
+    revision: str | None = None  # branch, tag or commit of the hub's set
+    split: str | None = None  # which split; not needed where there is one
+    format: str | None = None  # of the rows; default: told by their keys
+    root: str | None = None  # folder of the media; default: data.root, or the file's folder
+    weight: float | None = None  # share of the rows drawn, against the other entries' weights
+    epochs: float | None = None  # passes over these rows in one epoch of the run
+    held_out: float | None = None  # share of the rows kept for evaluation: data.train gets the others
+    seed: int = 0  # which rows those are
+    stream: bool = False  # read in order, without knowing how many rows there are
+    rows: Any = None  # rows as objects, for programs: a list of dicts, or a datasets.Dataset
+
+    def __str__(self) -> str:
+        """What messages and logs call it."""
+        name = self.path or self.hub or "rows"
+        return f"{name}[{self.split}]" if self.split else name
+
+
+def parse_entry(value: Any, key: str) -> DataEntry:
+    """An entry as it was written.
+
+    Args:
+        value: a path, a mapping of DataEntry's fields, a DataEntry, or rows as objects.
+        key: data.train or data.eval, for messages.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or keys that do not go together.
+    """
+    if isinstance(value, DataEntry):
+        return value
+    if isinstance(value, str):
+        return DataEntry(path=value)
+    if not isinstance(value, Mapping) and hasattr(value, "__iter__") and not isinstance(value, bytes):
+        return DataEntry(rows=value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{key}: {value!r} is no entry; a path or {{path: ..., format: ...}} is wanted")
+    known = {item.name: item for item in fields(DataEntry)}
+    for name in value:
+        if name not in known:
+            near = get_close_matches(str(name), known, n=1, cutoff=0.5)
+            hint = f"nearest: {near[0]}" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{key}: {name}: no such key of an entry; {hint}")
+    for name, given in value.items():
+        _check_type(name, given, str(known[name].type), key)
+    entry = DataEntry(**value)
+    _check(entry, key)
+    return entry
+
+
+def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
+    if value is None and "None" in wanted:
+        return
+    kinds: dict[str, tuple[type, ...]] = {
+        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,),
+    }  # fmt: skip
+    plain = wanted.removesuffix(" | None")
+    wrong = not isinstance(value, kinds[plain]) or (isinstance(value, bool) and plain in ("float", "int"))
+    if wrong:
+        words = {"str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false"}[
+            plain
+        ]
+        raise ConfigError(f"{key}: {name}={value!r}: wanted {words}")
+
+
+def _check(entry: DataEntry, key: str) -> None:
+    given = [name for name in ("path", "hub", "rows") if getattr(entry, name) is not None]
+    if len(given) != 1:
+        seen = " and ".join(given) or "neither"
+        raise ConfigError(f"{key}: an entry has {seen}; exactly one of path and hub is wanted")
+    if entry.format is not None and entry.format not in FORMS:
+        near = get_close_matches(entry.format, FORMS, n=1, cutoff=0.4)
+        hint = f"nearest: {near[0]}; " if near else ""
+        raise ConfigError(f"{key}: format={entry.format}: no such format; {hint}there are {', '.join(FORMS)}")
+    for name in ("weight", "epochs"):
+        value = getattr(entry, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{key}: {name}={value:g} of {entry}: wanted a number above 0")
+    if entry.held_out is not None and not 0 < entry.held_out < 1:
+        raise ConfigError(f"{key}: held_out={entry.held_out:g} of {entry}: wanted a share between 0 and 1")
+    if entry.stream and entry.epochs is not None:
+        raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
+
+
+def check_entries(train: list[Any], evals: list[Any]) -> None:
+    """What must agree between the entries of a recipe.
+
+    Raises:
+        ConfigError: an entry that is none; weights for some entries only; rows held out for evaluation and trained on.
+    """
+    entries = {key: [parse_entry(value, key) for value in values] for key, values in _named(train, evals)}
+    for key, found in entries.items():
+        some = [entry.weight is not None for entry in found]
+        if any(some) and not all(some):
+            lacking = next(entry for entry in found if entry.weight is None)
+            raise ConfigError(f"{key}: {lacking} has no weight, and others have; give all a weight or none")
+        if len(found) > 1 and not all(some) and any(entry.stream for entry in found):
+            raise ConfigError(f"{key}: a stream beside others needs weights; give each entry a weight")
+    for entry in entries["data.eval"]:
+        if entry.weight is not None or entry.epochs is not None:
+            raise ConfigError(
+                f"data.eval: weight and epochs of {entry}: every row is evaluated once; leave them out"
+            )
+        if entry.held_out is None:
+            continue
+        for other in entries["data.train"]:
+            same = (entry.path, entry.hub, entry.split) == (other.path, other.hub, other.split)
+            if same and (entry.held_out, entry.seed) != (other.held_out, other.seed):
+                raise ConfigError(
+                    f"data.eval holds out {entry.held_out:g} of {entry} (seed {entry.seed}), data.train "
+                    f"{other.held_out or 0:g} (seed {other.seed}): rows would be trained on and evaluated; give both the same"
+                )
+
+
+def _named(train: list[Any], evals: list[Any]) -> list[tuple[str, list[Any]]]:
+    return [("data.train", train), ("data.eval", evals)]

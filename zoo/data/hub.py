@@ -1,0 +1,92 @@
+"""Hugging Face data sets: folders of `save_to_disk`, parquet files, and ids at the hub, whole or as streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zoo.config.entries import DataEntry
+from zoo.errors import UserError
+
+
+def load_local(entry: DataEntry, kind: str, key: str) -> Any:
+    """The datasets.Dataset of a folder of `save_to_disk` (kind "disk") or of parquet files ("parquet").
+
+    Raises:
+        UserError: it can't be read, or no such split.
+    """
+    import datasets
+
+    assert entry.path is not None
+    path = Path(entry.path).expanduser()
+    if kind == "disk":
+        return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
+    if entry.split is not None and path.is_file():
+        raise UserError(
+            f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out."
+        )
+    return _split(_load("parquet", entry, key, data_files=parquet_files(path, entry, key)), entry, key)
+
+
+def load_hub(entry: DataEntry, key: str) -> Any:
+    """The data set of a hub id, a datasets.IterableDataset under `stream`.
+
+    Raises:
+        UserError: it can't be loaded, or no such split.
+    """
+    return _split(_load(str(entry.hub), entry, key, name=entry.name, revision=entry.revision), entry, key)
+
+
+def load_parquet_stream(entry: DataEntry, key: str) -> Any:
+    """The datasets.IterableDataset of parquet files."""
+    path = Path(str(entry.path)).expanduser()
+    return _split(_load("parquet", entry, key, data_files=parquet_files(path, entry, key)), entry, key)
+
+
+def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
+    """Split -> parquet files: `train-00000-of-00002.parquet` is of `train`; others are of `train` too."""
+    if path.is_file():
+        return {"train": [str(path)]}
+    found: dict[str, list[str]] = {}
+    for file in sorted(path.rglob("*.parquet")):
+        name = file.stem.partition("-")[0]
+        known = name if name in ("train", "test", "validation", "val", "dev", "heldout") else "train"
+        found.setdefault(known, []).append(str(file))
+    if entry.split is not None and entry.split not in found:
+        raise UserError(f"{key}={entry.path}: no split {entry.split}; there are {', '.join(found)}.")
+    return found if entry.split is None else {entry.split: found[entry.split]}
+
+
+def _load(what: str, entry: DataEntry, key: str, **options: Any) -> Any:
+    import datasets
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return _tried(key, entry, lambda: datasets.load_dataset(what, streaming=entry.stream, **given))
+
+
+def _tried(key: str, entry: DataEntry, load: Any) -> Any:
+    import datasets
+
+    bars = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        return load()
+    except Exception as error:  # of many kinds, by what lies there and what the hub answers
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{key}={entry}: the data set can't be loaded: {reason}") from error
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+
+
+def _split(found: Any, entry: DataEntry, key: str) -> Any:
+    """One split of what was loaded."""
+    if not isinstance(found, dict):
+        if entry.split is not None and str(getattr(found, "split", None)) != entry.split:
+            raise UserError(f"{key}={entry}: it has no splits; leave split out.")
+        return found
+    name = entry.split or (next(iter(found)) if len(found) == 1 else None)
+    if name not in found:
+        what = f"no split {name}" if name else "it has several splits"
+        raise UserError(f"{key}={entry}: {what}; name one: {{split: {' or '.join(map(str, found))}}}.")
+    return found[name]

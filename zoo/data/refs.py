@@ -1,0 +1,227 @@
+"""What a row says of a medium: a path, a URL, base64, bytes, an open picture or an array; checked without decoding.
+
+A path must lie under the data root (the folder of the row's file, or `data.root`), symbolic links followed, unless
+`data.outside_root` allows others. A URL is refused unless `data.urls` allows it; then it is downloaded when the row is
+encoded, at most URL_MB of it and for at most URL_SECONDS.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.data.errors import RowError
+
+URL_MB = 64  # most MiB that are downloaded of one URL
+URL_SECONDS = 30.0  # longest time that a download may take
+SHOWN = 80  # characters of a reference that a message shows
+
+
+@dataclass(frozen=True)
+class Blob:
+    """A file's bytes, with a name for messages."""
+
+    data: bytes = field(repr=False)
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Sound:
+    """Decoded sound: (N,) or (channels, N) samples, and how many there are a second."""
+
+    samples: np.ndarray = field(repr=False)
+    rate: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An open PIL image."""
+
+    image: Any = field(repr=False)
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+type Medium = str | Blob | Sound | Picture  # a str is a path, a URL or a data: URI
+
+
+@dataclass(frozen=True)
+class Access:
+    """Which media rows may name.
+
+    Attributes:
+        root: folder that paths are relative to.
+        outside: whether paths may lead out of it.
+        urls: whether http(s) URLs are downloaded.
+        trusted: whether the media are zoo's own, which need no worker to decode them.
+    """
+
+    root: Path
+    outside: bool = True
+    urls: bool = False
+    trusted: bool = False
+
+
+def checked(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
+    """A medium as a row may name it.
+
+    Args:
+        value: a path, an http(s) URL, a data: URI; bytes; {"bytes", "path"} or {"array", "sampling_rate"}, as Hugging Face
+            datasets have them; a PIL image; a 1-D or 2-D array of sound at 16 kHz.
+        kind: image, video or audio.
+        where: the value's place in the row, for messages ("images[0]").
+        access: what is allowed.
+        source: the row's place, for errors.
+
+    Raises:
+        RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path out of the root ("outside_root"), no
+            such file ("missing_file").
+    """
+    if isinstance(value, Blob | Sound | Picture):
+        return value
+    if isinstance(value, Mapping):
+        value = _of_mapping(value, kind, where, source)
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, Blob | Sound):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return Blob(bytes(value), where)
+    if isinstance(value, np.ndarray) and kind == "audio":
+        return Sound(value, 16_000, where)
+    if kind == "image" and hasattr(value, "convert") and hasattr(value, "getbands"):
+        return Picture(value, where)
+    if not isinstance(value, str) or not value:
+        raise RowError(
+            source, "bad_row", f"{where} is {shown(value)}; a path, bytes or a data: URI is wanted."
+        )
+    if value.startswith("data:"):
+        return value
+    if value.startswith(("http://", "https://")):
+        if not access.urls:
+            text = f"{where} is the URL {shown(value)}; download it first, or set data.urls=true."
+            raise RowError(source, "url", text)
+        return value
+    _check_path(value, where, access, source)
+    return value
+
+
+def is_url(medium: Medium) -> bool:
+    """Whether a medium would be downloaded."""
+    return isinstance(medium, str) and medium.startswith(("http://", "https://"))
+
+
+def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
+    """The medium at hand: base64 decoded, a URL downloaded, a path under its root.
+
+    Raises:
+        RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
+    """
+    if not isinstance(medium, str):
+        return medium
+    if medium.startswith("data:"):
+        return _of_data_uri(medium)
+    if medium.startswith(("http://", "https://")):
+        return download(medium)
+    return root / medium
+
+
+def download(url: str) -> Blob:
+    """What a URL gives, within URL_MB and URL_SECONDS; RowError ("url") where it does not."""
+    limit, parts, size = URL_MB * 2**20, [], 0
+    deadline = time.monotonic() + URL_SECONDS
+    try:
+        request = urllib.request.Request(url, headers={"User-Agent": "zoo"})
+        with urllib.request.urlopen(request, timeout=URL_SECONDS) as answer:
+            while part := answer.read1(2**16):
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise RowError(
+                        "", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first."
+                    )
+                if time.monotonic() > deadline:
+                    text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
+                    raise RowError("", "url", text)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise RowError("", "url", f"{shown(url)} can't be downloaded: {error}.") from error
+    return Blob(b"".join(parts), url)
+
+
+def missing_text(path: Path) -> str:
+    """What to say of a media file that is not there."""
+    return f"no file {path}; paths in a row are relative to the folder of its JSONL file (or to data.root)."
+
+
+def shown(value: Any) -> str:
+    """A value in a message, not all of it where it is long."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+
+
+def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) -> Any:
+    """What a Hugging Face dataset has for an image, a sound or a video that is not decoded."""
+    if value.get("bytes") is not None:
+        data = value["bytes"]
+        if isinstance(data, bytes | bytearray | memoryview):
+            return Blob(bytes(data), f"{where} ({value['path']})" if value.get("path") else where)
+    elif value.get("path"):
+        return value["path"]
+    elif value.get("array") is not None and kind == "audio":
+        rate = value.get("sampling_rate")
+        if isinstance(rate, int) and rate > 0:
+            return Sound(np.asarray(value["array"], np.float32), rate, where)
+    keys = ", ".join(map(str, value))
+    text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
+    raise RowError(source, "bad_row", text)
+
+
+def _check_path(value: str, where: str, access: Access, source: str) -> None:
+    path = access.root / value
+    try:
+        there = path.is_file()
+        inside = access.outside or path.resolve().is_relative_to(access.root.resolve())
+    except (OSError, ValueError) as error:  # a name too long, a null byte, a loop of links
+        raise RowError(
+            source, "bad_row", f"{where} is {shown(value)}, no path: {getattr(error, 'strerror', error)}."
+        ) from error
+    if not inside:
+        text = (
+            f"{where} is {shown(value)}, which leads out of the data root {access.root}; set data.root to a folder that "
+            "holds all media, or data.outside_root=true."
+        )
+        raise RowError(source, "outside_root", text)
+    if not there:
+        raise RowError(source, "missing_file", missing_text(path))
+
+
+def _of_data_uri(uri: str) -> Blob:
+    """The bytes of `data:image/png;base64,...`."""
+    head, comma, body = uri.partition(",")
+    name = f"{head}," if comma else shown(uri)
+    if not comma or not head.endswith(";base64"):
+        raise RowError(
+            "", "corrupt_media", f"{shown(name)} is no base64; data:image/png;base64,... is wanted."
+        )
+    try:
+        return Blob(base64.b64decode(body, validate=True), name)
+    except (binascii.Error, ValueError) as error:
+        raise RowError("", "corrupt_media", f"{shown(name)}... is no valid base64: {error}.") from error

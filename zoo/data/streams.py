@@ -1,0 +1,210 @@
+"""Streams of rows: read in order, without a known number, with a window of rows in memory.
+
+Rows are asked for by their place, counted over passes from 0. Those still wanted stay in memory (`forget` says which are
+not), and a place before the window is read again from the nearest place that the reader can go back to. `state` is such a
+place, for a resumed run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from zoo.config.entries import DataEntry
+from zoo.data.errors import RowError
+from zoo.data.refs import Access
+from zoo.data.rows import Row, load_line, locate, make_row
+from zoo.data.tables import held_out, kind_of, without_nones
+from zoo.errors import UserError
+
+MARK_EVERY = 64  # rows between places that a stream can go back to
+
+
+class Reader(Protocol):
+    """Reads items in order, from the beginning or from where it was."""
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+
+    def state(self) -> Any:
+        """Where it stands, as plain values."""
+
+    def __next__(self) -> tuple[int, Mapping[str, Any] | bytes]:
+        """(number from 1, item) of the next row."""
+
+
+class Lines:
+    """The lines of a JSONL file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = self.number = 0
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+        self.offset, self.number = state or (0, 0)
+
+    def state(self) -> list[int]:
+        """Byte and line."""
+        return [self.offset, self.number]
+
+    def __next__(self) -> tuple[int, bytes]:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            while line := file.readline():
+                self.offset += len(line)
+                self.number += 1
+                if line.strip():
+                    return self.number, line
+        raise StopIteration
+
+
+class Examples:
+    """The rows of a datasets.IterableDataset, media not decoded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
+        self.first = copy.deepcopy(self.dataset.state_dict())
+        self.number = 0
+        self.start(None)
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+        self.number, place = state or (0, self.first)
+        self.dataset.load_state_dict(copy.deepcopy(place))
+        self.rows: Iterator[Any] = iter(self.dataset)
+
+    def state(self) -> list[Any]:
+        """Rows read, and the data set's own state."""
+        return [self.number, copy.deepcopy(self.dataset.state_dict())]
+
+    def __next__(self) -> tuple[int, Mapping[str, Any]]:
+        item = next(self.rows)
+        self.number += 1
+        return self.number, without_nones(item.to_pylist()[0] if hasattr(item, "to_pylist") else item)
+
+
+class RowStream:
+    """Rows of a reader by their place.
+
+    Args:
+        reader: gives the items.
+        name: what rows are called in messages.
+        access: which media they may name.
+        form: their format, or None.
+        keep: whether a row of a number, from 1, is wanted.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        access: Access,
+        form: str | None,
+        keep: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.reader, self.name, self.access, self.form, self.keep = reader, name, access, form, keep
+        self.next = 0
+        self.rows: dict[int, Row | RowError] = {}
+        self.marks: list[tuple[int, Any]] = [(0, None)]
+
+    def __getitem__(self, place: int) -> Row:
+        """The row of a place, counted over passes.
+
+        Raises:
+            RowError: it is a bad one.
+            UserError: the stream has no rows.
+        """
+        if place < self.next and place not in self.rows:
+            self._back(place)
+        while self.next <= place:
+            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1][0]:
+                self.marks.append((self.next, self.reader.state()))
+            self.rows[self.next] = self._read()
+            self.next += 1
+        found = self.rows[place]
+        if isinstance(found, RowError):
+            raise found
+        return found
+
+    def forget(self, place: int) -> None:
+        """No row before `place` will be asked for again (or seldom: it would be read again)."""
+        for gone in [known for known in self.rows if known < place]:
+            del self.rows[gone]
+        while len(self.marks) > 1 and self.marks[1][0] <= place:
+            del self.marks[0]
+
+    def state(self, place: int) -> list[Any]:
+        """A place at or before `place`, and the reader's state there, as plain values."""
+        return list(next(mark for mark in reversed(self.marks) if mark[0] <= place or mark is self.marks[0]))
+
+    def load(self, state: list[Any]) -> None:
+        """Go to a saved place."""
+        self.next, place = state
+        self.rows, self.marks = {}, [(self.next, place)]
+        self.reader.start(place)
+
+    def _back(self, place: int) -> None:
+        fitting = [mark for mark in self.marks if mark[0] <= place] or [(0, None)]
+        self.load(list(fitting[-1]))
+
+    def _read(self) -> Row | RowError:
+        for _ in range(2):
+            for number, item in self._items():
+                if self.keep is None or self.keep(number):
+                    source = f"{self.name}:{number}"
+                    try:
+                        whole = item if isinstance(item, Mapping) else load_line(item, source)
+                        return make_row(whole, source, self.access, self.form)
+                    except RowError as error:
+                        return error
+            self.reader.start(None)
+        raise UserError(f"{self.name}: the stream has no rows.")
+
+    def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes]]:
+        while True:
+            try:
+                item = next(self.reader)
+            except StopIteration:
+                return
+            yield item
+
+
+def open_stream(
+    entry: DataEntry, access: Callable[[Path], Access], *, evaluation: bool, key: str
+) -> RowStream:
+    """The stream of an entry: JSONL, parquet files, a hub id, or a datasets.IterableDataset.
+
+    Raises:
+        UserError: no such file, or one that is read by places rather than in order.
+    """
+    keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
+    if entry.rows is not None:
+        return RowStream(Examples(entry.rows), "rows", access(Path.cwd()), entry.format, keep)
+    if entry.hub is not None:
+        from zoo.data.hub import load_hub
+
+        return RowStream(Examples(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep)
+    assert entry.path is not None
+    kind, path = kind_of(entry.path), Path(entry.path).expanduser()
+    if kind == "parquet":
+        from zoo.data.hub import load_parquet_stream
+
+        folder = path if path.is_dir() else path.parent
+        reader: Reader = Examples(load_parquet_stream(entry, key))
+        return RowStream(reader, str(entry), access(folder), entry.format, keep)
+    if kind != "lines":
+        raise UserError(
+            f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out."
+        )
+    path = locate(entry.path, key)
+    return RowStream(Lines(path), entry.path, access(path.parent), entry.format, keep)
+
+
+def is_stream(entry: DataEntry) -> bool:
+    """Whether an entry is read as a stream."""
+    return entry.stream or (
+        entry.rows is not None and hasattr(entry.rows, "state_dict") and not hasattr(entry.rows, "__len__")
+    )
