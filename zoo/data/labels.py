@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from zoo.data.errors import RowError
 from zoo.data.sample import IGNORE
 
 MODES = ("assistant", "last", "all")
@@ -63,18 +62,11 @@ def choose(
     return found
 
 
-def labelled(
-    input_ids: Tensor, weights: Tensor, media: Collection[int], source: str
-) -> tuple[Tensor, Tensor | None]:
+def labelled(input_ids: Tensor, weights: Tensor, media: Collection[int]) -> tuple[Tensor, Tensor | None]:
     """Labels of `input_ids` (L,), and the weights (L,) where they are not all 1.
 
     Tokens of media and tokens of weight 0 get no label.
-
-    Raises:
-        RowError: weights that 32 bits can't hold ("bad_row").
     """
-    if not bool(torch.isfinite(weights).all()):
-        raise RowError(source, "bad_row", "the weights of row and message multiply to more than 3e38.")
     keep = weights > 0
     if media:
         keep &= ~torch.isin(input_ids, torch.tensor(sorted(media)))

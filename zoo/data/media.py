@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 178_956_970  # of one image: Pillow's own error limit, 2 * Image.MAX_IMAGE_PIXELS
 MAX_VIDEO_MB = 8192  # of the frames kept of one video, in MiB
 MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
+MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
 SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
 MIN_FRAMES = 2  # a vision tower's temporal patch: shorter videos are held on their last frame
 JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
@@ -187,6 +188,11 @@ def _mono(sound: Sound) -> np.ndarray:
 def _checked(sound: np.ndarray, place: Path | Blob | Sound, rate: int) -> np.ndarray:
     if not len(sound):
         raise _corrupt(place, "audio", "its audio track is empty")
+    if len(sound) < MIN_SOUND_SECONDS * rate:
+        milliseconds = f"{1e3 * len(sound) / rate:.3g} ms"
+        raise _corrupt(
+            place, "audio", f"it is {milliseconds} long, and {1e3 * MIN_SOUND_SECONDS:g} ms are the least"
+        )
     if len(sound) > MAX_SOUND_SECONDS * rate:
         raise _corrupt(place, "audio", _too_long())
     if not np.isfinite(sound).all():

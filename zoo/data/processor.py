@@ -196,7 +196,8 @@ class Processor:
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
-            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {error}"
+            said = " ".join(str(error).split()).rstrip(".")
+            reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
             raise RowError(row.source, "processor_error", reason) from error
         self._check_placeholders(row, input_ids, tensors)
         if self._header:
@@ -204,7 +205,7 @@ class Processor:
         else:
             spans = self._plain_spans(row, text, answers, input_ids)
         chosen = label_spans.choose(spans, row.answer_weights, labels, len(input_ids), row.weight)
-        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids, row.source)
+        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
         sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights)
         return sample, self.model_inputs(row, dict(features))
 
@@ -214,7 +215,7 @@ class Processor:
         ids += [] if self._eos is None or ids[-1:] == [self._eos] else [self._eos]
         input_ids = torch.tensor(ids, dtype=torch.int64)
         chosen = torch.full((len(ids),), row.weight)
-        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids, row.source)
+        targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
         sample = Sample(input_ids, targets, {}, row.kind, row.source, weights)
         return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ MEDIA = {
     "audio": "audios",
 }  # placeholder and singular key -> plural key
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
+MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TEXT_KEYS = ("text", "kind", "weight")
 
 
@@ -167,7 +167,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
     use_sound = _typed(item, "use_audio_in_video", bool, False, source)
     if use_sound and not media["video"]:
         raise RowError(source, "bad_row", "use_audio_in_video is true, but the row has no video.")
-    return Row(
+    row = Row(
         messages=messages,
         images=media["image"],
         videos=media["video"],
@@ -180,6 +180,9 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
         weights=weights if set(weights) != {1.0} else (),
         trusted=access.trusted,
     )
+    if max(row.answer_weights) > MAX_WEIGHT:
+        raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
+    return row
 
 
 def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
@@ -244,7 +247,7 @@ def _is_list(path: Path) -> bool:
 def load_line(line: bytes | str, source: str) -> dict[str, Any]:
     """The JSON object of a line; RowError ("bad_json") where there is none."""
     try:
-        item = json.loads(line.strip())
+        item = json.loads((line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip())
     except RecursionError as error:
         raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
     except json.JSONDecodeError as error:
@@ -271,8 +274,9 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
         return 1.0
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
-    if not math.isfinite(weight) or weight < 0:
-        raise RowError(source, "bad_row", f"weight of {what} is {weight}; 0 or a number above is wanted.")
+    if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
+        text = f"weight of {what} is {weight}; a number from 0 to {MAX_WEIGHT:g} is wanted."
+        raise RowError(source, "bad_row", text)
     return float(weight)
 
 

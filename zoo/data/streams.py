@@ -40,7 +40,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.start(None)
+        self.offset = self.number = 0
 
     def start(self, state: Any) -> None:
         """Go to a state, or to the beginning for None."""
@@ -67,6 +67,7 @@ class Examples:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
         self.first = copy.deepcopy(self.dataset.state_dict())
+        self.number = 0
         self.start(None)
 
     def start(self, state: Any) -> None:

@@ -55,8 +55,9 @@ class Table(Sequence[Row]):
         keep: Callable[[int], bool] | None = None,
     ) -> None:
         self.read, self.name, self.access, self.form = read, name, access, form
-        places = range(items) if keep is None else [place for place in range(items) if keep(place + 1)]
-        self.places: Sequence[int] = places if keep is None else np.array(places, np.int64)
+        self.places: Sequence[int] | np.ndarray = range(items)
+        if keep is not None:
+            self.places = np.array([place for place in range(items) if keep(place + 1)], np.int64)
 
     def __len__(self) -> int:
         return len(self.places)

@@ -14,6 +14,16 @@ import soundfile
 
 FORMATS = {"WAV", "WAVEX", "FLAC", "AIFF", "AU", "W64", "RF64", "CAF", "NIST"}
 BLOCK = 2**20  # frames read at a time: what the header says is not believed
+BYTES = {
+    "PCM_U8": 1,
+    "PCM_16": 2,
+    "PCM_24": 3,
+    "PCM_32": 4,
+    "FLOAT": 4,
+    "DOUBLE": 8,
+    "ULAW": 1,
+    "ALAW": 1,
+}  # of a sample
 UNKNOWN = (
     0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
 )
@@ -30,19 +40,24 @@ def read_wave(
         corrupt: makes the error to raise of a reason.
     """
     try:
-        with soundfile.SoundFile(str(file) if isinstance(file, os.PathLike) else file) as sound:
-            if sound.format not in FORMATS:
-                return None
-            parts, count = [], 0
+        sound = soundfile.SoundFile(str(file) if isinstance(file, os.PathLike) else file)
+    except (soundfile.LibsndfileError, TypeError):
+        return None  # FFmpeg may know it, and says better what is wrong
+    with sound:
+        if sound.format not in FORMATS:
+            return None
+        claimed, rate = sound.frames, sound.samplerate
+        kind, width = sound.format, sound.channels * BYTES.get(sound.subtype, 0)
+        parts, count = [], 0
+        try:
             while len(part := sound.read(BLOCK, dtype="float32", always_2d=True)):
                 parts.append(part.mean(axis=1))
                 count += len(part)
-                if count > max_seconds * sound.samplerate:
+                if count > max_seconds * rate:
                     raise corrupt(f"it is over {max_seconds:g} s long; cut it into pieces")
-            claimed, rate = sound.frames, sound.samplerate
-            kind, width = sound.format, sound.channels * _bytes(sound.subtype)
-    except (soundfile.LibsndfileError, TypeError):
-        return None  # FFmpeg may know it, and says better what is wrong
+        except soundfile.LibsndfileError as error:
+            why = f"{str(error).rstrip('.')} at {count / rate:.1f} s of the {claimed / rate:.1f} s that its header says"
+            raise corrupt(why) from error
     if kind in ("WAV", "WAVEX"):
         size = _data_bytes(file)
         claimed = size // width if width and size is not None and 0 < size < UNKNOWN else claimed
@@ -50,21 +65,6 @@ def read_wave(
         seconds = f"its header says {claimed / rate:.1f} s of sound, but {count / rate:.1f} s are there"
         raise corrupt(f"{seconds}; it is cut off")
     return (np.concatenate(parts) if parts else np.zeros(0, np.float32)), rate
-
-
-def _bytes(subtype: str) -> int:
-    """Bytes of a sample, of the plain ones."""
-    known = {
-        "PCM_U8": 1,
-        "PCM_16": 2,
-        "PCM_24": 3,
-        "PCM_32": 4,
-        "FLOAT": 4,
-        "DOUBLE": 8,
-        "ULAW": 1,
-        "ALAW": 1,
-    }
-    return known.get(subtype, 0)
 
 
 def _data_bytes(file: Any) -> int | None:

@@ -172,7 +172,7 @@ def test_weights(folder: Path) -> None:
     [
         ("3", None, "weight of the row is 3; a number"),
         (True, None, "weight of the row is True"),
-        (-1, None, "weight of the row is -1; 0 or a number above"),
+        (-1, None, "weight of the row is -1; a number from 0 to 1e+06"),
         (float("nan"), None, "weight of the row is nan"),
         (None, [], "weight of messages[1] is []"),
         (None, float("inf"), "weight of messages[1] is inf"),
