@@ -27,7 +27,7 @@ from zoo.data.media import load_audio, load_image, load_video
 from zoo.data.refs import Medium, is_url, opened
 from zoo.data.rows import PLACEHOLDER, Row
 from zoo.data.sample import Sample
-from zoo.data.sizes import Headers, SampleSize, read_headers
+from zoo.data.sizes import Headers, SampleSize, headers_of, image_size, sound_samples, video_size
 
 
 class Decoder(Protocol):
@@ -47,6 +47,12 @@ class Decoder(Protocol):
 
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """See `zoo.data.media.load_audio`."""
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """See `zoo.data.sizes.video_size`."""
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """See `zoo.data.sizes.sound_samples`."""
 
 
 class Here:
@@ -69,6 +75,14 @@ class Here:
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """(N,) float32 at 16 kHz."""
         return load_audio(opened(medium, row.root))
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """Seconds, height and width, where the header tells."""
+        return video_size(opened(medium, row.root))
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """Samples, where the header tells."""
+        return sound_samples(opened(medium, row.root))
 
 
 HERE = Here()
@@ -205,8 +219,12 @@ class Processor:
         sample = Sample(input_ids, targets, {}, row.kind, row.source, weights)
         return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
 
-    def measure(self, row: Row, *, video_fps: float, max_frames: int) -> SampleSize | None:
+    def measure(
+        self, row: Row, *, video_fps: float, max_frames: int, decoder: Decoder = HERE
+    ) -> SampleSize | None:
         """What `encode` will give, without decoding media; None where only encoding tells.
+
+        A file that is missing or broken tells nothing either: encoding says what is wrong with it.
 
         Raises:
             RowError: a special token in the texts, or a complaint of the chat template.
@@ -215,11 +233,7 @@ class Processor:
         if row.text is not None:
             return self.size(self._plain_text(row, row.text)[0])
         try:
-            files = [
-                [None if is_url(medium) else opened(medium, row.root) for medium in media]
-                for media in (row.images, row.videos, sound_files(row))
-            ]
-            headers = read_headers(*files, video_fps, max_frames)
+            headers = self._headers(row, video_fps, max_frames, decoder)
             sketch = None if headers is None else self.sketch(row, self._text(row)[0], headers)
             if sketch is None:
                 return None
@@ -331,6 +345,21 @@ class Processor:
         if sounds:
             media["audio"] = sounds
         return media, rate
+
+    def _headers(self, row: Row, fps: float, max_frames: int, decoder: Decoder) -> Headers | None:
+        """What the headers of the row's media say; None where one of them does not tell what decoding will give."""
+        sounds = sound_files(row)
+        if any(is_url(medium) for medium in (*row.images, *row.videos, *sounds)):
+            return None
+        sizes = [image_size(opened(image, row.root)) for image in row.images]
+        clips = [decoder.video_size(video, row) for video in row.videos]
+        samples = [decoder.sound_samples(sound, row) for sound in sounds]
+        images, videos, heard = (
+            [known for known in some if known is not None] for some in (sizes, clips, samples)
+        )
+        if (len(images), len(videos), len(heard)) != (len(sizes), len(clips), len(samples)):
+            return None
+        return headers_of(images, videos, heard, fps, max_frames)
 
     def _check_placeholders(self, row: Row, input_ids: Tensor, media: Mapping[str, Tensor]) -> None:
         for token, wanted in self.expected_tokens(media).items():

@@ -59,35 +59,26 @@ class Headers:
     sounds: tuple[int, ...] = ()
 
 
-def read_headers(
-    images: Sequence[Any], videos: Sequence[Any], sounds: Sequence[Any], fps: float, max_frames: int
-) -> Headers | None:
-    """The headers of a row's files; None where one of them does not tell what decoding will give.
-
-    A file that is missing or broken tells nothing either: decoding says what is wrong with it.
+def headers_of(
+    images: Sequence[tuple[int, int]],
+    clips: Sequence[tuple[float, int, int]],
+    sounds: Sequence[int],
+    fps: float,
+    max_frames: int,
+) -> Headers:
+    """Headers of a row's media, with the frames that are taken of its videos.
 
     Args:
-        images: files; and so `videos` and `sounds`.
+        images: (height, width) of each.
+        clips: (seconds, height, width) of each.
+        sounds: samples of each.
         fps: frames taken per second of video.
         max_frames: most frames taken of one video.
     """
-    pictures = [image_size(path) for path in images]
-    clips = [video_size(path) for path in videos]
-    samples = [sound_samples(path) for path in sounds]
-    if None in pictures or None in clips or None in samples:
-        return None
-    rate = None
-    frames = []
-    if clips:
-        # All videos of a row stand at the lowest rate that one of them is thinned to.
-        rate = min(_taken(clip[0], fps, max_frames)[1] for clip in clips if clip)
-        frames = [(_taken(clip[0], rate, max_frames)[0], clip[1], clip[2]) for clip in clips if clip]
-    return Headers(
-        tuple(size for size in pictures if size),
-        tuple(frames),
-        rate,
-        tuple(count for count in samples if count is not None),
-    )
+    # All videos of a row stand at the lowest rate that one of them is thinned to.
+    rate = min((_taken(clip[0], fps, max_frames)[1] for clip in clips), default=None)
+    videos = [(_taken(clip[0], rate or fps, max_frames)[0], clip[1], clip[2]) for clip in clips]
+    return Headers(tuple(images), tuple(videos), rate, tuple(sounds))
 
 
 def image_size(source: Any) -> tuple[int, int] | None:

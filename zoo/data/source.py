@@ -267,7 +267,10 @@ class SampleSource:
         if self.strength:
             return None
         row, data = self._taken_row(visit), self.data
-        size = self.processor.measure(row, video_fps=data.video_fps, max_frames=data.max_frames)
+        decoder = HERE if row.trusted else self.decoder
+        size = self.processor.measure(
+            row, video_fps=data.video_fps, max_frames=data.max_frames, decoder=decoder
+        )
         self._bad_since_good = 0
         if size is None or size.length <= self.limit:
             return size

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from zoo.data import media
+from zoo.data import media, sizes
 from zoo.data.errors import RowError
 from zoo.data.refs import Medium, opened, shown
 
@@ -78,6 +78,16 @@ class Workers:
         """(N,) float32 at 16 kHz."""
         sound: np.ndarray = self._result(row, "audio", medium)
         return sound
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """Seconds, height and width, where the header tells."""
+        found = self._result(row, "video header", medium)
+        return None if found is None else (found[0], found[1], found[2])
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """Samples, where the header tells."""
+        found: int | None = self._result(row, "audio header", medium)
+        return found
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
         """Start to decode what will be asked for soon, in this order; what was begun before and not asked for is dropped."""
@@ -323,6 +333,11 @@ def serve(seconds: float, megabytes: int) -> None:
 
 
 def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+    if kind == "video header":
+        found = sizes.video_size(source)
+        return None if found is None else list(found)
+    if kind == "audio header":
+        return sizes.sound_samples(source)
     if kind == "image":
         return np.asarray(media.load_image(source))
     return media.video_frames(source, *how) if kind == "video" else media.load_audio(source)

@@ -80,7 +80,7 @@ class Reader:
     def __init__(self) -> None:
         self.encoded: Counter[str] = Counter()
 
-    def measure(self, row: Row, *, video_fps: float, max_frames: int) -> SampleSize | None:
+    def measure(self, row: Row, **how: object) -> SampleSize | None:
         guess = row.messages[0][1].split()[0]
         return None if guess == "-" else SampleSize(int(guess))
 

@@ -15,6 +15,7 @@ from zoo.data.processor import Processor
 from zoo.data.rows import Row, RowError, read_rows
 from zoo.data.sizes import SampleSize
 from zoo.data.timestamped import TimestampedProcessor
+from zoo.data.workers import Workers
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
 
@@ -120,3 +121,14 @@ def test_a_special_token_in_the_texts_is_found_without_encoding(family: Processo
     row = Row((("user", family.markers.end), ("assistant", "1")), source="x:1")
     with pytest.raises(RowError, match=r"x:1: .*special token"):
         measured(family, replace(row, source="x:1"))
+
+
+def test_workers_read_the_same_headers(media: Path) -> None:
+    workers = Workers(1, seconds=60.0, megabytes=512)
+    row = Row((("user", "hi"), ("assistant", "ho")), root=media)
+    try:
+        for name in ("silent.mp4", "a.wav", "b.flac", "spoken.mp4", "a.png"):
+            assert workers.video_size(name, row) == sizes.video_size(media / name)
+            assert workers.sound_samples(name, row) == sizes.sound_samples(media / name)
+    finally:
+        workers.close()
