@@ -2,7 +2,8 @@
 
     Hugging Face      FOLDER/config.json, beside the weights
     zoo's own         FOLDER/zoo.json, weights/ and hf/ (see zoo.bridge.native)
-    of a run          RUN/checkpoints/iter_N/state.json and hf/; RUN stands for its newest
+    of a run          RUN/checkpoints/iter_N/state.json and hf/; RUN stands for its newest. Where it holds adapters, what
+                      they belong to is in RUN/base/, or where the run's model.init says
 
 Imports no torch.
 """
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from zoo.errors import ConfigError, UserError
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
+BASE = "base"  # folder in a run's, of what its adapters belong to
 _ITERATION = re.compile(r"iter_(\d+)")
 
 

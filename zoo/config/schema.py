@@ -100,6 +100,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: they alone are trained, and are exported in PEFT's format."""
+
+    rank: int = 0  # width of the adapters; 0: none, the model's own weights are trained
+    alpha: float = 32.0  # what an adapter gives is multiplied by alpha / rank
+    dropout: float = 0.0  # of an adapted linear's input on its way to the adapter; experts have none
+    targets: list[str] = field(
+        default_factory=lambda: ["all-linear"]
+    )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
+    parts: list[str] = field(default_factory=lambda: ["language"])  # parts of the model that targets are in
+    init: str | None = None  # adapter folder in PEFT's format to go on from; default: new adapters
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How the model is executed."""
 
@@ -133,9 +147,10 @@ class Recipe:
     packing: PackingConfig = field(default_factory=PackingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    export: bool = True  # write a Hugging Face folder to run.dir/export at the end
+    export: bool = True  # write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end
 
 
 # The values that a key of few choices takes; null is a choice where the field says so.
