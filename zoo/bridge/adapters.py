@@ -115,19 +115,19 @@ def means(target: str, name: str) -> bool:
         return False
 
 
-def tensor_names(target: Target, chosen: Sequence[Target]) -> list[tuple[str, str]]:
-    """PEFT's names of (A, B) of each of `target.named`; `chosen` are all targets of the model.
+def tensor_names(modules: Iterable[str], stacks: Collection[str]) -> list[tuple[str, str]]:
+    """PEFT's names of (A, B) of each module; `stacks` are the stacked parameters of the whole model that have adapters.
 
     PEFT wraps the module of a parameter, and what it has wrapped already: gate_up_proj, which comes first in the module,
     lies inside down_proj.
     """
-    if not target.stacked:
-        return [_pair(module) for module in target.named]
-    (name,) = target.named
-    module, _, parameter = name.rpartition(".")
-    others = {other for one in chosen if one.stacked for other in one.named}
-    inside = parameter == "gate_up_proj" and f"{module}.down_proj" in others
-    return [_pair(f"{module}.base_layer" if inside else module)]
+    return [_pair(_wrapped(name, stacks) if name in stacks else name) for name in modules]
+
+
+def _wrapped(stack: str, stacks: Collection[str]) -> str:
+    module, _, parameter = stack.rpartition(".")
+    inside = parameter == "gate_up_proj" and f"{module}.down_proj" in stacks
+    return f"{module}.base_layer" if inside else module
 
 
 def _pair(module: str) -> tuple[str, str]:
@@ -162,22 +162,23 @@ def to_zoo(
 
 
 def peft_config(
-    chosen: Sequence[Target], *, rank: int, alpha: float, dropout: float, base: str, experts: bool
+    linears: Iterable[str],
+    stacks: Iterable[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    base: str,
+    experts: bool,
 ) -> dict[str, Any]:
-    """adapter_config.json. `base`: folder or hub id of the weights that are adapted; `experts`: whether the model has some.
+    """adapter_config.json of adapters of those modules and stacked parameters.
 
-    In models with experts, PEFT reads modules called gate_proj, up_proj or down_proj as the experts of older models. As
-    parameters they are what they are. Where there are parameters it refuses dropout, which is of no use after training.
+    `base`: folder or hub id of the weights that are adapted; `experts`: whether the model has some. In such a model PEFT
+    reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
+    are. Where there are parameters it refuses dropout, which is of no use after training.
     """
-    modules, parameters = [], []
-    for target in chosen:
-        for name in target.named:
-            if target.stacked:
-                parameters.append(name)
-            elif experts and name.endswith(_EXPERTS_OF_OLD):
-                parameters.append(f"{name}.weight")
-            else:
-                modules.append(name)
+    of_old = {name for name in linears if experts and name.endswith(_EXPERTS_OF_OLD)}
+    parameters = [*stacks, *(f"{name}.weight" for name in of_old)]
     return {
         "peft_type": "LORA",
         "task_type": None,
@@ -185,7 +186,7 @@ def peft_config(
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
         "lora_dropout": 0.0 if parameters else dropout,
-        "target_modules": sorted(modules),
+        "target_modules": sorted(set(linears) - of_old),
         "target_parameters": sorted(parameters) or None,
         "bias": "none",
         "fan_in_fan_out": False,

@@ -43,7 +43,8 @@ class Adapters:
     """All adapters of a model, as one rank has them."""
 
     held: Sequence[Held]
-    everywhere: Sequence[Target]  # of all ranks, without their data
+    linears: Sequence[str]  # transformers' modules that have one, of all ranks
+    stacks: Sequence[str]  # experts' parameters that have one, likewise
     dims: Dims
     shard: ShardInfo
     comm: TorchComm
@@ -128,12 +129,14 @@ def attach(
         {n for of_rank in comm.gather_objects([n for t in there for n in t.modules]) for n in of_rank}
     )
     chosen = together(comm, lambda: choose(there, settings.targets, names))
-    everywhere = {target.zoo: target for of_rank in comm.gather_objects(chosen) for target in of_rank}
+    everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
+    named = dict(pair for of_rank in everywhere for pair in of_rank)
     for _, parameter in model_parameters(chunks):
         parameter.requires_grad_(False)
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
     held = [_attach_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
-    adapters = Adapters(held, list(everywhere.values()), dims, shard, comm)
+    modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
+    adapters = Adapters(held, modules, stacks, dims, shard, comm)
     together(comm, lambda: _refuse_empty(chunks, recipe))
     for one in held:
         _draw(adapters, one, settings.rank, recipe.run.seed)

@@ -79,15 +79,15 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     match({name: info.shape for name, info in header.items()}, _names(adapters), shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
         for one in adapters.held:
-            names = tensor_names(one.target, adapters.everywhere)
+            names = tensor_names(one.target.named, adapters.stacks)
             pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
             adapters.fill(one, *to_zoo(one.target, pairs, adapters.full_shape(one), adapters.dims))
 
 
 def _names(adapters: Adapters) -> set[str]:
     """Of all tensors in PEFT's format, whichever rank has them."""
-    every = adapters.everywhere
-    return {name for target in every for pair in tensor_names(target, every) for name in pair}
+    every = [*adapters.linears, *adapters.stacks]
+    return {name for pair in tensor_names(every, adapters.stacks) for name in pair}
 
 
 def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
@@ -99,7 +99,7 @@ def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
         else:
             a, b = torch.empty(len(one.target.named) * rank, shape[1]), torch.empty(shape[0], rank)
     pairs = to_peft(one.target, a, b, adapters.dims)
-    names = tensor_names(one.target, adapters.everywhere)
+    names = tensor_names(one.target.named, adapters.stacks)
     return {
         name: tuple(tensor.shape)
         for pair, made in zip(names, pairs, strict=True)
@@ -151,7 +151,7 @@ def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
         full.append(local)
     if (shard.etp_rank or shard.ep_rank) if stacked else shard.tp_rank:
         return
-    names = tensor_names(one.target, adapters.everywhere)
+    names = tensor_names(one.target.named, adapters.stacks)
     pairs = to_peft(one.target, full[0], full[1], adapters.dims)
     for pair, made in zip(names, pairs, strict=True):
         yield from zip(pair, made, strict=True)
@@ -176,7 +176,8 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
     assert found.keys() == _names(adapters), sorted(found.keys() ^ _names(adapters))
     init, settings = recipe.model.init, recipe.lora
     config = peft_config(
-        adapters.everywhere,
+        adapters.linears,
+        adapters.stacks,
         rank=settings.rank,
         alpha=settings.alpha,
         dropout=settings.dropout,
