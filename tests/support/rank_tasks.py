@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.adapters import adapt, adapter_shards
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -105,6 +107,7 @@ class _Built:
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)
         build.init_weights(chunks, self.assembly, recipe, world)
+        self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
         self.wrapped = build.wrap_ddp(chunks, recipe)
         self.encoded = _count_encoded(chunks[0])
 
@@ -122,12 +125,17 @@ class _Built:
         scale = world.dp_size * len(mine) / plan.labels
         figures = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
         parameters = model_parameters(self.wrapped)
-        entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
-        dims = build.model_dims(self.assembly)
+        if self.adapters is not None:
+            trained, shards = self.adapters.named(), adapter_shards(self.adapters)
+        else:
+            trained = {name: p for name, p in parameters if p.requires_grad}
+            entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
+            dims = build.model_dims(self.assembly)
+            shards = {name: entry.rule.shard_for(dims) for name, entry in entries.items()}
         held = Held(
             loss=sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0,
-            gradients={name: p.main_grad.clone() for name, p in parameters if p.requires_grad},
-            shards={name: entry.rule.shard_for(dims) for name, entry in entries.items()},
+            gradients={name: p.main_grad.clone() for name, p in trained.items()},
+            shards=shards,
             info=ShardInfo.from_groups(world.groups),
             pp_rank=world.pp_rank,
             dp_rank=world.dp_rank,
