@@ -34,7 +34,6 @@ from zoo.engine import build, lora_files
 from zoo.engine.export import export
 from zoo.errors import UserError
 
-
 LOGITS, GRADIENTS = 5e-5, 1.5e-5
 ALL = ("all-linear",)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")

@@ -315,3 +315,53 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
     with patch.object(loop.Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
         return list(loop.train(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)
+
+
+def one_step(
+    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
+) -> dict[str, int]:
+    """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine import loop
+    from zoo.engine.interrupts import interrupts
+    from zoo.engine.world import world
+
+    recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
+    with interrupts() as stop, world(validate(recipe, size)) as here:
+        run = loop.Run(validate(recipe, size), here, stop)
+        run._build()
+        assert run.adapters is not None
+        adapters = run.adapters.named()
+        with torch.no_grad():  # B of zeros would leave A without a gradient
+            run.adapters.load({name: torch.full_like(p, 0.01) for name, p in adapters.items()})
+        run.trainable.optimizer.reload_model_params()
+        parameters = [p for chunk in run.trainable.chunks for p in chunk.parameters()]
+        before = [p.detach().clone() for p in parameters]
+        for chunk in run.trainable.chunks:
+            chunk.train()
+        run._forward_backward(run.loader.next_step(), 1.0)
+        run.trainable.scheduler.step(increment=1)
+        run.trainable.optimizer.step()
+        states = [
+            tensor
+            for one in run.trainable.optimizer.chained_optimizers
+            for state in one.optimizer.state.values()
+            for name, tensor in state.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+        run.loader.close()
+        frozen = [(p, was) for p, was in zip(parameters, before, strict=True) if not p.requires_grad]
+        return {
+            "frozen": sum(p.numel() for p, _ in frozen),
+            "frozen that moved": sum(p.numel() for p, was in frozen if not torch.equal(p, was)),
+            "frozen with a gradient": sum(
+                p.numel() for p, _ in frozen if hasattr(p, "main_grad") or p.grad is not None
+            ),
+            "adapters that moved": sum(
+                p.numel() for p, was in zip(parameters, before, strict=True) if not torch.equal(p, was)
+            ),
+            "of experts": sum(p.numel() for p in adapters.values() if not getattr(p, "allreduce", True)),
+            "adapters": sum(p.numel() for p in adapters.values()),
+            "state": sum(tensor.numel() for tensor in states),
+        }
