@@ -27,6 +27,8 @@ from zoo.nn.backend import get_backend
 from zoo.nn.experts import GroupedExperts
 from zoo.registry import ModelFamily
 
+Linears = dict[str, tuple[Any, torch.nn.Parameter]]  # name of a weight -> its module and itself
+
 
 @dataclass(frozen=True)
 class Held:
@@ -93,10 +95,9 @@ class Adapters:
     @torch.no_grad()
     def merge(self) -> None:
         """Add every adapter to its weight and take it off; the weights that were changed alone are marked as trained."""
-        changed = {id(one.weight) for one in self.held}
         for one in self.held:
             one.weight.copy_((one.weight.float() + one.adapter.delta()).to(one.weight.dtype))
-            one.weight.requires_grad_(id(one.weight) in changed)
+            one.weight.requires_grad_(True)
             if one.target.stacked:
                 one.module.lora.clear()
             else:
@@ -118,17 +119,8 @@ def attach(
 
     Raises UserError where a target means no linear, or where a model chunk would be left without an adapter.
     """
-    settings, shard, comm = (
-        recipe.lora,
-        ShardInfo.from_groups(here.groups),
-        TorchComm.from_groups(here.groups),
-    )
-    linears = _linears(chunks, family, recipe)
-    there = candidates(linears, family.load("bridge"), arch)
-    names = sorted(
-        {n for of_rank in comm.gather_objects([n for t in there for n in t.modules]) for n in of_rank}
-    )
-    chosen = together(comm, lambda: choose(there, settings.targets, names))
+    settings, comm = recipe.lora, TorchComm.from_groups(here.groups)
+    linears, chosen = find(chunks, family, arch, recipe, comm)
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
     for _, parameter in model_parameters(chunks):
@@ -136,7 +128,7 @@ def attach(
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
     held = [_attach_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
-    adapters = Adapters(held, modules, stacks, dims, shard, comm)
+    adapters = Adapters(held, modules, stacks, dims, ShardInfo.from_groups(here.groups), comm)
     together(comm, lambda: _refuse_empty(chunks, recipe))
     for one in held:
         _draw(adapters, one, settings.rank, recipe.run.seed)
@@ -144,9 +136,18 @@ def attach(
     return adapters
 
 
-def _linears(
-    chunks: Sequence[Any], family: ModelFamily, recipe: Recipe
-) -> dict[str, tuple[Any, torch.nn.Parameter]]:
+def find(
+    chunks: Sequence[Any], family: ModelFamily, arch: Mapping[str, Any], recipe: Recipe, comm: TorchComm
+) -> tuple[Linears, list[Target]]:
+    """This rank's linears, and those of them that `recipe.lora` targets; UserError where a target means none of any rank."""
+    linears = _linears(chunks, family, recipe)
+    there = candidates(linears, family.load("bridge"), arch)
+    names = comm.gather_objects([name for target in there for name in target.modules])
+    everywhere = sorted({name for of_rank in names for name in of_rank})
+    return linears, together(comm, lambda: choose(there, recipe.lora.targets, everywhere))
+
+
+def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Linears:
     """Linears and experts of `lora.parts` that the model trains, by their weights' names. Not: embedding, head, routers, MTP."""
     backend = get_backend(recipe.engine.backend)
     kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)

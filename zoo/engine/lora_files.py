@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from zoo.bridge import ExportWriter
+from zoo.bridge import ExportWriter, TorchComm
 from zoo.bridge.adapters import (
     CONFIG,
     WEIGHTS,
@@ -27,11 +27,11 @@ from zoo.bridge.adapters import (
 from zoo.bridge.export_writer import disk_errors
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.bridge.safetensors_io import read_header
-from zoo.config.locate import BASE, is_hub_id, locate
+from zoo.config.locate import BASE, is_hub_id, locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import build
 from zoo.engine.export import export
-from zoo.engine.lora import Adapters, Held
+from zoo.engine.lora import Adapters, Held, find
 from zoo.engine.world import World
 from zoo.errors import UserError
 
@@ -41,9 +41,12 @@ def load_base(
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
-    Where model.init is none, that folder is base/ in the run's; a `fresh` run writes it.
+    Where model.init is none, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
+    told before any weight is read.
     """
     source = assembly.source
+    arch = {} if source is None else read_arch(source.files)
+    find(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
     if source is not None and source.kind == "hf":
         build.init_weights(chunks, assembly, recipe, here)
         return assembly
