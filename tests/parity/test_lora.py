@@ -32,9 +32,10 @@ from torch import Tensor
 from zoo.bridge.adapters import tensor_names, to_peft
 from zoo.engine import build, lora_files
 from zoo.engine.export import export
+from zoo.engine.lora import seed_dropout
 from zoo.errors import UserError
 
-LOGITS, GRADIENTS = 5e-5, 1.5e-5
+LOGITS, GRADIENTS = 4e-5, 1e-5
 ALL = ("all-linear",)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -294,3 +295,26 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
         with_adapters(
             replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world
         )
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35 experts"])
+def test_layers_that_are_made_again_drop_the_same(
+    name: str, recompute: str, checkpoint: Callable[[str], Path], cpu_world: Any
+) -> None:
+    """The first layer's input needs no gradient; it is made again all the same."""
+    case, found = replace(CASES[name], parts="language"), {}
+    for how in ("none", recompute):
+        recipe = recipe_of(case, checkpoint(name), "lora.dropout=0.4", f"engine.recompute={how}")
+        zoo, _ = with_adapters(recipe, cpu_world)
+        samples = [example.sample for example in case.examples(zoo.assembly.processor).values()]
+        count = sum(sample.num_labels for sample in samples)
+        seed_dropout(recipe, 3, cpu_world)
+        found[how] = zoo.gradients([packed_batch(samples)], count)
+        again = zoo.gradients([packed_batch(samples)], count)
+        assert abs(again[0] - found[how][0]) > 1e-3, "other masks"
+    assert found[recompute][0] == found["none"][0]
+    for parameter, gradient in found["none"][1].items():
+        other = found[recompute][1][parameter]
+        assert (gradient is None) == (other is None)
+        assert gradient is None or other is None or torch.equal(gradient, other), parameter

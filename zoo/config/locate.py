@@ -97,6 +97,11 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         if revision is not None:
             raise UserError(f"revision={revision}: {text} is a folder here, which has none; leave it out")
         return place
+    if (Path(text).expanduser() / "adapter_config.json").is_file():
+        raise UserError(
+            f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or go on "
+            "with it by lora.init"
+        )
     if Path(text).expanduser().exists():
         raise UserError(
             f"{given}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from zoo.bridge import ExportWriter, TorchComm
+from zoo.bridge import ExportWriter, Planned, ShardWriter, TorchComm
 from zoo.bridge.adapters import (
     CONFIG,
     WEIGHTS,
@@ -121,8 +121,8 @@ def export_adapters(
     comm, writer = adapters.comm, ExportWriter(target, overwrite=True)
     together(comm, lambda: writer.begin() if here.is_main else None)
     try:
-        mine = {name: tensor for one in adapters.held for name, tensor in _tensors(adapters, one)}
-        together(comm, lambda: _save(mine, writer.partial / f"rank{here.rank}.tmp"))
+        mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}
+        together(comm, lambda: _write(mine, writer.partial, here.rank))
         together(comm, lambda: _commit(writer, adapters, assembly, recipe) if here.is_main else None)
     except BaseException:
         if here.is_main:
@@ -160,18 +160,22 @@ def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
         yield from zip(pair, made, strict=True)
 
 
-def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    if tensors:
-        with disk_errors(path):
-            save_file(
-                {name: t.cpu().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"}
-            )
+def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = "rank") -> list[Path]:
+    """The tensors as one file, if there are any."""
+    planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    writer = ShardWriter(folder, planned, rank=rank, shard_bytes=sys.maxsize, label=label)
+    try:
+        for tensor in writer.order:
+            writer.write(tensor.name, [tensors[tensor.name]])
+    finally:
+        writer.close()
+    return [folder / shard.file for shard in writer.shards]
 
 
 def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> None:
     """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
     assert assembly.source is not None
-    parts = sorted(writer.partial.glob("rank*.tmp"))
+    parts = sorted(writer.partial.glob("rank*"))
     found: dict[str, Tensor] = {}
     for part in parts:
         with safe_open(part, framework="pt") as opened:
@@ -187,8 +191,9 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
         base=init if is_hub_id(init) else str(assembly.source.folder.absolute()),
         experts=adapters.dims.experts > 0,
     )
-    _save(found, writer.partial / WEIGHTS)
+    (file,) = _write(found, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
+        file.rename(writer.partial / WEIGHTS)
         for part in parts:
             part.unlink()
         (writer.partial / CONFIG).write_text(
