@@ -181,9 +181,12 @@ def test_further_runs_start_from_a_run_with_adapters(train: Train, pool: Pool, t
     merged = [*still, f"model.init={first}", f"run.dir={tmp_path / 'merged'}"]
     anew = pool.run(2, rank_tasks.train, [*merged, "parallel.tp=2"], RECIPE, SIZE, timeout=300.0)[0]
     assert relative(anew["losses"][0], on["losses"][0]) < FOLLOWED
-    full = [*merged, "lora.rank=0", f"run.dir={tmp_path / 'full'}"]
+    full = [*merged, "lora.rank=0", "train.lr=1e-2", "train.min_lr=1e-2", f"run.dir={tmp_path / 'full'}"]
     whole = pool.run(1, rank_tasks.train, full, RECIPE, SIZE, timeout=300.0)[0]
     assert relative(whole["losses"][0], on["losses"][0]) < FOLLOWED
+    before, after = tensors(first / "base"), tensors(tmp_path / "full" / "export")
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert not {name for name in still if not name.startswith("model.visual.")}, "all of it is trained again"
 
 
 def test_adapters_that_leave_a_stage_without_any_are_refused(pool: Pool, tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any,
     for name, parameter in adapters.named().items():
         assert torch.equal(parameter, adapted.adapters.named()[name]), name
     adapters.merge()
+    adapters.freeze_others()
     merged = export([zoo.model], tmp_path / "merged", zoo.assembly, cpu_world, zoo.assembly.source)
     wanted = adapted.logits()
     assert worst(zoo.logits(packed_batch(adapted.samples)), wanted) < 2 * LOGITS

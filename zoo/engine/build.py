@@ -90,7 +90,7 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
     shard, source = ShardInfo.from_groups(world.groups), assembly.source
     if source is not None and source.kind == "run":
-        _load_run(chunks, source, assembly, recipe, world)
+        load_run(chunks, source, assembly, recipe, world)
         return
     if source is not None:
         table = native(bridge) if source.kind == "zoo" else bridge
@@ -99,17 +99,20 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 
 
-def _load_run(chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World) -> None:
-    """Weights of a run's checkpoint; where it holds adapters, what they belong to with the adapters merged into it."""
+def load_run(
+    chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
+) -> lora.Adapters | None:
+    """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and they are told."""
     settings = checkpoint.read_origin(run).get("lora")
     if settings is None:
         checkpoint.load_weights(chunks, run.folder, world)
-        return
+        return None
     base = replace(assembly, source=checkpoint.started_from(run))
     init_weights(chunks, base, recipe, world)
     adapters = attach_adapters(chunks, base, replace_in(recipe, {"lora": settings}), world)
     checkpoint.load_adapters(adapters, run.folder)
     adapters.merge()
+    return adapters
 
 
 def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:

@@ -52,5 +52,7 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
-        build.init_weights(chunks, assembly, recipe, here)
+        adapters = build.load_run(chunks, run, assembly, recipe, here)
+        if adapters is not None:
+            adapters.freeze_others()
         return export(chunks, target, assembly, here, run, **options)

@@ -47,6 +47,7 @@ class Adapters:
     held: Sequence[Held]
     linears: Sequence[str]  # transformers' modules that have one, of all ranks
     stacks: Sequence[str]  # experts' parameters that have one, likewise
+    frozen: Sequence[torch.nn.Parameter]  # what is trained where there are no adapters
     dims: Dims
     shard: ShardInfo
     comm: TorchComm
@@ -94,14 +95,21 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add every adapter to its weight and take it off; the weights that were changed alone are marked as trained."""
+        """Add every adapter to its weight and take it off; parameters are trained again that were before."""
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
         for one in self.held:
             one.weight.copy_((one.weight.float() + one.adapter.delta()).to(one.weight.dtype))
-            one.weight.requires_grad_(True)
             if one.target.stacked:
                 one.module.lora.clear()
             else:
                 lora.detach(one.module)
+
+    def freeze_others(self) -> None:
+        """Stop training what no adapter belongs to: an export then copies it from where it came."""
+        changed = {id(one.weight) for one in self.held}
+        for parameter in self.frozen:
+            parameter.requires_grad_(id(parameter) in changed)
 
 
 def attach(
@@ -123,12 +131,13 @@ def attach(
     linears, chosen = find(chunks, family, arch, recipe, comm)
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
-    for _, parameter in model_parameters(chunks):
+    frozen = [parameter for _, parameter in model_parameters(chunks) if parameter.requires_grad]
+    for parameter in frozen:
         parameter.requires_grad_(False)
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
     held = [_attach_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
-    adapters = Adapters(held, modules, stacks, dims, ShardInfo.from_groups(here.groups), comm)
+    adapters = Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm)
     together(comm, lambda: _refuse_empty(chunks, recipe))
     for one in held:
         _draw(adapters, one, settings.rank, recipe.run.seed)

@@ -29,7 +29,7 @@ from zoo.bridge.parallel import join, shard_axis, together
 from zoo.bridge.safetensors_io import read_header
 from zoo.config.locate import BASE, is_hub_id, locate, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine import build
+from zoo.engine import build, checkpoint
 from zoo.engine.export import export
 from zoo.engine.lora import Adapters, Held, find
 from zoo.engine.world import World
@@ -51,14 +51,14 @@ def load_base(
         build.init_weights(chunks, assembly, recipe, here)
         return assembly
     assert recipe.run.dir is not None
-    folder = Path(recipe.run.dir) / BASE
-    if fresh:
-        build.init_weights(chunks, assembly, recipe, here)
-        export(chunks, folder, assembly, here, source, overwrite=True)
-    based = replace(assembly, source=locate(str(folder)))
+    folder = Path(recipe.run.dir)
     if not fresh:
+        based = replace(assembly, source=checkpoint.started_from(locate(str(folder))))
         build.init_weights(chunks, based, recipe, here)
-    return based
+        return based
+    build.init_weights(chunks, assembly, recipe, here)
+    export(chunks, folder / BASE, assembly, here, source, overwrite=True)
+    return replace(assembly, source=locate(str(folder / BASE)))
 
 
 def start(adapters: Adapters, recipe: Recipe) -> None:
