@@ -23,6 +23,12 @@ _OTHER = {
     "lm_head.": "language_model.lm_head.",
 }
 
+_MODULES = {
+    "language_model.model.": "model.language_model.",
+    _TOWER: "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
 BRIDGE = Bridge(
     name="llava",
     rules=(
@@ -43,4 +49,5 @@ BRIDGE = Bridge(
         rule("projector.image_newline", "image_newline"),
     ),
     dialects=(_OTHER,),
+    module_names=lambda config: _MODULES,
 )

@@ -7,7 +7,7 @@ code2wav are not trained and are carried through.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
@@ -35,6 +35,11 @@ def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, 
     }
 
 
+def _module_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """A thinker by itself has no name."""
+    return {"thinker.": ""} if config.get("model_type") == "qwen3_omni_moe_thinker" else {}
+
+
 BRIDGE = Bridge(
     name="qwen3_omni",
     rules=(
@@ -55,4 +60,5 @@ BRIDGE = Bridge(
         },
     ),
     export_config=_export_config,
+    module_names=_module_names,
 )

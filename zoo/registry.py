@@ -35,6 +35,11 @@ class ModelFamily:
         str, ...
     ] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
 
+    def part_of(self, parameter: str) -> str:
+        """The part of the model, as `model.freeze` calls it, that a parameter of that name belongs to."""
+        first = parameter.removeprefix("module.module.").removeprefix("module.").split(".", 1)[0]
+        return first if first in self.parts else "language"
+
     def load(self, part: str) -> Any:
         """The object behind `part` (config, model, step, bridge or processor), imported now."""
         module, _, attribute = getattr(self, part).partition(":")

@@ -50,7 +50,7 @@ class Trained:
         return {
             not torch.equal(parameter, self.before[name])
             for name, parameter in self.model.named_parameters()
-            if build.part_of(name, self.family) == part
+            if self.family.part_of(name) == part
         }
 
     @property
@@ -67,8 +67,8 @@ def test_frozen_part(frozen: str, trained: str, folder: Path, cpu_world: Any) ->
     assert True in run.moved(trained)
     parts = {part: 0 for part in run.family.parts}
     for name, parameter in run.model.named_parameters():
-        parts[build.part_of(name, run.family)] += parameter.numel()
-        assert parameter.requires_grad == (build.part_of(name, run.family) == trained)
+        parts[run.family.part_of(name)] += parameter.numel()
+        assert parameter.requires_grad == (run.family.part_of(name) == trained)
         assert hasattr(parameter, "main_grad") == parameter.requires_grad, name
     assert run.in_optimizer == parts[trained]
     if (
@@ -90,6 +90,6 @@ def test_learning_rate_of_a_part(folder: Path, cpu_world: Any) -> None:
     assert any(pair == pytest.approx((1e-3, 1e-4)) for pair in ends)
     largest = {part: 0.0 for part in run.family.parts}  # AdamW's first step moves by the learning rate
     for name, parameter in run.model.named_parameters():
-        part = build.part_of(name, run.family)
+        part = run.family.part_of(name)
         largest[part] = max(largest[part], float((parameter - run.before[name]).abs().max()))
     assert largest["vision"] == pytest.approx(0.1 * largest["language"], rel=0.05)

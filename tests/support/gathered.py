@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.adapters import WHOLE_EXPERTS
 from support.rank_tasks import Held
 
 LIMIT = 1e-5
@@ -49,10 +50,14 @@ def _place(info: Any, shard: str | None) -> tuple[int, int]:
     """(expert-parallel rank, rank along the axis a tensor is cut on) of the part that a rank holds."""
     if shard in ("expert1", "expert2"):
         return info.ep_rank, info.etp_rank
+    if shard == WHOLE_EXPERTS:
+        return info.ep_rank, 0
     return 0, info.tp_rank if shard is not None else 0
 
 
 def _join(pieces: list[Tensor], shard: Any, join: Any) -> Tensor:
+    if shard == WHOLE_EXPERTS:
+        return pieces[0]
     if shard not in ("expert1", "expert2"):
         return join(pieces, shard)
     return torch.stack([join(list(parts), shard) for parts in zip(*pieces, strict=True)])

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.adapters import adapt, adapter_shards
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -105,6 +107,7 @@ class _Built:
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)
         build.init_weights(chunks, self.assembly, recipe, world)
+        self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
         self.wrapped = build.wrap_ddp(chunks, recipe)
         self.encoded = _count_encoded(chunks[0])
 
@@ -122,12 +125,17 @@ class _Built:
         scale = world.dp_size * len(mine) / plan.labels
         figures = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
         parameters = model_parameters(self.wrapped)
-        entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
-        dims = build.model_dims(self.assembly)
+        if self.adapters is not None:
+            trained, shards = self.adapters.named(), adapter_shards(self.adapters)
+        else:
+            trained = {name: p for name, p in parameters if p.requires_grad}
+            entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
+            dims = build.model_dims(self.assembly)
+            shards = {name: entry.rule.shard_for(dims) for name, entry in entries.items()}
         held = Held(
             loss=sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0,
-            gradients={name: p.main_grad.clone() for name, p in parameters if p.requires_grad},
-            shards={name: entry.rule.shard_for(dims) for name, entry in entries.items()},
+            gradients={name: p.main_grad.clone() for name, p in trained.items()},
+            shards=shards,
             info=ShardInfo.from_groups(world.groups),
             pp_rank=world.pp_rank,
             dp_rank=world.dp_rank,
@@ -358,3 +366,53 @@ def _media_rows(step: Any, media: Any) -> dict[str, tuple[int, ...]]:
     """Tower name -> rows of each item of a micro-batch."""
     streams = step.media_streams(media) if media else {}
     return {tower: tuple(r for stream in each for r in stream.rows) for tower, each in streams.items()}
+
+
+def one_step(
+    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
+) -> dict[str, int]:
+    """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine import loop
+    from zoo.engine.interrupts import interrupts
+    from zoo.engine.world import world
+
+    recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
+    with interrupts() as stop, world(validate(recipe, size)) as here:
+        run = loop.Run(validate(recipe, size), here, stop)
+        run._build()
+        assert run.adapters is not None
+        adapters = run.adapters.named()
+        with torch.no_grad():  # B of zeros would leave A without a gradient
+            run.adapters.load({name: torch.full_like(p, 0.01) for name, p in adapters.items()})
+        run.trainable.optimizer.reload_model_params()
+        parameters = [p for chunk in run.trainable.chunks for p in chunk.parameters()]
+        before = [p.detach().clone() for p in parameters]
+        for chunk in run.trainable.chunks:
+            chunk.train()
+        run._forward_backward(run.loader.next_step(), 1.0)
+        run.trainable.scheduler.step(increment=1)
+        run.trainable.optimizer.step()
+        states = [
+            tensor
+            for one in run.trainable.optimizer.chained_optimizers
+            for state in one.optimizer.state.values()
+            for name, tensor in state.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+        run.loader.close()
+        frozen = [(p, was) for p, was in zip(parameters, before, strict=True) if not p.requires_grad]
+        return {
+            "frozen": sum(p.numel() for p, _ in frozen),
+            "frozen that moved": sum(p.numel() for p, was in frozen if not torch.equal(p, was)),
+            "frozen with a gradient": sum(
+                p.numel() for p, _ in frozen if hasattr(p, "main_grad") or p.grad is not None
+            ),
+            "adapters that moved": sum(
+                p.numel() for p, was in zip(parameters, before, strict=True) if not torch.equal(p, was)
+            ),
+            "of experts": sum(p.numel() for p in adapters.values() if not getattr(p, "allreduce", True)),
+            "adapters": sum(p.numel() for p in adapters.values()),
+            "state": sum(tensor.numel() for tensor in states),
+        }

@@ -163,7 +163,7 @@ class ExportWriter:
         """Make an empty partial folder; UserError where the target exists and may not be replaced."""
         if (
             self.former.exists() and not self.target.exists()
-        ):  # killed between the two renames of _replace_target
+        ):  # killed between the two renames of replace_target
             self.former.rename(self.target)
         if self.target.exists() and not self.overwrite and not _is_empty_folder(self.target):
             raise UserError(
@@ -188,7 +188,7 @@ class ExportWriter:
             (self.partial / shard.file).rename(folder / file)
         if len(ordered) > 1:
             self._write_index(folder, ordered, files)
-        self._replace_target()
+        self.replace_target()
 
     def _write_index(self, folder: Path, shards: list[Shard], files: list[str]) -> None:
         weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard.tensors}
@@ -196,7 +196,7 @@ class ExportWriter:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
-    def _replace_target(self) -> None:
+    def replace_target(self) -> None:
         """Rename the partial folder; a former target is moved aside first and removed after."""
         if self.former.exists():
             shutil.rmtree(self.former)

@@ -204,6 +204,8 @@ class Bridge:
     ] = ()  # other naming schemes that are read: their prefix -> published
     export_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
+    module_names: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda config: {}
+    """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
 
     @cached_property
     def _carry_regex(self) -> list[re.Pattern[str]]:
@@ -223,6 +225,10 @@ class Bridge:
             if match := regex.fullmatch(hf_name):
                 return found.zoo.format(**match.groupdict())
         return None
+
+    def in_memory(self, hf_name: str, config: Mapping[str, Any]) -> str:
+        """The name that a published one has in transformers' model of that config.json."""
+        return _rename(hf_name, self.module_names(config))
 
     def publish(self, zoo_names: Iterable[str]) -> dict[str, Entry]:
         """An entry in the published layout per zoo name; BridgeError lists the names without a rule."""

@@ -2,7 +2,8 @@
 
     Hugging Face      FOLDER/config.json, beside the weights
     zoo's own         FOLDER/zoo.json, weights/ and hf/ (see zoo.bridge.native)
-    of a run          RUN/checkpoints/iter_N/state.json and hf/; RUN stands for its newest
+    of a run          RUN/checkpoints/iter_N/state.json and hf/; RUN stands for its newest. Where it holds adapters, what
+                      they belong to is in RUN/base/, or where the run's model.init says
 
 Imports no torch.
 """
@@ -18,6 +19,7 @@ from typing import Any, Literal
 from zoo.errors import ConfigError, UserError
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
+BASE = "base"  # folder in a run's, of what its adapters belong to
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -95,6 +97,11 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         if revision is not None:
             raise UserError(f"revision={revision}: {text} is a folder here, which has none; leave it out")
         return place
+    if (Path(text).expanduser() / "adapter_config.json").is_file():
+        raise UserError(
+            f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or go on "
+            "with it by lora.init"
+        )
     if Path(text).expanduser().exists():
         raise UserError(
             f"{given}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "

@@ -86,9 +86,7 @@ class DataConfig:
     cache_mb: int = 512  # memory for processed samples, per rank, in MiB
     video_fps: float = 2.0  # frames taken per second of video
     max_frames: int = 768  # most frames taken of one video
-    workers: int | None = (
-        None  # processes a rank that decode media; 0: none, no limits; default: by the cores
-    )
+    workers: int | None = None  # processes that decode media, a rank; 0: none; default: by the cores
     row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
     row_mb: int = 8192  # most memory that decoding a medium may take in a worker, in MiB
 
@@ -119,6 +117,20 @@ class TrainConfig:
     keep: int = 2  # checkpoints kept, newest first
     log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = None  # stop (save, evaluate, export) after this long
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters: they alone are trained, and are exported in PEFT's format."""
+
+    rank: int = 0  # width of the adapters; 0: none, the model's own weights are trained
+    alpha: float = 32.0  # what an adapter gives is multiplied by alpha / rank
+    dropout: float = 0.0  # of an adapted linear's input on its way to the adapter; experts have none
+    targets: list[str] = field(
+        default_factory=lambda: ["all-linear"]
+    )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
+    parts: list[str] = field(default_factory=lambda: ["language"])  # parts of the model that targets are in
+    init: str | None = None  # adapter folder in PEFT's format to go on from; default: new adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +168,10 @@ class Recipe:
     packing: PackingConfig = field(default_factory=PackingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    export: bool = True  # write a Hugging Face folder to run.dir/export at the end
+    export: bool = True  # write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end
 
     def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
         """A copy with other values, checked like overrides.

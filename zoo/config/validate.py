@@ -26,12 +26,12 @@ _POSITIVE = (
     "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
     "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames", "data.row_seconds", "data.row_mb",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
-    "train.log_every", "train.max_minutes", "train.eps", "engine.threads",
+    "train.log_every", "train.max_minutes", "train.eps", "lora.alpha", "engine.threads",
 )  # fmt: skip
 _NOT_NEGATIVE = (
     "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "data.workers", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
     "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.eval_every",
-    "train.save_every",
+    "train.save_every", "lora.rank", "lora.dropout",
 )  # fmt: skip
 
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "batch")  # what parallel.plan may name
@@ -47,6 +47,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     recipe = _with_arch(replace_in(recipe, {}))  # types and choices, for a recipe that was built by hand
     _check_numbers(recipe)
     _check_model(recipe)
+    _check_lora(recipe)
     _check_length(recipe)
     recipe = replace_in(recipe, _derived(recipe))
     check_layout(recipe, world_size)
@@ -195,6 +196,34 @@ def _check_model(recipe: Recipe) -> None:
         )
     if init == "random" and not recipe.model.arch:
         raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
+
+
+def _check_lora(recipe: Recipe) -> None:
+    lora, family = recipe.lora, get_family(recipe.model.family)
+    if not lora.rank:
+        if lora.init is not None:
+            raise ConfigError(f"lora.init={lora.init} with lora.rank=0: no adapter is trained; set lora.rank")
+        return
+    if not lora.dropout < 1:
+        raise ConfigError(f"lora.dropout={lora.dropout:g}: wanted a number below 1")
+    for key, values in (("lora.targets", lora.targets), ("lora.parts", lora.parts)):
+        if not values:
+            raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
+    for part in lora.parts:
+        if part not in family.parts:
+            near = ", ".join(nearest(part, list(family.parts)))
+            raise ConfigError(f"lora.parts={part}: {family.name} has no such part; nearest: {near}")
+        if part in recipe.model.freeze:
+            raise ConfigError(
+                f"lora.parts={part}: model.freeze has {part} too; take it out of one of the two"
+            )
+    for part in recipe.train.lr_scale:
+        if part not in lora.parts:
+            raise ConfigError(
+                f"train.lr_scale.{part}: lora.parts is without {part}, which is not trained then"
+            )
+    if lora.init is not None and not (Path(lora.init).expanduser() / "adapter_config.json").is_file():
+        raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")
 
 
 def _check_length(recipe: Recipe) -> None:

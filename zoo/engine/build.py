@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.native import native
 from zoo.bridge.parallel import cut, full_shape, model_parameters
-from zoo.config.locate import Place, locate
+from zoo.config.compose import replace_in
+from zoo.config.locate import Place, locate, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine import checkpoint
+from zoo.engine import checkpoint, lora
 from zoo.engine.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.multimodal import Stage
@@ -89,13 +90,36 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
     bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
     shard, source = ShardInfo.from_groups(world.groups), assembly.source
     if source is not None and source.kind == "run":
-        checkpoint.load_weights(chunks, source.folder, world)
+        load_run(chunks, source, assembly, recipe, world)
         return
     if source is not None:
         table = native(bridge) if source.kind == "zoo" else bridge
         load_hf(chunks, source.weights, table, dims, shard)
         return
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
+
+
+def load_run(
+    chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
+) -> lora.Adapters | None:
+    """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and they are told."""
+    settings = checkpoint.read_origin(run).get("lora")
+    if settings is None:
+        checkpoint.load_weights(chunks, run.folder, world)
+        return None
+    base = replace(assembly, source=checkpoint.started_from(run))
+    init_weights(chunks, base, recipe, world)
+    adapters = attach_adapters(chunks, base, replace_in(recipe, {"lora": settings}), world)
+    checkpoint.load_adapters(adapters, run.folder)
+    adapters.merge()
+    return adapters
+
+
+def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:
+    """New adapters beside the weights of `assembly.source`, a Hugging Face folder."""
+    assert assembly.source is not None
+    arch = read_arch(assembly.source.files)
+    return lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
 
 
 def model_dims(assembly: Assembly) -> Dims:
@@ -138,16 +162,10 @@ def _generator(name: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
 
-def part_of(name: str, family: ModelFamily) -> str:
-    """The part of a model, as `model.freeze` calls it, that a parameter belongs to."""
-    first = name.removeprefix("module.module.").removeprefix("module.").split(".", 1)[0]
-    return first if first in family.parts else "language"
-
-
 def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:
     """Stop training the named parts: no gradient, no optimizer state."""
     for name, parameter in model_parameters(chunks):
-        if part_of(name, family) in parts:
+        if family.part_of(name) in parts:
             parameter.requires_grad_(False)
 
 
@@ -209,7 +227,7 @@ def build_optimizer(
     )
     groups: dict[Any, Any] = get_standard_config_overrides(config)
     for part, scale in train.lr_scale.items():
-        of_part = ParamWithNamePredicate(part, lambda _, name, part=part: part_of(name, family) == part)
+        of_part = ParamWithNamePredicate(part, lambda _, name, part=part: family.part_of(name) == part)
         groups[ParamKey(with_name_predicate=of_part)] = {
             "max_lr": train.lr * scale,
             "min_lr": train.min_lr * scale,

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zoo.config.locate import HF_PART, STATE, checkpoints, look
+from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, locate, look
 from zoo.config.schema import Recipe
 from zoo.engine import compat
+from zoo.engine.lora import Adapters, settings_of
 from zoo.engine.runlog import write_atomically
 from zoo.engine.world import World
 from zoo.errors import UserError
@@ -33,14 +34,16 @@ class Trainable:
     chunks: Sequence[Any]
     optimizer: Any
     scheduler: Any
+    adapters: Adapters | None = None  # these alone are kept, where there are some
 
 
 def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
-    """What two runs must share to share checkpoints: family and architecture."""
+    """What two runs must share to share checkpoints: family, architecture, adapters."""
     arch = json.loads(hf_config.to_json_string(use_diff=False))
     for key in ("_name_or_path", "transformers_version", "dtype", "architectures"):
         arch.pop(key, None)
-    return {"family": recipe.model.family, "arch": arch}
+    adapters = {"lora": settings_of(recipe)} if recipe.lora.rank else {}
+    return {"family": recipe.model.family, "arch": arch, **adapters}
 
 
 def origin(recipe: Recipe) -> dict[str, Any]:
@@ -50,7 +53,28 @@ def origin(recipe: Recipe) -> dict[str, Any]:
     return {
         "init": str(place.folder.absolute()) if place else init,
         "mtp_loss": recipe.train.mtp_loss,
+        **({"lora": settings_of(recipe)} if recipe.lora.rank else {}),
     }
+
+
+def read_origin(run: Place) -> dict[str, Any]:
+    """`origin` of a run's checkpoint."""
+    weights = json.loads((run.folder / STATE).read_text(encoding="utf-8")).get("weights")
+    if weights is None:
+        raise UserError(
+            f"{run.folder}: its {STATE} is of an earlier zoo, which exported at the end of a run alone"
+        )
+    return weights
+
+
+def started_from(run: Place) -> Place | None:
+    """Where the weights come from that a run started from, None for random ones; of adapters, what they belong to."""
+    told, base = read_origin(run), run.folder.parent.parent / BASE
+    if "lora" in told and (base / "config.json").is_file():
+        return locate(str(base))
+    if "lora" in told and told["init"] == "random":
+        raise UserError(f"{run.folder} holds adapters, and what they belong to is not in {base}; put it back")
+    return None if told["init"] == "random" else locate(told["init"], key=f"{run.folder / STATE}: init")
 
 
 def read_state(checkpoint: Path, model: dict[str, Any]) -> dict[str, Any]:
@@ -122,8 +146,11 @@ def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         loaded = dist_checkpointing.load(_sharded(trainable, _metadata(world), True), str(checkpoint))
-    for index, chunk in enumerate(trainable.chunks):
-        chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
+    if trainable.adapters is not None:
+        trainable.adapters.load(loaded["adapters"])
+    else:
+        for index, chunk in enumerate(trainable.chunks):
+            chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
     step = loaded["scheduler"]["num_steps"]
     compat.load_optimizer_state(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
@@ -141,6 +168,16 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
 
 
+def load_adapters(adapters: Adapters, checkpoint: Path) -> None:
+    """Put a checkpoint's adapters into those of a model, under whatever parallel layout either has."""
+    from megatron.core import dist_checkpointing
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = dist_checkpointing.load({"adapters": adapters.sharded()}, str(checkpoint))
+    adapters.load(loaded["adapters"])
+
+
 def _metadata(world: World) -> dict[str, Any]:
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -150,9 +187,13 @@ def _metadata(world: World) -> dict[str, Any]:
 
 
 def _sharded(trainable: Trainable, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    chunks = {
-        f"model{i}": c.module.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainable.chunks)
-    }
-    everything = chunks["model0"] if len(chunks) == 1 else chunks
+    if trainable.adapters is not None:
+        parts = {"adapters": trainable.adapters.sharded()}
+    else:
+        parts = {
+            f"model{i}": c.module.sharded_state_dict(metadata=metadata)
+            for i, c in enumerate(trainable.chunks)
+        }
+    everything = next(iter(parts.values())) if len(parts) == 1 else parts
     optimizer = trainable.optimizer.sharded_state_dict(everything, is_loading=is_loading, metadata=metadata)
-    return {**chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
+    return {**parts, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}

@@ -25,7 +25,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loader import BatchLoader, SampleSource, eval_batches
 from zoo.data.workers import decoder_for
-from zoo.engine import build, checkpoint, export
+from zoo.engine import build, checkpoint, export, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
 from zoo.engine.evaluate import evaluate
@@ -104,6 +104,7 @@ class Run:
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
+        self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = False
 
@@ -169,18 +170,28 @@ class Run:
     def _build(self) -> None:
         recipe, world, family = self.recipe, self.world, self.assembly.family
         chunks = build.build_model(self.assembly, recipe, world)
-        if self.resume_from is None:
+        if recipe.lora.rank:
+            self._adapt(chunks)
+        elif self.resume_from is None:
             build.init_weights(chunks, self.assembly, recipe, world)
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
-        self.trainable = Trainable(wrapped, optimizer, scheduler)
+        self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
         if self.resume_from is not None and self.state is not None:
             checkpoint.load(self.trainable, self.resume_from, world)
             self.loader.load_state_dict(self.state["data"])
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
+
+    def _adapt(self, chunks: list[Any]) -> None:
+        """Load what adapters belong to, and put new ones (or those of lora.init) beside it."""
+        recipe, world, fresh = self.recipe, self.world, self.resume_from is None
+        self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=fresh)
+        self.adapters = build.attach_adapters(chunks, self.assembly, recipe, world)
+        if fresh:
+            lora_files.start(self.adapters, recipe)
 
     def run(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where all of that was done before."""
@@ -254,6 +265,7 @@ class Run:
         waited = time.monotonic() - began
         counts = Counts.of(batches)
         scale = self._loss_scale(counts.weight, len(batches))
+        lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(batches, scale)
         self.trainable.scheduler.step(increment=1)
         _, grad_norm, _ = self.trainable.optimizer.step()
@@ -411,17 +423,22 @@ class Run:
 
     def _export(self) -> None:
         self.log.note("exporting ...")
-        chunks = list(self.trainable.chunks)
-        target = export.export(
-            chunks, self.folder / "export", self.assembly, self.world, self.assembly.source, overwrite=True
-        )
+        target, what = self.folder / "export", "a Hugging Face folder"
+        if self.adapters is not None:
+            lora_files.export_adapters(self.adapters, target, self.assembly, self.recipe, self.world)
+            what = f"an adapter that peft loads; merged: zoo convert {self.folder} FOLDER"
+        else:
+            chunks, source = list(self.trainable.chunks), self.assembly.source
+            export.export(chunks, target, self.assembly, self.world, source, overwrite=True)
         self.exported = str(target)
         self.log.event("export", self.done, path=self.exported)
-        self.log.say(f"exported to {target} (a Hugging Face folder)")
+        self.log.say(f"exported to {target} ({what})")
 
     def _say_start(self) -> None:
         recipe = self.recipe
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
+        adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
+        share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
         self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
@@ -431,7 +448,7 @@ class Run:
         )
         rows = "a stream" if self.source.has_stream else f"{len(self.source)} rows"
         self.log.say(
-            f"{parameters / 1e6:.2f} M parameters on this rank | trains on {rows} of {train}, "
+            f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {train}, "
             f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"
         )
 

@@ -7,6 +7,7 @@ grouped one needs Transformer Engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class GroupedExperts(MegatronModule):
         self.weight2 = torch.nn.Parameter(
             torch.empty(num_local_experts, config.hidden_size, width, **factory)
         )
+        self.lora = (
+            torch.nn.ModuleDict()
+        )  # by a weight's name, its zoo.nn.lora.ExpertAdapter where it has one
         same_groups = (
             config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
         )
@@ -66,18 +70,16 @@ class GroupedExperts(MegatronModule):
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (N, hidden) sorted by expert, tokens_per_expert (E,) int, probs (N,) -> (N, hidden), None."""
-        grouped = hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16)
-        if grouped:
-            ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).to(torch.int32)
-            inner = F.grouped_mm(hidden, self.weight1.transpose(1, 2), offs=ends)
-        else:
-            counts = tokens_per_expert.tolist()
-            inner = _per_expert(hidden, self.weight1, counts)
+        product = _product(hidden, tokens_per_expert)
+        inner = self._project("weight1", hidden, product)
         gate, up = inner.chunk(2, dim=-1)
         inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
-        if grouped:
-            return F.grouped_mm(inner, self.weight2.transpose(1, 2), offs=ends), None
-        return _per_expert(inner, self.weight2, counts), None
+        return self._project("weight2", inner, product), None
+
+    def _project(self, name: str, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """x (N, in) by one of the weights, and by its adapter."""
+        out = product(x, getattr(self, name))
+        return out + self.lora[name](x, product) if name in self.lora else out
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -119,7 +121,10 @@ class GroupedExperts(MegatronModule):
         }
 
 
-def _per_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """x (N, in) sorted by expert, weight (E, out, in) -> (N, out)."""
-    rows = x.split(counts)
-    return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(rows)])
+def _product(hidden: Tensor, tokens_per_expert: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """x (N, in) sorted by expert, weight (E, out, in) -> (N, out), for so many tokens an expert."""
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).to(torch.int32)
+        return lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    counts = tokens_per_expert.tolist()
+    return lambda x, weight: torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(counts))])

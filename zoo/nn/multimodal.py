@@ -259,6 +259,9 @@ class MultimodalModel(LanguageModule):
             if encoded[name].deepstack:
                 deepstack = self._local_deepstack(placement, encoded[name], hidden)
         hidden = self._anchor_idle_towers(hidden, encoded)
+        if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
+            # Of a decoder whose embedding is frozen, layers that are made again in the backward pass wait for this.
+            hidden = hidden.requires_grad_()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
         media = tuple(_media_rows(ahead.placements, encoded, hidden) for ahead in inputs.ahead)

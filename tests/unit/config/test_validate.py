@@ -287,3 +287,33 @@ def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
     recipe = Recipe(model=MOE.model, train=TrainConfig(steps="many"))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^train.steps=many: wanted a whole number or null$"):
         validate(recipe, 1)
+
+
+# --- adapters
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora.rank": -1}, "lora.rank=-1: wanted 0 or more"),
+        ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha=0.0: wanted a number above 0"),
+        ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout=1: wanted a number below 1"),
+        ({"lora.rank": 4, "lora.targets": []}, "lora.targets=[]: no linear would have an adapter"),
+        (
+            {"lora.rank": 4, "lora.parts": ["visoin"]},
+            "lora.parts=visoin: qwen3_omni has no such part; nearest: vision",
+        ),
+        (
+            {"lora.rank": 4, "lora.parts": ["vision"], "model.freeze": ["vision"]},
+            "lora.parts=vision: model.freeze has vision too",
+        ),
+        (
+            {"lora.rank": 4, "train.lr_scale": {"audio": 0.1}},
+            "train.lr_scale.audio: lora.parts is without audio",
+        ),
+        ({"lora.rank": 4, "lora.init": "nowhere"}, "lora.init=nowhere: no adapter_config.json there"),
+        ({"lora.init": "nowhere"}, "lora.init=nowhere with lora.rank=0: no adapter is trained"),
+    ],
+)
+def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) -> None:
+    assert words in error_of(MOE, changes)

@@ -1,0 +1,321 @@
+"""Adapters as peft has them: loaded by peft onto transformers' model they give zoo's logits, loss and gradients.
+
+Every family and variant, adapters with a random B on every linear of every part and on all experts, fp32. The two sum in
+different orders. Measured: 3e-5 of logits up to 8 (the hybrids', whose states add up rounding; others 9e-6), 7e-6 of gradients,
+relative to the Euclidean norm of each tensor.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.adapters import adapt
+from support.engine import Zoo, packed_batch, padded_batch, recipe_for
+from support.pairs import relative_errors, worst
+from support.rows import Example, make_examples
+from support.tile_rows import tile_examples
+from support.tiny import load_plain
+from support.tiny_llava import write_tiny_llava
+from support.tiny_omni import write_tiny_omni
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
+from support.weights import tensors
+from torch import Tensor
+
+from zoo.bridge.adapters import tensor_names, to_peft
+from zoo.engine import build, lora_files
+from zoo.engine.export import export
+from zoo.engine.lora import seed_dropout
+from zoo.errors import UserError
+
+LOGITS, GRADIENTS = 4e-5, 1e-5
+ALL = ("all-linear",)
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its rows, and what is adapted."""
+
+    recipe: str
+    write: Callable[[Path], Path]
+    examples: Callable[[Any], dict[str, Example]]
+    parts: str
+    targets: tuple[str, ...] = ALL
+
+
+SEEN, HEARD, TILED = "vision,language", "vision,audio,language", "vision,projector,language"
+CASES = {
+    "qwen3_vl": Case("qwen3_vl_sft", write_tiny_qwen3_vl, vision_examples, SEEN),
+    "qwen3_vl experts": Case(
+        "qwen3_vl_moe_sft", lambda f: write_tiny_qwen3_vl(f, moe=True), vision_examples, SEEN, ALL + EXPERTS
+    ),
+    "qwen35": Case("qwen35_vl_sft", lambda f: write_tiny_qwen35(f, mtp=1), vision_examples, SEEN),
+    "qwen35 experts": Case(
+        "qwen35_vl_moe_sft", lambda f: write_tiny_qwen35(f, moe=True), vision_examples, SEEN, ALL + EXPERTS
+    ),
+    "omni thinker": Case(
+        "qwen3_omni_sft",
+        lambda f: write_tiny_omni(f, whole=False).thinker,
+        make_examples,
+        HEARD,
+        ALL + EXPERTS,
+    ),
+    "omni": Case("qwen3_omni_sft", lambda f: write_tiny_omni(f).whole, make_examples, HEARD, ALL + EXPERTS),
+    **{
+        kind: Case("llava_sft", lambda f, kind=kind: write_tiny_llava(f, kind), tile_examples, TILED)
+        for kind in ("llava", "llava_next", "llava_onevision")
+    },
+}
+# A part of a fused weight, of the experts, by regular expressions.
+FEW = {
+    "queries and values": ("qwen3_vl", ("q_proj", "v_proj")),
+    "keys and up": ("qwen3_vl", ("self_attn.k_proj", r".*layers\.[13]\.mlp\.up_proj")),
+    "gated queries, linear attention": ("qwen35", ("q_proj", "in_proj_z", "in_proj_a", "out_proj")),
+    "first weights of experts": ("qwen3_vl experts", ("experts.gate_up_proj",)),
+    "second weights of experts": ("omni thinker", ("experts.down_proj", "down_proj")),
+    "experts and shared expert": ("qwen35 experts", (*EXPERTS, "shared_expert.gate_proj")),
+}
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """zoo's model with adapters, transformers' with the same ones through peft, and rows."""
+
+    zoo: Zoo
+    adapters: Any
+    folder: Path  # of the checkpoint
+    exported: Path  # the adapter
+    peft: Any
+    plain: Any  # transformers' model inside peft's
+    examples: Mapping[str, Example]
+
+    @property
+    def samples(self) -> list[Any]:
+        return [example.sample for example in self.examples.values()]
+
+    @property
+    def count(self) -> int:
+        return sum(sample.num_labels for sample in self.samples)
+
+    @torch.no_grad()
+    def logits(self) -> list[Tensor]:
+        return [self.plain(**example.features).logits[0] for example in self.examples.values()]
+
+    def wanted(self) -> tuple[float, dict[str, Tensor]]:
+        """peft's (loss, gradients by its names), rows one by one."""
+        total = 0.0
+        for example in self.examples.values():
+            mean = self.plain(**example.features, labels=example.sample.labels[None]).loss
+            loss = mean * example.sample.num_labels / self.count
+            loss.backward()
+            total += loss.item()
+        named = {n: p for n, p in self.peft.named_parameters() if p.requires_grad}
+        assert all(".lora_" in name for name in named)
+        return total, {name.replace(".default.", "."): p.grad for name, p in named.items()}
+
+    def found(self, batches: list[Any], **packing: Any) -> tuple[float, dict[str, Tensor]]:
+        """zoo's (loss, gradients by peft's names)."""
+        loss, of_model = self.zoo.gradients(batches, self.count, **packing)
+        assert {name for name, g in of_model.items() if g is not None} == {
+            name for name in of_model if ".lora." in name
+        }
+        names = {id(p): name for name, p in self.zoo.model.named_parameters()}
+        gradients = {}
+        for one in self.adapters.held:
+            a, b = (of_model[names[id(getattr(one.adapter, name))]] for name in "ab")
+            pairs = to_peft(one.target, a, b, self.adapters.dims)
+            peft_names = tensor_names(one.target.named, self.adapters.stacks)
+            for pair, made in zip(peft_names, pairs, strict=True):
+                gradients.update(zip(pair, made, strict=True))
+        return loss, gradients
+
+
+def recipe_of(case: Case, folder: Path, *overrides: str) -> Any:
+    return recipe_for(
+        folder,
+        "lora.rank=3",
+        "lora.alpha=7",
+        f"lora.targets={json.dumps(list(case.targets))}",
+        f"lora.parts=[{case.parts}]",
+        "train.mtp_loss=0",
+        *overrides,
+        recipe=case.recipe,
+    )
+
+
+def with_adapters(recipe: Any, world: Any) -> tuple[Zoo, Any]:
+    """zoo's model of a recipe with random adapters."""
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, world)
+    build.init_weights(chunks, assembly, recipe, world)
+    adapters = adapt(chunks, assembly, recipe, world)
+    return Zoo(recipe, assembly, chunks[0].train(), world), adapters
+
+
+def load(case: Case, folder: Path, world: Any, target: Path) -> Adapted:
+    zoo, adapters = with_adapters(recipe_of(case, folder), world)
+    exported = lora_files.export_adapters(adapters, target, zoo.assembly, zoo.recipe, world)
+    base = load_plain(folder)
+    wrapped = peft.PeftModel.from_pretrained(base, exported, is_trainable=True).eval()
+    plain = getattr(wrapped.base_model.model, "thinker", wrapped.base_model.model)
+    return Adapted(zoo, adapters, folder, exported, wrapped, plain, case.examples(zoo.assembly.processor))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    done: dict[str, Path] = {}
+
+    def write(name: str) -> Path:
+        if name not in done:
+            done[name] = CASES[name].write(tmp_path_factory.mktemp("checkpoint") / "hf")
+        return done[name]
+
+    return write
+
+
+@pytest.fixture(scope="module", params=CASES)
+def adapted(
+    request: pytest.FixtureRequest,
+    checkpoint: Callable[[str], Path],
+    cpu_world: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Adapted:
+    folder = checkpoint(request.param)
+    return load(CASES[request.param], folder, cpu_world, tmp_path_factory.mktemp("adapter") / "export")
+
+
+def assert_same(adapted: Adapted, batches: list[Any], **packing: Any) -> None:
+    loss, gradients = adapted.found(batches, **packing)
+    wanted_loss, wanted = adapted.wanted()
+    adapted.peft.zero_grad(set_to_none=True)
+    assert loss == pytest.approx(wanted_loss, rel=1e-6)
+    errors = relative_errors(gradients, wanted)
+    assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
+
+
+def test_peft_gives_the_same_logits(adapted: Adapted) -> None:
+    wanted = adapted.logits()
+    with adapted.peft.disable_adapter():
+        moved = worst(adapted.logits(), wanted)
+    assert moved > 1, "the adapters matter"
+    assert worst(adapted.zoo.logits(packed_batch(adapted.samples)), wanted) < LOGITS
+    padded = adapted.zoo.logits(padded_batch(adapted.samples, "mixed"), mode="none")
+    assert worst(padded, wanted) < LOGITS
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_peft_gives_the_same_gradients(layout: str, adapted: Adapted) -> None:
+    if layout == "packed":
+        assert_same(adapted, [packed_batch(adapted.samples)])
+    else:
+        assert_same(adapted, [padded_batch(adapted.samples, "mixed")], mode="none")
+
+
+@pytest.mark.parametrize("few", FEW)
+def test_a_part_of_the_linears(
+    few: str, checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path
+) -> None:
+    name, targets = FEW[few]
+    case = replace(CASES[name], targets=targets, parts="language")
+    adapted = load(case, checkpoint(name), cpu_world, tmp_path / "export")
+    assert worst(adapted.zoo.logits(packed_batch(adapted.samples)), adapted.logits()) < LOGITS
+    assert_same(adapted, [packed_batch(adapted.samples)])
+
+
+def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any, tmp_path: Path) -> None:
+    """lora.init, then the merged weights: in transformers, without peft, the same logits; what has no adapter is untouched."""
+    recipe = replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, init=str(adapted.exported)))
+    zoo, adapters = with_adapters(recipe, cpu_world)
+    with torch.no_grad():
+        for parameter in adapters.named().values():
+            parameter.fill_(9.0)
+    lora_files.start(adapters, recipe)
+    for name, parameter in adapters.named().items():
+        assert torch.equal(parameter, adapted.adapters.named()[name]), name
+    adapters.merge()
+    adapters.freeze_others()
+    merged = export([zoo.model], tmp_path / "merged", zoo.assembly, cpu_world, zoo.assembly.source)
+    wanted = adapted.logits()
+    assert worst(zoo.logits(packed_batch(adapted.samples)), wanted) < 2 * LOGITS
+    whole = load_plain(merged)
+    plain = getattr(whole, "thinker", whole)
+    with torch.no_grad():
+        found = [plain(**example.features).logits[0] for example in adapted.examples.values()]
+    assert worst(found, wanted) < 2 * LOGITS
+    before, after = tensors(adapted.folder), tensors(merged)
+    if before.keys() == after.keys():  # a thinker by itself is exported as a whole model
+        same = {name for name in before if torch.equal(before[name], after[name])}
+        changed = {
+            n
+            for one in adapters.held
+            for n in one.target.entry.layout.all_names(one.target.entry.binding, adapters.dims.experts)
+        }
+        assert same == before.keys() - changed
+
+
+def test_what_peft_is_told(adapted: Adapted) -> None:
+    """Whole names, so that no module of another part has an adapter; every tensor is used."""
+    config = json.loads((adapted.exported / "adapter_config.json").read_text())
+    file = load_file(adapted.exported / "adapter_model.safetensors")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 7, "LORA")
+    assert config["base_model_name_or_path"] == str(adapted.folder)
+    modules = dict(adapted.peft.get_base_model().named_modules())
+    assert set(config["target_modules"]) <= modules.keys()
+    loaded = peft.get_peft_model_state_dict(adapted.peft)
+    assert loaded.keys() == file.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in file.items())
+
+
+def test_an_adapter_of_another_model_or_rank_is_refused(
+    checkpoint: Callable[[str], Path], cpu_world: Any, tmp_path: Path
+) -> None:
+    case = CASES["qwen3_vl"]
+    adapted = load(case, checkpoint("qwen3_vl"), cpu_world, tmp_path / "export")
+
+    def go_on(**changes: Any) -> None:
+        recipe = adapted.zoo.recipe
+        recipe = replace(recipe, lora=replace(recipe.lora, init=str(adapted.exported), **changes))
+        _, adapters = with_adapters(recipe, cpu_world)
+        lora_files.start(adapters, recipe)
+
+    with pytest.raises(UserError, match=r"r is 3 there and 4 here; set lora.rank=3"):
+        go_on(rank=4)
+    with pytest.raises(UserError, match=r"lora_alpha is 7 there and 8.0 here; set lora.alpha=7"):
+        go_on(alpha=8.0)
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight: extra"):
+        go_on(targets=["k_proj"])
+    with pytest.raises(UserError, match=r"lora.targets=qproj: .*nearest: .*q_proj"):
+        with_adapters(
+            replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, targets=["qproj"])), cpu_world
+        )
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35 experts"])
+def test_layers_that_are_made_again_drop_the_same(
+    name: str, recompute: str, checkpoint: Callable[[str], Path], cpu_world: Any
+) -> None:
+    """The first layer's input needs no gradient; it is made again all the same."""
+    case, found = replace(CASES[name], parts="language"), {}
+    for how in ("none", recompute):
+        recipe = recipe_of(case, checkpoint(name), "lora.dropout=0.4", f"engine.recompute={how}")
+        zoo, _ = with_adapters(recipe, cpu_world)
+        samples = [example.sample for example in case.examples(zoo.assembly.processor).values()]
+        count = sum(sample.num_labels for sample in samples)
+        seed_dropout(recipe, 3, cpu_world)
+        found[how] = zoo.gradients([packed_batch(samples)], count)
+        again = zoo.gradients([packed_batch(samples)], count)
+        assert abs(again[0] - found[how][0]) > 1e-3, "other masks"
+    assert found[recompute][0] == found["none"][0]
+    for parameter, gradient in found["none"][1].items():
+        other = found[recompute][1][parameter]
+        assert (gradient is None) == (other is None)
+        assert gradient is None or other is None or torch.equal(gradient, other), parameter

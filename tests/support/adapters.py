@@ -1,0 +1,41 @@
+"""Adapters for tests: with a B that is not zero, and how ranks share them."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+
+WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallelism cuts nothing
+
+
+def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
+    """New adapters (zoo.engine.lora.Adapters), B random, the same under any parallel layout."""
+    from zoo.engine import build
+
+    adapters = build.attach_adapters(chunks, assembly, recipe, world)
+    for one in adapters.held:
+        shape, rank = adapters.full_shape(one), recipe.lora.rank
+        stacked = one.target.stacked
+        experts = shape[:1] if stacked else ()
+        parts = 1 if stacked else len(one.target.named)
+        generator = torch.Generator().manual_seed(zlib.crc32(one.target.zoo.encode()))
+        a = torch.randn(*experts, parts * rank, shape[-1], generator=generator) * 0.6 * shape[-1] ** -0.5
+        b = torch.randn(*shape[:-1], rank, generator=generator) * 0.2
+        if not stacked:  # rows of parts without an adapter are zero, as they are when they have been trained
+            b[one.target.owner(shape, adapters.dims) < 0] = 0.0
+        adapters.fill(one, a, b)
+    return adapters
+
+
+def adapter_shards(adapters: Any) -> dict[str, Any]:
+    """How each parameter is cut, as `support.gathered` joins it."""
+    found = {}
+    for one in adapters.held:
+        how = one.target.entry.rule.shard_for(adapters.dims)
+        for name in ("a", "b"):
+            is_cut = one.adapter.cuts[name].axis is not None
+            whole = WHOLE_EXPERTS if one.target.stacked else None
+            found[f"{one.target.zoo}.lora.{name}"] = how if is_cut else whole
+    return found

@@ -1,0 +1,150 @@
+"""Adapters by themselves: what they add, which rows are whose, dropout, parameters' marks."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.nn import lora
+from zoo.nn.lora import ExpertAdapter, LinearAdapter, Lowrank
+
+WIDTH, RANK = 24, 3
+
+
+class One:
+    """A process group of one rank."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+GROUPS = SimpleNamespace(tp=One(), dp_cp=One(), expt_tp=One(), expt_dp=One(), ep=One())
+
+
+def adapter(owner: Tensor, dropout: float = 0.0, **options: Any) -> LinearAdapter:
+    weight = torch.nn.Parameter(torch.zeros(len(owner), WIDTH))
+    made = LinearAdapter(weight, Lowrank(RANK, 2.0, dropout), owner, GROUPS, split=None, **options)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+def test_rows_of_each_part_have_an_a_of_their_own() -> None:
+    owner = torch.tensor([0, 1, 1, 0, -1, 2, 0, -1])
+    made, x = adapter(owner), torch.randn(5, 1, WIDTH)
+    parts = made.a.chunk(3)
+    out = made(x)
+    for row, part in enumerate(owner.tolist()):
+        wanted = 2.0 * F.linear(x, parts[part]) @ made.b[row] if part >= 0 else torch.zeros(5, 1)
+        assert torch.allclose(out[..., row], wanted, atol=1e-5)
+    assert torch.allclose(out, F.linear(x, made.delta()), atol=1e-4)
+    out.square().sum().backward()
+    assert made.b.grad is not None and not made.b.grad[owner < 0].any()
+
+
+def test_experts_have_one_each() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 10, WIDTH))
+    made = ExpertAdapter(weight, Lowrank(RANK, 0.5), GROUPS, split="columns")
+    counts = [3, 0, 2, 1]
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    x = torch.randn(sum(counts), WIDTH)
+
+    def product(rows: Tensor, weights: Tensor) -> Tensor:
+        pairs = zip(rows.split(counts), weights, strict=True)
+        return torch.cat([F.linear(part, matrix) for part, matrix in pairs])
+
+    assert torch.allclose(made(x, product), product(x, made.delta()), atol=1e-5)
+
+
+def test_taken_off_a_linear_is_what_it_was() -> None:
+    linear, x = torch.nn.Linear(WIDTH, 8), torch.randn(2, WIDTH)
+    plain = linear(x)
+    made = adapter(torch.zeros(8, dtype=torch.long))
+    lora.attach(linear, made)
+    assert torch.allclose(linear(x), plain + made(x))
+    assert {name for name, _ in linear.named_parameters()} == {"weight", "bias", "lora.a", "lora.b"}
+    lora.detach(linear)
+    assert torch.equal(linear(x), plain) and len(list(linear.parameters())) == 2
+
+
+def test_marks_of_the_weight_are_those_of_its_adapter() -> None:
+    weight: Any = torch.nn.Parameter(torch.zeros(4, WIDTH, dtype=torch.bfloat16))
+    weight.allreduce, weight.average_gradients_across_tp_domain = False, True
+    made = LinearAdapter(
+        weight,
+        Lowrank(RANK, 1.0),
+        torch.zeros(4, dtype=torch.long),
+        GROUPS,
+        split="rows",
+        sections=(4,),
+        sequence_parallel=True,
+    )
+    a, b = (vars(made.a), vars(made.b))
+    assert made.a.dtype == made.b.dtype == torch.bfloat16 and not made.b.any()
+    assert (a["allreduce"], a["average_gradients_across_tp_domain"]) == (False, True)
+    assert (a["sequence_parallel"], b["sequence_parallel"]) == (True, False)
+    assert (a["tensor_model_parallel"], b["tensor_model_parallel"]) == (False, True)
+
+
+@pytest.fixture
+def tracker() -> Iterator[None]:
+    """The tracker of random states as it was before, after."""
+    from zoo.engine import cpu_host
+
+    cpu_host.install()
+    tracker: Any = lora.get_cuda_rng_tracker()
+    states = dict(tracker.get_states())
+    yield
+    tracker.set_states(states)
+
+
+def test_dropout_keeps_the_mean_and_drops_its_share(tracker: None) -> None:
+    made = adapter(torch.zeros(8, dtype=torch.long), dropout=0.3).train()
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    x = torch.ones(4000, WIDTH)
+    kept = made._dropped(x)
+    assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(kept.mean()) == pytest.approx(1.0, abs=0.01)
+    assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7))
+    assert not torch.equal(kept, made._dropped(x)), "another mask each time"
+    assert torch.equal(made.eval()._dropped(x), x)
+
+
+def test_masks_are_alike_where_inputs_are(tracker: None) -> None:
+    """The input of a column-parallel linear is the same on tensor-parallel ranks, unless they share the sequence out."""
+    x = torch.ones(50, WIDTH)
+
+    def mask(rank: int, split: Any, sequence_parallel: bool = False) -> Tensor:
+        weight = torch.nn.Parameter(torch.zeros(8, WIDTH))
+        owner, lowrank = torch.zeros(8, dtype=torch.long), Lowrank(RANK, 1.0, 0.5)
+        made = LinearAdapter(
+            weight, lowrank, owner, GROUPS, split=split, sequence_parallel=sequence_parallel
+        ).train()
+        lora.seed_dropout(torch.device("cpu"), 7, 100 + rank)
+        return made._dropped(x)
+
+    assert torch.equal(mask(0, "rows"), mask(1, "rows"))
+    assert not torch.equal(mask(0, "rows", True), mask(1, "rows", True))
+    assert not torch.equal(mask(0, "columns"), mask(1, "columns"))
+    assert not torch.equal(mask(0, None), mask(1, None))
+    assert torch.equal(mask(1, None), mask(1, None)), "from its seed"
+
+
+def test_dropout_leaves_the_other_random_numbers_alone(tracker: None) -> None:
+    made = adapter(torch.zeros(8, dtype=torch.long), dropout=0.5).train()
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    torch.manual_seed(5)
+    first = torch.rand(3)
+    torch.manual_seed(5)
+    made._dropped(torch.ones(9, WIDTH))
+    assert torch.equal(torch.rand(3), first)
