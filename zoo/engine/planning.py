@@ -6,6 +6,9 @@ ranks are started (zoo.engine.settle), and the first rank refuses what cannot fi
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from zoo.config.devices import gpu_count, gpu_memory, host_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -28,12 +31,18 @@ def model_of(recipe: Recipe) -> Model:
     return Model(
         census=census(recipe),
         cost=model_cost(config, mtp),
-        text=config.text,
+        text=_plain(config.text),
         traits=config.traits,
         kinds=layer_kinds(config.text),
         deepstack=config.deepstack_layers,
         mtp=mtp,
     )
+
+
+def _plain(text: Any) -> SimpleNamespace:
+    """A decoder's config with attributes that cost nothing to read, which a search does a hundred thousand times."""
+    names = {*text.to_dict(), *text.attribute_map}
+    return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
 def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:

@@ -65,6 +65,12 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
     ]
 
 
+def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
+    """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
+    stages = range(recipe.parallel.pp)
+    return max(sum(_weights(share(model.census, recipe, stage), recipe, ranks)) for stage in stages)
+
+
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer), in bytes."""
     parallel, half = recipe.parallel, recipe.engine.precision == "bf16"

@@ -18,7 +18,7 @@ from zoo.planner.memory import Model, memory
 from zoo.planner.rows import typical_row
 
 KINDS = [kind for kind in hardware_names() if kind != "cpu"]
-COUNTS = ("1", "2", "4", "8", "2x8", "8x8", "16x8")
+COUNTS = ("1", "2", "4", "8", "2x8", "8x8")
 FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omni": "qwen3_omni_sft"}
 FAMILIES["llava"] = "llava_sft"
 SIZES = [
@@ -40,6 +40,7 @@ def resolved(name: str, size: str, hardware: str, *more: str) -> tuple[Recipe, i
     return recipe, recipe.machine.gpus * recipe.machine.nodes
 
 
+@cache
 def settled(name: str, size: str, hardware: str, *more: str) -> Recipe:
     recipe, ranks = resolved(name, size, hardware, *more)
     return settle(model(name, size), recipe, ranks, typical_row(recipe, model(name, size).cost))
