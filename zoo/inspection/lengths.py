@@ -51,7 +51,7 @@ class Lengths:
 def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: tuple[int, ...]) -> Lengths:
     """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
-    count = len(source)
+    count = most if source.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
     lengths, labels, kinds = [], 0, {}
     media = dict.fromkeys(
