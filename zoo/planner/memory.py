@@ -145,6 +145,7 @@ def _first(kept: Kept, model: Model) -> float:
     """What embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
     trained = {weights.part for weights in model.census.weights if weights.trained}
+    trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
     media = {name: items for name, items in kept.row.media.items() if items and name in trained}
     sums = sum(kept.tower(towers[name], items) for name, items in media.items())
     return sums + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

@@ -101,7 +101,8 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
     """FLOPs of training a part over those of its forward pass."""
     trained = {weights.part for weights in model.census.weights if weights.trained}
     if part in model.cost.towers:
-        return train_factor(frozen=part not in trained, first=True)
+        adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
+        return train_factor(frozen=part not in trained, first=not adapted)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
     behind = set(model.cost.towers) | {
         "embedding",

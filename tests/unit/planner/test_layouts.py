@@ -1,8 +1,10 @@
 """Every published size on every machine: what is planned fits, and where nothing does, what is said would."""
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.files import hardware_names, recipe_names, size_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
-from zoo.engine.planning import model_of, plan, refuse_misfit
+from zoo.engine.planning import model_of, plan, refuse_misfit, settle_here
 from zoo.errors import ConfigError
 from zoo.planner.layouts import room, settle
 from zoo.planner.memory import Model, memory
@@ -135,3 +137,26 @@ def test_a_plan_in_numbers(small: Recipe) -> None:
     again = plan(small.replace({"engine.recompute": "full"}), 1)
     assert again.step["decoder"] == pytest.approx(4 / 3 * found["flops"]["step"]["decoder"])
     assert again.worst.activations < stage["activations"]
+
+
+def test_weights_of_the_hub_are_planned_by_their_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps(load_recipe("qwen3_vl_sft", ["size=4b"]).model.arch))
+    given = ["hardware=8xh100", "model.init=org/name", "size=tiny"]
+    recipe = load_recipe("qwen3_vl_sft", given)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(tmp_path / "config.json"))
+    assert sum(plan(recipe, 8).parameters.values()) == 4_437_815_808
+    chosen = settle_here(recipe, 8)
+    assert chosen.parallel.plan == [] and chosen.model == recipe.model
+
+    def offline(*_: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(ConfigError, match="nothing to plan from"):
+        plan(recipe, 8)
+    assert settle_here(recipe, 8).parallel.plan == []
+    refuse_misfit(recipe, 8, 8)
