@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE
 from zoo.data.source import SampleSource
+from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -51,21 +53,21 @@ class Lengths:
 def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: tuple[int, ...]) -> Lengths:
     """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
-    count = len(source)
+    count = most if source.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
-    lengths, labels, kinds = [], 0, {}
-    media = dict.fromkeys(
-        (name for name in ("image", "video", "audio") if _token(config, name) is not None), 0
-    )
+    lengths: list[int] = []
+    labels, kinds = 0, Counter[str]()
+    tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
+    media = dict.fromkeys(tokens, 0)
     for visit in chosen:
         sample = source.sample(visit)
         if sample is None:
             continue
         lengths.append(sample.length)
         labels += int((sample.labels != IGNORE).sum())
-        kinds[sample.kind or "-"] = kinds.get(sample.kind or "-", 0) + 1
-        for name in media:
-            media[name] += int((sample.input_ids == _token(config, name)).sum())
+        kinds[sample.kind or "-"] += 1
+        for name, token in tokens.items():
+            media[name] += int(sample.input_ids.eq(token).sum())
     total = max(1, sum(lengths))
     align, ahead = recipe.packing.align or 1, recipe.data.lookahead
     return Lengths(
@@ -74,7 +76,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
         tokens=_figures(lengths),
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
-        kinds=kinds,
+        kinds=dict(kinds),
         fillings=tuple(filling(lengths, budget, align, ahead) for budget in budgets),
         lengths=tuple(lengths),
     )
