@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.evaluation import eval_batches
 from zoo.data.lengths import Lengths
-from zoo.data.loader import BatchLoader, SampleSource, eval_batches
+from zoo.data.loader import BatchLoader
 from zoo.data.rows import Row, RowError
 from zoo.data.sample import IGNORE, Sample, collate, collate_padded
 from zoo.data.sizes import SampleSize
+from zoo.data.source import SampleSource
 from zoo.errors import ConfigError, UserError
 from zoo.packing import PackedLayout
 
