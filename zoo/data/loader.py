@@ -118,8 +118,13 @@ class BatchLoader:
         """Go on from a saved state.
 
         Raises:
-            ConfigError: the data or the seed are not those of the saved run.
+            ConfigError: the data or the seed are not those of the saved run, or an earlier zoo wrote the state.
         """
+        if "waiting" not in state:
+            raise ConfigError(
+                "The checkpoint says where the data stand as an earlier zoo did, which can't be gone on from; start from "
+                "its weights with model.init=<its run folder> in a new run.dir."
+            )
         if (state["rows"], state["seed"]) != (len(self.source), self._stream.seed):
             raise ConfigError(
                 f"The checkpoint's data had {state['rows']} rows and run.seed {state['seed']}; now there are "
