@@ -23,9 +23,10 @@ from zoo.config.compose import recipe_for_weights, replace_in
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
-from zoo.data.loader import EvalBatches, SampleSource, eval_batches
+from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.rows import MEDIA
 from zoo.data.rows import locate as locate_rows
+from zoo.data.source import SampleSource
 from zoo.engine import build
 from zoo.engine.blueprint import family_of
 from zoo.engine.evaluate import smallest_count

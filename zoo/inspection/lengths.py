@@ -10,6 +10,7 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE
 from zoo.data.source import SampleSource
+from zoo.engine.costs import training_cost
 from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
 
@@ -55,7 +56,9 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
     count = most if source.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
+    cost = training_cost(config, recipe)
     lengths: list[int] = []
+    costs: list[float] = []
     labels, kinds = 0, Counter[str]()
     tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
     media = dict.fromkeys(tokens, 0)
@@ -64,6 +67,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
         if sample is None:
             continue
         lengths.append(sample.length)
+        costs.append(cost(processor.size(sample)))
         labels += int((sample.labels != IGNORE).sum())
         kinds[sample.kind or "-"] += 1
         for name, token in tokens.items():
@@ -77,7 +81,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
         kinds=dict(kinds),
-        fillings=tuple(filling(lengths, budget, align, ahead) for budget in budgets),
+        fillings=tuple(filling(lengths, budget, align, ahead, costs) for budget in budgets),
         lengths=tuple(lengths),
     )
 
@@ -92,13 +96,17 @@ def _figures(lengths: list[int]) -> dict[str, float]:
     return {"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)}
 
 
-def filling(lengths: list[int], budget: int, align: int, lookahead: int) -> Filling:
+def filling(
+    lengths: list[int], budget: int, align: int, lookahead: int, costs: list[int] | None = None
+) -> Filling:
     """Pack lengths into rows of `budget` tokens, as training does; the last row, which training fills, is not counted
     as unfilled where there are others.
     """
     limit = budget // align * align
-    fitting = [length for length in lengths if length <= limit]
-    bins = [[fitting[i] for i in positions] for positions in plan_bins(fitting, budget, align, lookahead)]
+    pairs = [pair for pair in zip(lengths, costs or lengths, strict=True) if pair[0] <= limit]
+    fitting = [length for length, _ in pairs]
+    plan = plan_bins(fitting, budget, align, lookahead, [cost for _, cost in pairs])
+    bins = [[fitting[i] for i in positions] for positions in plan]
     real, padded = sum(fitting), sum(-(-length // align) * align for length in fitting)
     whole = bins[:-1] or bins
     held = sum(-(-length // align) * align for lengths_ in whole for length in lengths_)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from zoo.config.schema import Recipe
-from zoo.data.loader import BatchLoader, SampleSource
+from zoo.data.loader import BatchLoader
 from zoo.data.sample import IGNORE
+from zoo.data.source import SampleSource
 from zoo.engine.build import Assembly
 from zoo.engine.costs import training_cost
 

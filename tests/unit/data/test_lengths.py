@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.lengths import Lengths
-from zoo.data.loader import BatchLoader, EvalBatches, eval_batches
+from zoo.data.loader import BatchLoader
 from zoo.data.rows import Row, RowError
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sizes import SampleSize
