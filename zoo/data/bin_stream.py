@@ -90,6 +90,7 @@ class BinStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state."""
         self.source.load_stream_state(state.get("streams", {}))
+        self.lengths.load_state_dict(state["corrected"])
         self.rewind(state)
 
     def rewind(self, state: dict[str, Any]) -> None:
@@ -100,12 +101,11 @@ class BinStream:
         held = state["packer"] or {"items": [], "seen": [0, 0]}
         sizes = {visit: (tokens, cost) for visit, tokens, cost in held["items"]}
         if self.packer is None or state["packing"] != self._packing:
-            self.lengths.load_state_dict(state["corrected"], {})
             self._waiting.extendleft(reversed(sizes))
             if self.packer is not None:
                 self.packer.load_state_dict({"items": [], "seen": [0, 0]})
             return
-        self.lengths.load_state_dict(state["corrected"], sizes)
+        self.lengths.remember(sizes)
         items = [(visit, size) for visit in sizes if (size := self.lengths.get(visit)) is not None]
         self.packer.load_state_dict(
             {"items": [[visit, *size] for visit, size in items], "seen": held["seen"]}

@@ -312,6 +312,19 @@ def test_other_packing_goes_on_with_no_row_lost_or_repeated(packing: dict[str, A
     assert max(seen.values()) - min(seen.values()) <= 2
 
 
+def test_a_row_that_was_corrected_may_still_turn_out_broken() -> None:
+    """A file that is lost between two epochs, say."""
+    texts: Texts = [(5, 6)] + [(9, 9)] * 30
+    loader = open_loader(texts)
+    steps(loader, 8)
+    assert loader.lengths.get(0) == (6, cost(SampleSize(6)))
+    loader.source._bad[0] = RowError("x:0", "missing_file", "gone.")
+    loader.source._cache.clear()
+    seen = {name for step in steps(loader, 20) for batch in step for name in batch}
+    assert loader.source.counts == {"missing_file": 1}
+    assert seen - {"x:0"} == {f"x:{n}" for n in range(1, 31)}
+
+
 def test_a_sample_that_changes_each_time_is_refused() -> None:
     loader = open_loader([(5, 6)] * 40)
     loader.lengths.ahead([0])
