@@ -31,6 +31,7 @@ from zoo.engine import build
 from zoo.engine.blueprint import family_of
 from zoo.engine.evaluate import smallest_count
 from zoo.engine.launch import run_task, world_size
+from zoo.engine.peers import peers
 from zoo.engine.world import World, world
 
 
@@ -122,6 +123,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             pad_to=recipe.packing.pad_to,
             dp_rank=here.dp_rank,
             dp_size=here.dp_size,
+            peers=peers(),
         )
         mine = _Scorer(step, chunks, here).run(batches)
         return _gather(mine, source, here)
