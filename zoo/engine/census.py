@@ -11,10 +11,11 @@ from unittest.mock import patch
 
 from torch import nn
 
+from zoo.bridge import Dims
 from zoo.bridge.parallel import model_parameters
 from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
-from zoo.engine import build
+from zoo.engine import build, lora
 from zoo.engine.blueprint import on_meta
 from zoo.engine.world import world
 from zoo.planner.census import EXPERTS, Census, Cut, Weights
@@ -33,6 +34,9 @@ def census(recipe: Recipe) -> Census:
     outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     with patch.dict(os.environ, outside, clear=True), world(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(build.Assembly(family, config, None, None), recipe, nowhere)
+        if recipe.lora.rank:
+            dims = Dims.from_hf(config.text, tied=config.tied)
+            lora.place(chunks, family, dims, recipe.model.arch, recipe, nowhere)
         build.freeze(chunks, recipe.model.freeze, family)
     counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
     for name, parameter in model_parameters(chunks):

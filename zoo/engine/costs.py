@@ -18,12 +18,17 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
 
     Args:
         config: the family's config.
-        recipe: its model.freeze, engine.recompute and train.mtp_loss are used.
+        recipe: its model.freeze, lora, engine.recompute and train.mtp_loss are used.
     """
     model = model_cost(config, config.mtp_layers(recipe))
+    adapted = recipe.lora.parts if recipe.lora.rank else []
     frozen, trained = set(recipe.model.freeze), set(model.towers) - set(recipe.model.freeze)
+    if (
+        adapted
+    ):  # adapters are narrow: what they stand beside costs what frozen parts do that a gradient goes through
+        frozen, trained = {"language", *model.towers}, set(adapted)
     again = 1.0 if recipe.engine.recompute == "full" else 0.0
-    factors = {name: train_factor(frozen=name in frozen, first=True) for name in model.towers}
+    factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
     factors["decoder"] = train_factor(frozen="language" in frozen, first=not trained, recomputed=again)
 
     def cost(size: SampleSize) -> int:

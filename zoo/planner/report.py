@@ -100,14 +100,17 @@ def make_plan(
 def factor(model: Model, recipe: Recipe, part: str) -> float:
     """FLOPs of training a part over those of its forward pass."""
     trained = {weights.part for weights in model.census.weights if weights.trained}
+    adapters = (
+        recipe.lora.rank > 0
+    )  # narrow: they cost next to nothing, but the gradient goes through what they adapt
     if part in model.cost.towers:
-        return train_factor(frozen=part not in trained, first=True)
+        return train_factor(frozen=adapters or part not in trained, first=part not in trained)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
     behind = set(model.cost.towers) | {"embedding", "projector"}  # what the decoder's gradient goes to
     again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
     return train_factor(
-        frozen=not trained & set(names),
-        first=part == "decoder" and not trained & behind,
+        frozen=adapters or not trained & set(names),
+        first=part == "decoder" and not adapters and not trained & behind,
         recomputed=again if part == "decoder" else 0.0,
     )
 

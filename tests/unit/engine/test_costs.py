@@ -46,6 +46,20 @@ def test_frozen_parts_cost_less(run: tuple[Any, Any], frozen: list[str], tower: 
     assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("parts", "tower", "decoder"), [(["language"], 1, 2), (["vision"], 2, 2)], ids=["language", "vision"]
+)
+def test_adapters_cost_what_frozen_weights_do(
+    run: tuple[Any, Any], parts: list[str], tower: int, decoder: int
+) -> None:
+    """No gradient of a weight; one of what goes into it where an adapter is there or before."""
+    config, recipe = run
+    recipe = replace(recipe, lora=replace(recipe.lora, rank=8, parts=parts))
+    forward = model_cost(config).parts(1000, 0, IMAGE.media)
+    wanted = tower * forward["vision"] + decoder * forward["decoder"]
+    assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
+
+
 def test_recompute_adds_a_forward_pass_of_the_decoder(run: tuple[Any, Any]) -> None:
     config, recipe = run
     more = replace(recipe, engine=replace(recipe.engine, recompute="full"))
