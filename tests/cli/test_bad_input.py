@@ -89,6 +89,21 @@ def test_a_folder_that_is_no_run_folder_keeps_its_config(zoo: Zoo, tmp_path: Pat
     assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
 
 
+def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
+    """A misspelt target is told before weights are written; an adapter by itself is no checkpoint."""
+    message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "lora.rank=4", "lora.targets=[qproj]"))
+    assert message.startswith("lora.targets=qproj: no linear of lora.parts is called so; nearest: q_proj, ")
+    assert not (tmp_path / "run" / "base").exists()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    message = zoo.refused("convert", str(tmp_path / "adapter"), str(tmp_path / "out"))
+    assert message.startswith(f"{tmp_path / 'adapter'}: an adapter, without the weights it belongs to")
+    message = zoo.refused(
+        *zoo.train_arguments(tmp_path / "run", "lora.rank=4", f"lora.init={tmp_path / 'adapter'}")
+    )
+    assert "peft_type is None there and 'LORA' here" in message
+
+
 # --- rows
 
 

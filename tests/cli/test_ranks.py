@@ -1,9 +1,11 @@
 """Two ranks on this machine: interrupted and resumed to the bit, laid out anew, and one of them in trouble."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.commands import STEPS, Zoo, events, figures, logged, summary, text_row, weights, write_rows
 
 
@@ -62,3 +64,28 @@ def test_a_bad_row_on_one_rank_ends_both_with_one_sentence(zoo: Zoo, tmp_path: P
     overrides = ["nproc=2", f"data.train={data}", "data.shuffle=false", "data.lookahead=2", "data.cache_mb=0"]
     message = zoo.refused(*zoo.train_arguments(tmp_path / "run", *overrides, "train.steps=50"))
     assert message.startswith(f"{data}:41: image {tmp_path}/half.png can't be used: ")
+
+
+def test_a_picture_that_is_cut_off_is_found_out_on_one_rank_and_left_out_on_both(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    """Its header is whole, so it is planned; both ranks plan anew, as one rank alone does."""
+    whole = tmp_path / "whole.png"
+    Image.effect_noise((64, 64), 80).save(whole)
+    rows = [text_row(number) for number in range(30)]
+    for number in (3, 11, 24):
+        (tmp_path / f"{number}.png").write_bytes(whole.read_bytes()[:1000])
+        rows[number]["images"] = [f"{number}.png"]
+        rows[number]["messages"][0]["content"] += "<image>"
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / f"run{ranks}"
+        options = [f"nproc={ranks}", f"data.train={data}", "data.augment=0", "data.on_error=skip"]
+        done = zoo.train(folder, *options, "train.steps=8", "export=false")
+        assert (done.code, done.err) == (0, ""), done
+        assert summary(folder)["skipped_rows"] == {"corrupt_media": 3}
+        bad = (folder / "bad_rows.jsonl").read_text().splitlines()
+        assert sorted(json.loads(line)["source"] for line in bad) == [f"{data}:{n}" for n in (12, 25, 4)]
+        found[ranks] = [(record["real_tokens"], record["labels"]) for record in logged(folder)]
+    assert found[1] == found[2]

@@ -1,7 +1,7 @@
-"""Adapters: parallel equals serial and packed equals unpacked, in loss, log-probabilities and every adapter's gradient.
+"""Adapters: parallel equals serial and packed equals unpacked, in loss and every adapter's gradient.
 
 The models, rows and layouts of test_matrix.py, with adapters of random B on every linear of every part and on all experts.
-Measured: 1.1e-5 of gradients (keys of the audio tower's last layer, see support.gathered), others below 5e-6.
+Measured: 1.1e-5 of gradients (keys of the audio tower's last layer, see support.gathered), others below 6e-6.
 """
 
 import pickle
@@ -126,3 +126,26 @@ def test_gradients_of_adapters(
         record_property(str(index), f"loss {loss_error:.1e}, gradients {error:.1e} {name}")
         assert loss_error < LIMIT
         assert error < LIMIT, name
+
+
+DROPPED = {
+    "tp2": PARALLEL["tp2"],
+    "tp2 recompute": LAYOUTS["tp2 recompute"],
+    "tp2 sp": PARALLEL["tp2 sp"],
+    "tp2 cp2": PARALLEL["tp2 cp2"],
+}
+
+
+@pytest.mark.parametrize("parallel", DROPPED)
+def test_dropout_under_tensor_parallel(
+    parallel: str, pool: Pool, prepared: Callable[[str], Prepared]
+) -> None:
+    """Ranks with the same input drop the same of it: what they hold twice has the same gradient to the bit."""
+    plain, setting = prepared("dense"), DROPPED[parallel]
+    more = ("lora.dropout=0.3", "lora.parts=[language]", *setting.overrides)
+    plan = replace(plain.plan, overrides=(*plain.plan.overrides, *more), layouts=plain.plan.layouts[1:])
+    ranks = pool.run(setting.ranks, run_layouts, plan, timeout=300.0)
+    gradients = full_gradients([rank[0] for rank in ranks])
+    assert all(bool(gradient.isfinite().all()) and bool(gradient.any()) for gradient in gradients.values())
+    error, _ = worst(gradients, {name: plain.gradients[name] for name in gradients})
+    assert error > 0.1, "nothing was dropped"

@@ -30,6 +30,9 @@ MORE = [
         for how in ("selective", "full")
     ),
     ("qwen3_vl_sft", "tiny", 1, "model.freeze=[vision]"),
+    ("qwen3_vl_lora", "tiny", 1, ""),
+    ("qwen3_vl_moe_lora", "tiny-moe", 2, "parallel.ep=2"),
+    ("qwen3_vl_lora", "tiny", 2, "parallel.tp=2"),
     ("qwen3_vl_sft", "tiny", 2, ""),
     ("qwen3_vl_sft", "tiny", 2, "parallel.tp=2"),
     ("qwen3_omni_sft", "tiny", 2, "parallel.tp=2"),

@@ -231,8 +231,10 @@ def test_a_part_of_the_linears(
 
 
 def test_an_adapter_is_gone_on_with_and_merged(adapted: Adapted, cpu_world: Any, tmp_path: Path) -> None:
-    """lora.init, then the merged weights: in transformers, without peft, the same logits; what has no adapter is untouched."""
-    recipe = replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, init=str(adapted.exported)))
+    """lora.init of what peft has saved, then the merged weights: in transformers, without peft, the same logits; what has no adapter is untouched."""
+    adapted.peft.save_pretrained(tmp_path / "by_peft")
+    init = str(tmp_path / "by_peft")
+    recipe = replace(adapted.zoo.recipe, lora=replace(adapted.zoo.recipe.lora, init=init))
     zoo, adapters = with_adapters(recipe, cpu_world)
     with torch.no_grad():
         for parameter in adapters.named().values():

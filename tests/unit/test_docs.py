@@ -13,7 +13,9 @@ import zoo
 from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.bench import BENCHES, packing_options
 from zoo.cli.convert import KEYS as CONVERT_KEYS
+from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS
+from zoo.cli.plan import KEYS as PLAN_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.reference import keys, sections
 from zoo.data.rows import KEYS, MEDIA, PLACEHOLDER
@@ -28,7 +30,16 @@ PAGES = [
     )
     if path.is_file()
 ]
-FLAGS = {"show": ("--schema",), "list": ("--json",), "bench": ("--json",), "verify": ("--json",)}
+FLAGS = {
+    "show": ("--schema", "--json"),
+    "list": ("--json",),
+    "bench": ("--json",),
+    "verify": ("--json",),
+    "plan": ("--json",),
+    "inspect": ("--json",),
+    "train": ("--slurm-template",),
+}
+OWN = {"plan": PLAN_KEYS, "inspect": INSPECT_KEYS}  # keys of verbs, beside the recipe's
 FOLDERS = (
     "bridges",
     "docs",
@@ -144,7 +155,7 @@ def check_zoo(words: list[str]) -> None:
     assert verb in VERBS, words
     if rest in ([], ["--help"]):
         return
-    flags, rest = split_flags(rest, FLAGS.get(verb, ()))
+    _, rest = split_flags(rest, FLAGS.get(verb, ()))
     if verb == "bench":
         assert rest[0] in BENCHES, words
         if rest[0] == "packing":
@@ -158,9 +169,10 @@ def check_zoo(words: list[str]) -> None:
         assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys()}, words
         return
-    if flags or verb == "list" or not rest:
+    if verb == "list" or not rest:
         return
     name, overrides = split_recipe(rest, verb)
+    overrides = [text for text in overrides if text.partition("=")[0] not in OWN.get(verb, ())]
     if not name.endswith(".yaml"):  # a file of the reader's own
         load_recipe(name, overrides)
 

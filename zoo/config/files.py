@@ -90,7 +90,8 @@ def read_hardware(name: str) -> Layer:
 
     Its `machine.gpus` and `machine.nodes` are those of the name.
     """
-    nodes, gpus, kind = _COUNTED.fullmatch(name).groups() if _COUNTED.fullmatch(name) else (None, None, name)
+    counted = _COUNTED.fullmatch(name)
+    nodes, gpus, kind = counted.groups() if counted else (None, None, name)
     layer = _read_overlay("hardware", kind, hardware_names(), files("zoo.recipes") / "hardware", given=name)
     machine = dict(layer.tree.get("machine") or {})
     if gpus is None:

@@ -162,11 +162,14 @@ class Lengths:
             found.append([key, *(self._known[key] if error is None else error.args)])
         return found
 
-    def load_state_dict(self, state: list[list[Any]], sizes: Mapping[int, Size]) -> None:
-        """Take over a saved run's corrections, and sizes of visits that it had measured, where none are known."""
+    def load_state_dict(self, state: list[list[Any]]) -> None:
+        """Take over a saved run's corrections."""
         for key, *entry in state:
             self._corrected.add(key)
             self._put(key, RowError(*entry) if isinstance(entry[0], str) else (entry[0], entry[1]))
+
+    def remember(self, sizes: Mapping[int, Size]) -> None:
+        """Sizes of visits that a saved run had measured, where none are known."""
         for visit, size in sizes.items():
             if not self.knows(visit):
                 self._put(visit, size)

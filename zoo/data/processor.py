@@ -354,9 +354,9 @@ class Processor:
         sizes = [image_size(opened(image, row.root)) for image in row.images]
         clips = [decoder.video_size(video, row) for video in row.videos]
         samples = [decoder.sound_samples(sound, row) for sound in sounds]
-        images, videos, heard = (
-            [known for known in some if known is not None] for some in (sizes, clips, samples)
-        )
+        images = [size for size in sizes if size is not None]
+        videos = [clip for clip in clips if clip is not None]
+        heard = [count for count in samples if count is not None]
         if (len(images), len(videos), len(heard)) != (len(sizes), len(clips), len(samples)):
             return None
         return headers_of(images, videos, heard, fps, max_frames)

@@ -80,7 +80,17 @@ def _refuse_ranks() -> None:
 
 @contextmanager
 def on_meta(here: World) -> Iterator[World]:
-    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device."""
+    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device.
+
+    Its generator of random numbers is left alone: a GPU's is looked up by that device's number.
+    """
+    from megatron.core.tensor_parallel import random
+
     meta = torch.device("meta")
-    with torch.device(meta), patch.object(torch.cuda, "current_device", lambda: meta):
+    with (
+        torch.device(meta),
+        patch.object(torch.cuda, "current_device", lambda: meta),
+        patch.object(random, "_get_cuda_rng_state", lambda *args, **how: None),
+        patch.object(random, "_set_cuda_rng_state", lambda *args, **how: None),
+    ):
         yield replace(here, device=meta)

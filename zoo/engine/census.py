@@ -14,10 +14,10 @@ from torch import nn
 from zoo.bridge.parallel import model_parameters
 from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
-from zoo.engine import build
+from zoo.engine import build, lora
 from zoo.engine.blueprint import on_meta
 from zoo.engine.world import world
-from zoo.planner.census import EXPERTS, Census, Cut, Weights
+from zoo.planner.census import ADAPTERS, EXPERTS, Census, Cut, Weights
 from zoo.registry import ModelFamily, get_family
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -31,8 +31,12 @@ def census(recipe: Recipe) -> Census:
     alone = {f"parallel.{name}": size for name, size in _ALONE.items()}
     recipe = replace_in(recipe, {**alone, "parallel.sp": False, "engine.precision": "fp32"})
     outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    with patch.dict(os.environ, outside, clear=True), world(recipe) as here, on_meta(here) as nowhere:
-        chunks = build.build_model(build.Assembly(family, config, None, None), recipe, nowhere)
+    with patch.dict(os.environ, outside, clear=True), world(recipe) as here:
+        with on_meta(here) as nowhere:
+            assembly = build.Assembly(family, config, None, None)
+            chunks = build.build_model(assembly, recipe, nowhere)
+        if recipe.lora.rank:
+            lora.attach(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, here)
         build.freeze(chunks, recipe.model.freeze, family)
     counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
     for name, parameter in model_parameters(chunks):
@@ -44,10 +48,11 @@ def census(recipe: Recipe) -> Census:
 def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
     """The part of the model a parameter belongs to, and its place in the pipeline."""
     first, *rest = name.split(".")
+    adapter = ".lora." in name
     if first == "decoder" and rest[0] == "layers":
-        return EXPERTS if _is_expert(name) else "decoder", int(rest[1])
+        return ADAPTERS if adapter else EXPERTS if _is_expert(name) else "decoder", int(rest[1])
     if first in ("embedding", *family.parts):
-        return first, "first"
+        return ADAPTERS if adapter else first, "first"
     part = {"decoder": "decoder", "output_layer": "head"}.get(first, first)
     return EXPERTS if _is_expert(name) else part, "last"
 

@@ -1,4 +1,4 @@
-"""What a sample costs a run, for the planner of packed rows: FLOPs of its training step, frozen parts and recompute counted."""
+"""What a sample costs a run, for packing: FLOPs of its training step, with frozen parts, adapters and recompute."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
 
     Args:
         config: the family's config.
-        recipe: its model.freeze, engine.recompute and train.mtp_loss are used.
+        recipe: its model.freeze, lora, engine.recompute and train.mtp_loss are used.
     """
     model = model_cost(config, config.mtp_layers(recipe))
-    frozen, trained = set(recipe.model.freeze), set(model.towers) - set(recipe.model.freeze)
-    again = 1.0 if recipe.engine.recompute == "full" else 0.0
-    factors = {name: train_factor(frozen=name in frozen, first=True) for name in model.towers}
-    factors["decoder"] = train_factor(frozen="language" in frozen, first=not trained, recomputed=again)
+    lora = recipe.lora
+    frozen = {*model.towers, "language"} if lora.rank else set(recipe.model.freeze)
+    adapted = set(lora.parts) if lora.rank else set()
+    backward = [name for name in model.towers if name not in frozen or name in adapted]
+    factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
+    factors["decoder"] = train_factor(
+        frozen="language" in frozen,
+        first=not backward and "language" not in adapted,
+        recomputed=1.0 if recipe.engine.recompute == "full" else 0.0,
+    )
 
     def cost(size: SampleSize) -> int:
         parts = model.parts(size.length, media=size.media)

@@ -23,7 +23,9 @@ from zoo.config.entries import parse_entry
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.data.loader import BatchLoader, SampleSource, eval_batches
+from zoo.data.evaluation import eval_batches
+from zoo.data.loader import BatchLoader
+from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export, lora, lora_files
 from zoo.engine.checkpoint import Trainable

@@ -6,7 +6,13 @@ ranks are started (zoo.engine.settle), and the first rank refuses what cannot fi
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 from zoo.config.devices import gpu_count, gpu_memory, host_memory
+from zoo.config.locate import is_hub_id, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
@@ -28,12 +34,18 @@ def model_of(recipe: Recipe) -> Model:
     return Model(
         census=census(recipe),
         cost=model_cost(config, mtp),
-        text=config.text,
+        text=_plain(config.text),
         traits=config.traits,
         kinds=layer_kinds(config.text),
         deepstack=config.deepstack_layers,
         mtp=mtp,
     )
+
+
+def _plain(text: Any) -> SimpleNamespace:
+    """A decoder's config with attributes that cost nothing to read, which a search does a hundred thousand times."""
+    names = {*text.to_dict(), *text.attribute_map}
+    return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
 def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:
@@ -46,12 +58,13 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     Raises:
         ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
     """
-    if not recipe.model.arch:
+    planned = _as_planned(recipe)
+    if planned is None:
         raise ConfigError(
-            f"model.init={recipe.model.init}: its config.json is not here, so there is nothing to plan from; "
-            f"download it, or give size="
+            f"model.init={recipe.model.init}: its config.json is neither here nor to be had from the hub, so there is "
+            f"nothing to plan from; give a folder, or model.init=random and size="
         )
-    model = model_of(recipe)
+    recipe, model = planned, model_of(planned)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
     row = typical_row(recipe, model.cost, **shares)
     recipe = validate(settle(model, recipe, ranks, row), ranks)
@@ -66,10 +79,10 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
     keeps. Nothing is said where the memory is not known.
     """
-    limit = _limit_here(local_ranks)
-    if limit is None or not recipe.model.arch:
+    limit, planned = _limit_here(local_ranks), _as_planned(recipe)
+    if limit is None or planned is None:
         return
-    model = model_of(recipe)
+    model = model_of(planned)
     fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
     found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
     if not found.fits:
@@ -110,6 +123,27 @@ def _limit_here(local_ranks: int) -> float | None:
 
 
 def settle_here(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with the keys of `parallel.plan` chosen, planned in this process; see `zoo.engine.settle`."""
-    model = model_of(recipe)
-    return settle(model, recipe, ranks, typical_row(recipe, model.cost))
+    """The recipe with the keys of `parallel.plan` chosen, planned in this process; see `zoo.engine.settle`.
+
+    Where the architecture can't be known (a hub id without a connection), sizes stay as they are.
+    """
+    planned = _as_planned(recipe)
+    if planned is None:
+        return replace(recipe, parallel=replace(recipe.parallel, plan=[]))
+    model = model_of(planned)
+    chosen = settle(model, planned, ranks, typical_row(planned, model.cost))
+    return replace(chosen, model=recipe.model)
+
+
+def _as_planned(recipe: Recipe) -> Recipe | None:
+    """The recipe with the architecture that its run will have: that of the weights. None where it is not known."""
+    init = recipe.model.init
+    if init == "random" or not is_hub_id(init):
+        return recipe if recipe.model.arch else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        arch = read_arch(Path(hf_hub_download(init, "config.json")).parent, f"model.init={init}")
+    except Exception:  # whatever keeps it from being had is told when the weights are
+        return None
+    return replace(recipe, model=replace(recipe.model, arch=arch))

@@ -23,13 +23,15 @@ from zoo.config.compose import recipe_for_weights, replace_in
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
-from zoo.data.loader import EvalBatches, SampleSource, eval_batches
+from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.rows import MEDIA
 from zoo.data.rows import locate as locate_rows
+from zoo.data.source import SampleSource
 from zoo.engine import build
 from zoo.engine.blueprint import family_of
 from zoo.engine.evaluate import smallest_count
 from zoo.engine.launch import run_task, world_size
+from zoo.engine.peers import peers
 from zoo.engine.world import World, world
 
 
@@ -121,6 +123,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             pad_to=recipe.packing.pad_to,
             dp_rank=here.dp_rank,
             dp_size=here.dp_size,
+            peers=peers(),
         )
         mine = _Scorer(step, chunks, here).run(batches)
         return _gather(mine, source, here)

@@ -11,7 +11,6 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from zoo.config.compose import load_recipe, save_recipe
@@ -23,13 +22,11 @@ from zoo.errors import UserError
 def settled(recipe: Recipe, ranks: int) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
-    Where the architecture is not known yet (a hub id), sizes stay as they are.
-
     Raises:
         UserError: nothing fits; the message says what would.
     """
-    if not recipe.parallel.plan or not recipe.model.arch:
-        return replace(recipe, parallel=replace(recipe.parallel, plan=[]))
+    if not recipe.parallel.plan:
+        return recipe
     if not gpu_count():
         return _settle(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE
 from zoo.data.source import SampleSource
+from zoo.engine.costs import training_cost
+from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
 
 PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
@@ -51,21 +54,24 @@ class Lengths:
 def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: tuple[int, ...]) -> Lengths:
     """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
-    count = len(source)
+    count = most if source.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
-    lengths, labels, kinds = [], 0, {}
-    media = dict.fromkeys(
-        (name for name in ("image", "video", "audio") if _token(config, name) is not None), 0
-    )
+    cost = training_cost(config, recipe)
+    lengths: list[int] = []
+    costs: list[float] = []
+    labels, kinds = 0, Counter[str]()
+    tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
+    media = dict.fromkeys(tokens, 0)
     for visit in chosen:
         sample = source.sample(visit)
         if sample is None:
             continue
         lengths.append(sample.length)
+        costs.append(cost(processor.size(sample)))
         labels += int((sample.labels != IGNORE).sum())
-        kinds[sample.kind or "-"] = kinds.get(sample.kind or "-", 0) + 1
-        for name in media:
-            media[name] += int((sample.input_ids == _token(config, name)).sum())
+        kinds[sample.kind or "-"] += 1
+        for name, token in tokens.items():
+            media[name] += int(sample.input_ids.eq(token).sum())
     total = max(1, sum(lengths))
     align, ahead = recipe.packing.align or 1, recipe.data.lookahead
     return Lengths(
@@ -74,8 +80,8 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
         tokens=_figures(lengths),
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
-        kinds=kinds,
-        fillings=tuple(filling(lengths, budget, align, ahead) for budget in budgets),
+        kinds=dict(kinds),
+        fillings=tuple(filling(lengths, budget, align, ahead, costs) for budget in budgets),
         lengths=tuple(lengths),
     )
 
@@ -90,13 +96,17 @@ def _figures(lengths: list[int]) -> dict[str, float]:
     return {"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)}
 
 
-def filling(lengths: list[int], budget: int, align: int, lookahead: int) -> Filling:
+def filling(
+    lengths: list[int], budget: int, align: int, lookahead: int, costs: list[int] | None = None
+) -> Filling:
     """Pack lengths into rows of `budget` tokens, as training does; the last row, which training fills, is not counted
     as unfilled where there are others.
     """
     limit = budget // align * align
-    fitting = [length for length in lengths if length <= limit]
-    bins = [[fitting[i] for i in positions] for positions in plan_bins(fitting, budget, align, lookahead)]
+    pairs = [pair for pair in zip(lengths, costs or lengths, strict=True) if pair[0] <= limit]
+    fitting = [length for length, _ in pairs]
+    plan = plan_bins(fitting, budget, align, lookahead, [cost for _, cost in pairs])
+    bins = [[fitting[i] for i in positions] for positions in plan]
     real, padded = sum(fitting), sum(-(-length // align) * align for length in fitting)
     whole = bins[:-1] or bins
     held = sum(-(-length // align) * align for lengths_ in whole for length in lengths_)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zoo.inspection.lengths import Lengths
 from zoo.inspection.picture import COLOURS, NAMES, SPACE, TIME
-from zoo.inspection.rows import KINDS, PackedRow, Segment, Span
+from zoo.inspection.rows import KINDS, MEDIA, PackedRow, Segment, Span
 
 _STYLE = (
     """
@@ -113,11 +113,8 @@ def _corners(values: list[float]) -> list[tuple[int, float]]:
 
 
 def _sample(number: int, segment: Segment) -> str:
-    size, media = segment.end - segment.start, {}
-    for span in segment.spans:
-        if not span.text and span.kind != "padding":
-            media[span.kind] = media.get(span.kind, 0) + span.end - span.start
-    parts = [f"{size} tokens", *(f"{count} {kind}" for kind, count in media.items())]
+    parts = [f"{segment.end - segment.start} tokens"]
+    parts += [f"{count} {kind}" for kind in MEDIA if (count := segment.tokens(kind))]
     parts.append(f"{segment.tokens('label')} with loss")
     text = "".join(
         f'<mark class="{span.kind}">{escape(span.text)}</mark>'

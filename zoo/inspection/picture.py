@@ -30,7 +30,8 @@ def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) ->
     with matplotlib.rc_context({"font.size": 9, "text.color": INK, "hatch.linewidth": 0.5}):
         height = 1.2 + 0.78 * PITCH * len(rows) * 0.62
         figure = plt.figure(figsize=(14, height + 3.4), facecolor=PAPER, layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=(height, 3.4))
+        parts: Any = figure.subfigures(2, 1, height_ratios=(height, 3.4))
+        upper, lower = parts
         _draw_rows(upper.subplots(), rows)
         left, right = lower.subplots(1, 2)
         _draw_lengths(left, lengths)

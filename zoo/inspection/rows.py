@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from zoo.config.schema import Recipe
-from zoo.data.loader import BatchLoader, SampleSource
+from zoo.data.loader import BatchLoader
 from zoo.data.sample import IGNORE
+from zoo.data.source import SampleSource
 from zoo.engine.build import Assembly
+from zoo.engine.costs import training_cost
 
 MEDIA = ("image", "video", "audio")
 KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss
@@ -76,7 +78,8 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int) -> list[PackedRo
         blank=recipe.data.blank_answers,
         seed=recipe.run.seed,
     )
-    loader = BatchLoader(source, recipe, align=align, prefetch=False)
+    cost = training_cost(assembly.config, recipe)
+    loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)
     step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))
     tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
     found: list[PackedRow] = []

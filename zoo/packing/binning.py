@@ -20,12 +20,10 @@ from collections.abc import Iterable, Iterator
 from itertools import repeat
 from typing import Any
 
-PLANS = 4  # bins that are tried for one, at most; they differ in the second item
-CHOICES = 8  # items that are compared for each place of a bin
-REACH = 2  # they are spread over the longest 1 / REACH of those that fit
-GOOD = (
-    0.01  # a bin this near to a full one of average cost (unfilled share plus share of cost) is taken at once
-)
+PLANS = 6  # bins that are tried for one, at most; they differ in the second item
+CHOICES = 8  # items that are compared for each place of a bin, of all lengths that fit
+MEMORY = 256  # bins that the average is of; what lies further back counts less and less
+GOOD = 0.02  # unfilled share plus share of cost off the average, up to which a bin is taken at once
 
 
 class BinPacker[K]:
@@ -57,7 +55,7 @@ class BinPacker[K]:
         self._serial = 0
         self._oldest = 0  # no item in the buffer has a lower serial number
         self._tokens = 0  # sum of the buffered aligned lengths
-        self._seen = (0, 0)  # aligned tokens and cost of all items ever added: the average
+        self._seen = (0, 0)  # aligned tokens and cost of the items added of late: the average
         # Serial number -> (index, length, cost), oldest first: dicts keep insertion order.
         self._items: dict[int, tuple[K, int, int]] = {}
         # The same items as (aligned length, -serial, cost), sorted: of equal lengths, the oldest stands last.
@@ -87,7 +85,8 @@ class BinPacker[K]:
         self._items[self._serial] = (index, length, cost)
         self._serial += 1
         self._tokens += aligned
-        self._seen = (self._seen[0] + aligned, self._seen[1] + cost)
+        tokens, spent = self._seen[0] + aligned, self._seen[1] + cost
+        self._seen = (tokens, spent) if tokens <= MEMORY * self.budget else (tokens // 2, spent // 2)
 
     def ready(self) -> bool:
         """Whether a bin should be taken: the buffer holds `lookahead` items and at least a budget of tokens.
@@ -126,7 +125,7 @@ class BinPacker[K]:
             yield self.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The buffer as plain values: items [[index, length, cost], ...], oldest first, and the sums of all seen.
+        """The buffer as plain values: items [[index, length, cost], ...], oldest first, and the sums of those seen.
 
         Settings are left out, so a run may resume with another budget or alignment (other parallelism, say)
         without losing a sample; with the same settings the bins are those of the run that was not

@@ -101,7 +101,14 @@ class Kept:
         else:
             side_by_side = self._unpacked(self.row.lengths) / parallel.cp
             kept += side_by_side * size * 4 * queries + self.tokens * size * queries
+        kept += self._dropped(text.hidden_size + queries)
         return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
+
+    def _dropped(self, widths: float) -> float:
+        """Inputs of adapted linears of so much width, kept once more where adapters drop out some of them."""
+        lora = self.recipe.lora
+        adapted = lora.rank and lora.dropout and "language" in lora.parts
+        return self.tokens * widths * self.size if adapted else 0.0
 
     @staticmethod
     def _unpacked(lengths: Sequence[float]) -> float:
@@ -133,6 +140,7 @@ class Kept:
 
     def _mlp(self, width: float) -> float:
         inner = self.tokens * 5 * width / self.recipe.parallel.tp * self.size
+        inner += self._dropped(self.text.hidden_size + width / self.recipe.parallel.tp)
         return self.norm(self.shared, self.text.hidden_size) + self._into_linear() + inner
 
     def _experts(self) -> float:

@@ -11,14 +11,14 @@ from typing import Literal
 from zoo.config.schema import Recipe
 
 Cut = Literal["whole", "tp", "expert"]
-EXPERTS = "experts"
+EXPERTS, ADAPTERS = "experts", "adapters"
 
 
 @dataclass(frozen=True)
 class Weights:
     """Parameters that stand in one place and are shared in one way."""
 
-    part: str  # what they are: embedding, decoder, experts, head, multi_token, or a tower's name
+    part: str  # what they are: embedding, decoder, experts, head, multi_token, adapters, or a tower's name
     place: int | Literal["first", "last"]  # a decoder layer (from 0), or the stage at an end of the pipeline
     cut: (
         Cut  # whole on every rank, over tensor parallel ranks, or over expert and expert tensor parallel ones

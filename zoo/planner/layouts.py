@@ -15,7 +15,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import check_layout, data_parallel, num_experts
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
-from zoo.planner.memory import Model, memory
+from zoo.planner.memory import Model, fixed, memory
 
 # Of a GPU's memory, what the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
@@ -60,6 +60,8 @@ def settle(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
 def _first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:
     limit = room(recipe)
     for candidate in sorted(candidates(recipe, ranks), key=lambda candidate: candidate.time):
+        if limit is not None and fixed(model, candidate.recipe, ranks) > limit:
+            continue
         try:
             check_layout(candidate.recipe, ranks)
         except ConfigError:

@@ -65,6 +65,12 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
     ]
 
 
+def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
+    """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
+    stages = range(recipe.parallel.pp)
+    return max(sum(_weights(share(model.census, recipe, stage), recipe, ranks)) for stage in stages)
+
+
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer), in bytes."""
     parallel, half = recipe.parallel, recipe.engine.precision == "bf16"
@@ -139,6 +145,7 @@ def _first(kept: Kept, model: Model) -> float:
     """What embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
     trained = {weights.part for weights in model.census.weights if weights.trained}
+    trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
     media = {name: items for name, items in kept.row.media.items() if items and name in trained}
     sums = sum(kept.tower(towers[name], items) for name, items in media.items())
     return sums + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

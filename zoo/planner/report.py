@@ -101,9 +101,14 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
     """FLOPs of training a part over those of its forward pass."""
     trained = {weights.part for weights in model.census.weights if weights.trained}
     if part in model.cost.towers:
-        return train_factor(frozen=part not in trained, first=True)
+        adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
+        return train_factor(frozen=part not in trained, first=not adapted)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
-    behind = set(model.cost.towers) | {"embedding", "projector"}  # what the decoder's gradient goes to
+    behind = set(model.cost.towers) | {
+        "embedding",
+        "projector",
+        "adapters",
+    }  # what the decoder's gradient goes to
     again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
     return train_factor(
         frozen=not trained & set(names),

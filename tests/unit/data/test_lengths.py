@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.lengths import Lengths
-from zoo.data.loader import BatchLoader, EvalBatches, eval_batches
+from zoo.data.loader import BatchLoader
 from zoo.data.rows import Row, RowError
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sizes import SampleSize
@@ -309,6 +310,19 @@ def test_other_packing_goes_on_with_no_row_lost_or_repeated(packing: dict[str, A
     back.load_state_dict(json.loads(json.dumps(other.state_dict())))
     seen.update(name for step in steps(back, 30) for batch in step for name in batch)
     assert max(seen.values()) - min(seen.values()) <= 2
+
+
+def test_a_row_that_was_corrected_may_still_turn_out_broken() -> None:
+    """A file that is lost between two epochs, say."""
+    texts: Texts = [(5, 6)] + [(9, 9)] * 30
+    loader = open_loader(texts)
+    steps(loader, 8)
+    assert loader.lengths.get(0) == (6, cost(SampleSize(6)))
+    loader.source._bad[0] = RowError("x:0", "missing_file", "gone.")
+    loader.source._cache.clear()
+    seen = {name for step in steps(loader, 20) for batch in step for name in batch}
+    assert loader.source.counts == {"missing_file": 1}
+    assert seen - {"x:0"} == {f"x:{n}" for n in range(1, 31)}
 
 
 def test_a_sample_that_changes_each_time_is_refused() -> None:

@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.evaluation import eval_batches
 from zoo.data.lengths import Lengths
-from zoo.data.loader import BatchLoader, SampleSource, eval_batches
+from zoo.data.loader import BatchLoader
 from zoo.data.rows import Row, RowError
 from zoo.data.sample import IGNORE, Sample, collate, collate_padded
 from zoo.data.sizes import SampleSize
+from zoo.data.source import SampleSource
 from zoo.errors import ConfigError, UserError
 from zoo.packing import PackedLayout
 
@@ -313,6 +315,12 @@ def test_resume_with_other_data_is_refused():
     state = make_loader().state_dict()
     with pytest.raises(ConfigError, match=r"had 50 rows and run\.seed 1234; now there are 49"):
         make_loader(make_source(LENGTHS[:-1])).load_state_dict(state)
+
+
+def test_a_state_of_an_earlier_zoo_is_told() -> None:
+    state = {"step": 1, "rows": 50, "seed": 1234, "epoch": 0, "cursor": 9, "packer": {"items": [[3, 5]]}}
+    with pytest.raises(ConfigError, match=r"as an earlier zoo did, .* model\.init=<its run folder>"):
+        make_loader().load_state_dict(state)
 
 
 def test_bad_rows_are_left_out_of_the_stream():

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from zoo.config.schema import DataConfig
-from zoo.data.loader import SampleSource
 from zoo.data.media import load_image, load_video
 from zoo.data.processor import Processor
 from zoo.data.rows import Row, RowError, read_rows
 from zoo.data.sample import IGNORE
+from zoo.data.source import SampleSource
 from zoo.data.timestamped import TimestampedProcessor
 from zoo.errors import ConfigError
 from zoo.registry import families

@@ -46,6 +46,21 @@ def test_frozen_parts_cost_less(run: tuple[Any, Any], frozen: list[str], tower: 
     assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("parts", "tower", "decoder"),
+    [(["language"], 1, 2), (["vision"], 2, 2), (["language", "vision"], 2, 2)],
+    ids=["language", "vision", "both"],
+)
+def test_adapters_need_no_gradients_of_weights(
+    run: tuple[Any, Any], parts: list[str], tower: int, decoder: int
+) -> None:
+    config, recipe = run
+    recipe = replace(recipe, lora=replace(recipe.lora, rank=8, parts=parts))
+    flops = model_cost(config).parts(1000, 0, IMAGE.media)
+    wanted = tower * flops["vision"] + decoder * flops["decoder"]
+    assert training_cost(config, recipe)(IMAGE) == pytest.approx(wanted / UNIT, rel=1e-6)
+
+
 def test_recompute_adds_a_forward_pass_of_the_decoder(run: tuple[Any, Any]) -> None:
     config, recipe = run
     more = replace(recipe, engine=replace(recipe.engine, recompute="full"))

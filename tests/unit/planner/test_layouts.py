@@ -1,8 +1,10 @@
 """Every published size on every machine: what is planned fits, and where nothing does, what is said would."""
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +13,14 @@ from zoo.config.compose import load_recipe
 from zoo.config.files import hardware_names, recipe_names, size_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
-from zoo.engine.planning import model_of, plan, refuse_misfit
+from zoo.engine.planning import model_of, plan, refuse_misfit, settle_here
 from zoo.errors import ConfigError
 from zoo.planner.layouts import room, settle
 from zoo.planner.memory import Model, memory
 from zoo.planner.rows import typical_row
 
 KINDS = [kind for kind in hardware_names() if kind != "cpu"]
-COUNTS = ("1", "2", "4", "8", "2x8", "8x8", "16x8")
+COUNTS = ("1", "2", "4", "8", "2x8", "8x8")
 FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omni": "qwen3_omni_sft"}
 FAMILIES["llava"] = "llava_sft"
 SIZES = [
@@ -40,6 +42,7 @@ def resolved(name: str, size: str, hardware: str, *more: str) -> tuple[Recipe, i
     return recipe, recipe.machine.gpus * recipe.machine.nodes
 
 
+@cache
 def settled(name: str, size: str, hardware: str, *more: str) -> Recipe:
     recipe, ranks = resolved(name, size, hardware, *more)
     return settle(model(name, size), recipe, ranks, typical_row(recipe, model(name, size).cost))
@@ -134,3 +137,26 @@ def test_a_plan_in_numbers(small: Recipe) -> None:
     again = plan(small.replace({"engine.recompute": "full"}), 1)
     assert again.step["decoder"] == pytest.approx(4 / 3 * found["flops"]["step"]["decoder"])
     assert again.worst.activations < stage["activations"]
+
+
+def test_weights_of_the_hub_are_planned_by_their_own_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text(json.dumps(load_recipe("qwen3_vl_sft", ["size=4b"]).model.arch))
+    given = ["hardware=8xh100", "model.init=org/name", "size=tiny"]
+    recipe = load_recipe("qwen3_vl_sft", given)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(tmp_path / "config.json"))
+    assert sum(plan(recipe, 8).parameters.values()) == 4_437_815_808
+    chosen = settle_here(recipe, 8)
+    assert chosen.parallel.plan == [] and chosen.model == recipe.model
+
+    def offline(*_: str) -> str:
+        raise OSError
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
+    with pytest.raises(ConfigError, match="nothing to plan from"):
+        plan(recipe, 8)
+    assert settle_here(recipe, 8).parallel.plan == []
+    refuse_misfit(recipe, 8, 8)

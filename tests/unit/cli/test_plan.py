@@ -1,0 +1,87 @@
+"""zoo plan, zoo list and zoo show, for people and for machines."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zoo.cli.main import main
+
+BIG = ["plan", "recipe=qwen3_vl_sft", "size=30b-a3b", "hardware=8xh200"]
+
+
+def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(BIG) == 0
+    printed = capsys.readouterr().out
+    assert "8 ranks: " in printed and " fits" in printed and "31.07 B" in printed
+    assert main([*BIG, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert found["ranks"] == 8
+    assert found["parameters"]["total"] == 31_070_754_032
+    assert found["memory_bytes"][0]["total"] < found["room_bytes"]
+    assert found["parallel"]["ep"] > 1
+
+
+def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*BIG, "parallel.plan=[]"]) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert main(["plan", "recipe=qwen3_vl_sft", "size=235b-a22b", "hardware=1xh100"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "zoo: error: the model does not fit a GPU of 80 GB; 128 such GPUs (16 nodes of 8) would do"
+    )
+
+
+def test_the_row_of_a_plan_is_as_told(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "recipe=qwen3_vl_sft", "size=tiny", "hardware=cpu", "nproc=1", "--json"]
+    rows = {}
+    for more in (["labels=0.5", "media=0"], []):
+        assert main([*arguments, *more]) == 0
+        rows[bool(more)] = json.loads(capsys.readouterr().out)
+    assert rows[True]["row"]["labels"] == 512
+    assert rows[True]["row"]["media_rows"]["vision"] == 0
+    assert rows[True]["flops"]["step"]["vision"] == 0
+    assert rows[False]["flops"]["step"]["vision"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("ranks=0", "ranks=0: wanted a whole number above 0"),
+        ("labels=2", "labels=2: wanted a share between 0 and 1"),
+        ("hardwre=cpu", "hardwre: no such key; nearest: hardware"),
+        ("--jsn", "--jsn: no such option; nearest: --json"),
+    ],
+)
+def test_mistakes(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "recipe=qwen3_vl_sft", argument]) == 2
+    assert capsys.readouterr().err == f"zoo: error: {message}\n"
+
+
+def test_a_show_tells_what_was_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("base: qwen3_vl_sft\ntrain: {lr: 1.0e-4}\n", encoding="utf-8")
+    arguments = ["show", f"recipe={mine}", "size=tiny", "hardware=cpu", "train.steps=7"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "# changed against qwen3_vl_sft size=tiny hardware=cpu:\n" in printed
+    assert "#   train.lr: 0.0001 (was 0.0012)\n" in printed
+    assert "#   train.steps: 7 (was 1800)\n" in printed
+    (line,) = [line for line in printed.splitlines() if line.startswith("  warmup_steps:")]
+    assert line.endswith("# linear warm-up, in steps")
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["changed"]) == {"train.lr", "train.steps"}
+    assert found["changed"]["train.steps"] == {"value": 7, "base": 1800}
+    assert found["recipe"]["train"]["lr"] == 1e-4
+
+
+def test_lists_and_schema_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hardware"]["h200"]["memory_gb"] == 141
+    assert found["recipes"]["qwen3_vl_sft"]["family"] == "qwen3_vl"
+    assert main(["show", "--schema", "--json"]) == 0
+    keys = {entry["key"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert keys["engine.recompute"]["choices"] == ["none", "selective", "full"]
