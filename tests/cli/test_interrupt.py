@@ -1,6 +1,7 @@
 """Ctrl-C at every stage of a run, and what the same command does afterwards."""
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,3 +87,34 @@ def test_a_second_one_stops_at_once(zoo: Zoo, tmp_path: Path) -> None:
     assert running.ended().code == 130
     assert not (folder / "summary.json").exists()
     assert not list((folder / "checkpoints").glob("iter_*"))
+
+
+def test_decoding_workers_end_with_the_run(zoo: Zoo, tmp_path: Path) -> None:
+    """Also where it is stopped at once."""
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder, "train.steps=500", "data.workers=1", "data.cache_mb=0")
+    running.until(lambda: len(events(folder)) > 3)
+    workers = children(running.pid)
+    assert len(workers) == 1
+    running.interrupt()
+    running.until(lambda: "Ctrl-C again" in running.said())
+    running.interrupt()
+    assert running.ended().code == 130
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def children(parent: int) -> list[int]:
+    """Decoding workers of a process, and of its children."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            above = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError, ValueError):
+            continue
+        if b"zoo.data.workers" in command and above == parent:
+            found.append(int(entry.name))
+    return found

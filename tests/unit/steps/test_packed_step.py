@@ -228,3 +228,15 @@ def test_weights_follow_their_labels_through_the_expansion(mode: str) -> None:
     torch.testing.assert_close(facts.label_weights, inputs.targets.float() / 10)
     torch.testing.assert_close(facts.ahead_weights, inputs.ahead[0].targets.float() / 10)
     assert made.prepare(given)[1].label_weights is None
+
+
+def test_weights_of_context_parallel_ranks_are_those_of_one() -> None:
+    given = batch([[1, 2, 3, 4, 5, 6], [7, 8, 9]])
+    weighted = Weighted(**vars(given), weights=given.input_ids.float() / 10)
+    found = []
+    for rank in range(2):
+        inputs, facts = step(align=4, cp_group=Group(rank, 2)).prepare(weighted)
+        torch.testing.assert_close(facts.label_weights, inputs.targets.float() / 10)
+        found += facts.label_weights.tolist()
+    _, alone = step(align=4).prepare(weighted)
+    assert sorted(found) == sorted(alone.label_weights.tolist()) and len(found) == 7
