@@ -36,7 +36,7 @@ def census(recipe: Recipe) -> Census:
             assembly = build.Assembly(family, config, None, None)
             chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:
-            lora.attach(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, here)
+            lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, here)
         build.freeze(chunks, recipe.model.freeze, family)
     counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
     for name, parameter in model_parameters(chunks):
