@@ -19,6 +19,7 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.packing.cost import TowerCost
+from zoo.packing.runs import FEW, LONG
 
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.gated_delta_net)
 FP32 = 4
@@ -101,6 +102,8 @@ class Kept:
         else:
             side_by_side = self._unpacked(self.row.lengths) / parallel.cp
             kept += side_by_side * size * 4 * queries + self.tokens * size * queries
+            if self._indexed(self.row.lengths):
+                kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
         kept += self._dropped(text.hidden_size + queries)
         return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
 
@@ -115,6 +118,12 @@ class Kept:
         """Rows that attention without a kernel for packed rows works on: segments side by side where that pays."""
         total, padded = sum(lengths), len(lengths) * max(lengths, default=0)
         return padded if padded <= 2 * total else total
+
+    @staticmethod
+    def _indexed(lengths: Sequence[float]) -> bool:
+        """Whether segments are laid side by side by an index, which keeps what it moves (zoo.packing.runs: many, short)."""
+        pieces, total = 2 * len(lengths), sum(lengths)
+        return pieces > FEW and total < LONG * pieces and len(lengths) * max(lengths) <= 2 * total
 
     def _linear_attention(self) -> float:
         """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""
@@ -173,4 +182,5 @@ class Kept:
         if self.fused:
             return rows * (cost.kept + 4 * cost.attended) * self.size
         beside = len(items) * max(items, default=0) / max(sum(items), 1) if cost.window is None else 1.0
-        return rows * (cost.kept + (1 + 4 * beside) * cost.attended) * self.size
+        moved = 5 if cost.per_pair and 2 * len(items) > FEW and sum(items) < LONG * 2 * len(items) else 0
+        return rows * (cost.kept + (1 + 4 * beside + moved) * cost.attended) * self.size
