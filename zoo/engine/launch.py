@@ -65,25 +65,8 @@ def launch(recipe: Recipe) -> TrainResult:
     if under_torchrun() or ranks == 1:
         from zoo.engine.loop import train
 
-        with _main_left_alone():
-            return train(recipe)
+        return train(recipe)
     return _train_in_children(recipe, ranks)
-
-
-@contextmanager
-def _main_left_alone() -> Iterator[None]:
-    """Helper processes that are started meanwhile (one writes checkpoints) don't run the caller's script again.
-
-    multiprocessing imports the main module of its parent by file, so that a script would have to guard what it does
-    by `if __name__ == "__main__"`; nothing that a helper of zoo's is given comes from there.
-    """
-    main = sys.modules["__main__"]
-    path = main.__dict__.pop("__file__", None)
-    try:
-        yield
-    finally:
-        if path is not None:
-            main.__file__ = path
 
 
 def prepare(recipe: Recipe) -> tuple[Recipe, int]:
