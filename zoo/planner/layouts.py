@@ -53,8 +53,25 @@ def settle(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
         return recipe
     found = _first_fit(model, recipe, ranks, row)
     if found is None:
+        _refuse_if_all_are_wrong(recipe, ranks)
         raise ConfigError(_what_would(model, recipe, ranks, row))
     return found
+
+
+def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
+    """Where no choice goes with the architecture and the batch, it is not the memory that is to blame."""
+    refusal: ConfigError | None = None
+    for candidate in sorted(candidates(recipe, ranks), key=lambda candidate: candidate.time):
+        try:
+            check_layout(candidate.recipe, ranks)
+        except ConfigError as error:
+            refusal = refusal or error
+        else:
+            return
+    raise refusal or ConfigError(
+        f"parallel sizes that are given (tp={recipe.parallel.tp}, pp={recipe.parallel.pp}, cp={recipe.parallel.cp}, "
+        f"ep={recipe.parallel.ep}, etp={recipe.parallel.etp}) do not divide the {ranks} ranks of the run; change one of them"
+    )
 
 
 def _first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:

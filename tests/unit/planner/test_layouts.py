@@ -85,6 +85,19 @@ def test_what_is_given_is_kept() -> None:
         settled("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("parallel.tp=3", "parallel sizes that are given (tp=3, "),
+        ("train.micro_batch=2", "train.micro_batch=2 with packing.mode=thd"),
+    ],
+)
+def test_what_no_layout_could_mend_is_told_as_such(given: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settled("qwen3_vl_sft", "4b", "8xh200", given)
+    assert str(caught.value).startswith(said)
+
+
 def test_a_small_model_is_not_cut() -> None:
     chosen = settled("llava_sft", "onevision-0.5b", "8xh100")
     sizes = chosen.parallel
