@@ -39,7 +39,7 @@ class SampleSize:
     """
 
     length: int
-    media: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    media: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ A step's work is that of the rank that has most; what it has above the mean of a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
@@ -65,14 +65,18 @@ def run(options: Options) -> dict[str, list[Way]]:
     if min(options.count, *options.ranks, options.bins, options.align, options.lookahead) < 1:
         raise UserError("count, ranks, bins, align and lookahead must be at least 1")
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
-    cost = training_cost(build.assemble(recipe).config, recipe)
-    return {name: _set(name, options, cost) for name in length_sets.SETS}
+    config = build.assemble(recipe).config
+    cost, rows = training_cost(config, recipe), config.tower_costs()["vision"].rows_per_token
+    return {name: _set(name, options, cost, rows) for name in length_sets.SETS}
 
 
-def _set(name: str, options: Options, cost: Any) -> list[Way]:
+def _set(name: str, options: Options, cost: Callable[[SampleSize], int], rows_per_token: float) -> list[Way]:
     rows = length_sets.draw(name, options.count, options.seed)
     lengths = [row.length for row in rows]
-    costs = [cost(SampleSize(row.length, {"vision": row.patches})) for row in rows]
+    sizes = [
+        SampleSize(row.length, {"vision": [tokens * rows_per_token for tokens in row.items]}) for row in rows
+    ]
+    costs = [cost(size) for size in sizes]
     budget = BUDGETS[name]
     ways = []
     for way, given in (("by tokens", None), ("by cost", costs)):

@@ -58,7 +58,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
     cost = training_cost(config, recipe)
     lengths: list[int] = []
-    costs: list[float] = []
+    costs: list[int] = []
     labels, kinds = 0, Counter[str]()
     tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
     media = dict.fromkeys(tokens, 0)

@@ -27,10 +27,10 @@ TIMESTAMP = 9  # tokens around each temporal patch
 
 @dataclass(frozen=True)
 class Drawn:
-    """One row: its tokens, media included, and the rows (patches) of each item that the vision tower sees."""
+    """One row: its tokens, and those of each image or temporal patch, which the vision tower sees by itself."""
 
     length: int
-    patches: tuple[int, ...] = ()
+    items: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def draw(name: str, count: int, seed: int = 0) -> list[Drawn]:
 def _receipt(draw: random.Random) -> Drawn:
     tokens = round(math.exp(draw.uniform(math.log(0.3e6), math.log(2.4e6))) / PIXELS)
     answer = min(max(round(draw.lognormvariate(math.log(220), 0.55)), 60), 900)
-    return Drawn(40 + tokens + answer, (4 * tokens,))
+    return Drawn(40 + tokens + answer, (tokens,))
 
 
 def _llava_mix(draw: random.Random) -> Drawn:
@@ -81,7 +81,7 @@ def _llava_mix(draw: random.Random) -> Drawn:
     if not source.pixels:
         return Drawn(20 + text)
     tokens = round(source.pixels * draw.uniform(0.7, 1.1) / PIXELS)
-    return Drawn(20 + text + tokens, (4 * tokens,))
+    return Drawn(20 + text + tokens, (tokens,))
 
 
 def _long_video(draw: random.Random) -> Drawn:
@@ -89,7 +89,7 @@ def _long_video(draw: random.Random) -> Drawn:
     patches = min(round(seconds), VIDEO_SECONDS)
     tokens = min(FRAME_TOKENS, VIDEO_TOKENS // patches)
     answer = min(max(round(draw.lognormvariate(math.log(120), 0.7)), 10), 800)
-    return Drawn(40 + patches * (tokens + TIMESTAMP) + answer, (4 * tokens,) * patches)
+    return Drawn(40 + patches * (tokens + TIMESTAMP) + answer, (tokens,) * patches)
 
 
 SETS: dict[str, Callable[[random.Random], Drawn]] = {
