@@ -12,8 +12,7 @@ architecture is that of the folder, and no size is chosen unless `size=` is give
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from difflib import get_close_matches
@@ -21,14 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.devices import gpu_count
 from zoo.config.files import (
-    Edit,
     Layer,
     escaped,
-    parse_value,
     read_recipe,
     read_size,
     recipe_names,
@@ -36,8 +32,9 @@ from zoo.config.files import (
 )
 from zoo.config.hardware import hardware_layers
 from zoo.config.locate import look, read_arch
-from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
-from zoo.config.schema import CHOICES, Recipe
+from zoo.config.overrides import layer_of, override_layer
+from zoo.config.schema import Recipe
+from zoo.config.tree import apply, deepest, leaves_of, schema_tree, set_key, to_recipe
 from zoo.errors import ConfigError
 from zoo.registry import get_family
 
@@ -52,14 +49,12 @@ __all__ = [
     "save_recipe",
 ]
 
-_ENTRY = re.compile(r"([\w.]+)\[(\d+)\]((?:\.\w+)*)")  # data.train[0].weight
-PLANNED_KEYS = {
-    "recompute": "engine.recompute",
-    "batch": "train.global_batch",
-}  # others of parallel.plan are keys of parallel
+# The keys that names of parallel.plan stand for; the others are keys of parallel.
+PLANNED_KEYS = {"recompute": "engine.recompute", "batch": "train.global_batch"}
+
+_SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
-_SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
 FILE_KEYS = ("description", "published_size", "tiny_size", "base", "resolved")
 
 
@@ -88,7 +83,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     """:func:`load_recipe`, with the reason for the size that was taken."""
-    typed = _override_layer(overrides)
+    typed = override_layer(overrides)
     chain = _base_chain(name_or_path)
     root, own = chain[0], [*chain[1:], typed]
     layers, stamps = [_without_file_keys(root)], {}
@@ -100,25 +95,25 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         layers += _overlays(choice)
         stamps = {"recipe": name_or_path, "size": choice.size, "hardware": choice.hardware}
         why = choice.why
-    tree = _schema_tree(Recipe())
+    tree = schema_tree(Recipe())
     for layer in layers:
-        _apply(tree, layer)
+        apply(tree, layer)
     _take_arch_of_init(tree, own)
     base = deepcopy(tree)
     for layer in own:
         _refuse_misspelt_arch(
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
         )
-        _apply(tree, _without_file_keys(layer))
-    if "parallel.plan" not in {key for layer in own for key, _ in _leaves(_tree_of(layer), "", "")}:
+        apply(tree, _without_file_keys(layer))
+    if "parallel.plan" not in {key for layer in own for key, _ in leaves_of(_tree_of(layer), "", "")}:
         _leave_what_is_given(tree, own)
     for key, value in stamps.items():
-        _set(tree, key, value, "")
-        _set(base, key, value, "")
+        set_key(tree, key, value, "")
+        set_key(base, key, value, "")
     named = " ".join(
         [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
     )
-    return Resolved(_to_recipe(tree), why, _to_recipe(base), named)
+    return Resolved(to_recipe(tree), why, to_recipe(base), named)
 
 
 def about(name_or_path: str) -> dict[str, Any]:
@@ -134,12 +129,12 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigError: an override is wrong.
     """
-    tree = _schema_tree(Recipe())
-    _apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
-    typed = _override_layer(overrides)
+    tree = schema_tree(Recipe())
+    apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
+    typed = override_layer(overrides)
     _take_arch_of_init(tree, [typed])
-    _apply(tree, typed)
-    return _to_recipe(tree)
+    apply(tree, typed)
+    return to_recipe(tree)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -155,56 +150,12 @@ def is_saved_recipe(path: str | Path) -> bool:
 
 def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """A copy of `recipe` with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
-    tree = _schema_tree(Recipe())
-    _apply(tree, Layer("", escaped(asdict(recipe))))
+    tree = schema_tree(Recipe())
+    apply(tree, Layer("", escaped(asdict(recipe))))
     for key, value in changes.items():
         plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        _apply(tree, _layer_of([(key, escaped(plain))]))
-    return _to_recipe(tree)
-
-
-def _override_layer(overrides: Sequence[str]) -> Layer:
-    """All overrides as one layer; the last one wins where a key is given twice."""
-    given = []
-    for text in overrides:
-        key, equals, value = text.removeprefix("--").partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{text}: an override is written key=value, such as train.steps=100")
-        if key == "recipe":
-            raise ConfigError(f"{text}: the recipe is named once, before its overrides")
-        given.append((key, parse_value(key, value)))
-    return _layer_of(given)
-
-
-def _layer_of(given: Sequence[tuple[str, Any]]) -> Layer:
-    """Dotted keys and values as one layer; an entry of a list is set after all that is no such entry."""
-    tree: dict[str, Any] = {}
-    edits = []
-    for key, value in given:
-        entry = _ENTRY.fullmatch(key)
-        if entry is None:
-            _merge_into(tree, _nested(key, value))
-        else:
-            rest = tuple(entry[3].removeprefix(".").split(".")) if entry[3] else ()
-            edits.append(Edit(entry[1], int(entry[2]), rest, value))
-    return Layer("", tree, tuple(edits))
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """``a.b.c`` and a value as nested dicts."""
-    *outer, last = key.split(".")
-    tree: dict[str, Any] = {last: value}
-    for name in reversed(outer):
-        tree = {name: tree}
-    return tree
-
-
-def _merge_into(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
-    for name, value in other.items():
-        if isinstance(value, dict) and isinstance(tree.get(name), dict):
-            _merge_into(tree[name], value)
-        else:
-            tree[name] = value
+        apply(tree, layer_of([(key, escaped(plain))]))
+    return to_recipe(tree)
 
 
 def _base_chain(name_or_path: str) -> list[Layer]:
@@ -272,7 +223,7 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
 def _refuse_no_family(layers: Sequence[Layer]) -> None:
     """A file that says nothing of a model: a misspelt key in it is named first."""
     for layer in layers:
-        dict(_leaves(_without_file_keys(layer).tree, "", f"{layer.origin}: " if layer.origin else ""))
+        dict(leaves_of(_without_file_keys(layer).tree, "", f"{layer.origin}: " if layer.origin else ""))
     raise ConfigError(
         f"{layers[0].origin}: model.family is not set; write `base: {recipe_names()[0]}` (or another recipe) "
         f"as its first line"
@@ -303,9 +254,9 @@ def _overlays(choice: _Choice) -> list[Layer]:
 
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
-    given = {key for layer in own for key, _ in _leaves(_tree_of(layer), "", "")}
+    given = {key for layer in own for key, _ in leaves_of(_tree_of(layer), "", "")}
     plan = [name for name in tree.parallel.plan if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
-    _set(tree, "parallel.plan", plan, "")
+    set_key(tree, "parallel.plan", plan, "")
 
 
 def _tree_of(layer: Layer) -> Mapping[str, Any]:
@@ -334,7 +285,7 @@ def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "m
         if near:
             where = f"{origin}: " if origin else ""
             hints = ", ".join(f"{prefix}{key}" for key in near)
-            raise ConfigError(f"{where}{_deepest(prefix + name, value)}: no such key; nearest: {hints}")
+            raise ConfigError(f"{where}{deepest(prefix + name, value)}: no such key; nearest: {hints}")
 
 
 def _hf_config(init: Any) -> dict[str, Any] | None:
@@ -343,104 +294,3 @@ def _hf_config(init: Any) -> dict[str, Any] | None:
     if place is None or not (place.files / "config.json").is_file():
         return None
     return read_arch(place.files, f"model.init={init}")
-
-
-def _schema_tree(recipe: Recipe) -> DictConfig:
-    """The recipe as a typed OmegaConf tree that can be written to."""
-    tree = OmegaConf.structured(recipe)
-    OmegaConf.set_readonly(tree, False)
-    for section in sections():
-        OmegaConf.set_readonly(OmegaConf.select(tree, section), False)
-    return tree
-
-
-def _apply(tree: DictConfig, layer: Layer) -> None:
-    """Set what `layer` says in `tree`; raises ConfigError for an unknown key or a wrong type.
-
-    A run's length is said in steps or in epochs: a layer that sets one of them clears the other.
-    """
-    where = f"{layer.origin}: " if layer.origin else ""
-    leaves = dict(_leaves(layer.tree, "", where))
-    for one, other in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
-        if leaves.get(one) is not None and other not in leaves:
-            OmegaConf.update(tree, other, None)
-    for key, value in leaves.items():
-        _set(tree, key, value, where)
-    for edit in layer.edits:
-        _edit(tree, edit)
-
-
-def _edit(tree: DictConfig, edit: Edit) -> None:
-    """Set an entry of a list, or a key of the entry; a text that gets a key is the entry's path."""
-    if edit.key not in keys() or not keys()[edit.key].type.startswith("list"):
-        known = [key.key for key in keys().values() if key.type.startswith("list")]
-        raise ConfigError(f"{edit.key}[{edit.index}]: {edit.key} is no list; lists are {', '.join(known)}")
-    entries: Any = OmegaConf.to_container(OmegaConf.select(tree, edit.key), resolve=False)
-    if edit.index >= len(entries):
-        raise ConfigError(
-            f"{edit.key}[{edit.index}]: {edit.key} has {len(entries)} entries, counted from 0; give a whole list, "
-            f"{edit.key}=[...], to have more"
-        )
-    value = edit.value
-    if edit.rest:
-        entry = entries[edit.index]
-        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
-        _merge_into(entry, _nested(".".join(edit.rest), value))
-        value = entry
-    entries[edit.index] = value
-    _set(tree, edit.key, entries, "")
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything the nested dicts set; unknown keys are refused."""
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if key in sections():
-            if value is not None and not isinstance(value, dict):
-                raise ConfigError(
-                    f"{where}{key}={show_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
-                )
-            yield from _leaves(value or {}, f"{key}.", where)
-        elif key in keys() and (
-            not isinstance(value, dict) or keys()[key].type.startswith(("dict", "list[Any]"))
-        ):
-            yield key, value
-        else:
-            key = _deepest(key, value)
-            near = nearest_keys(key)
-            hint = f"nearest: {', '.join(near)}" if near else "`zoo show --schema` lists the keys"
-            raise ConfigError(f"{where}{key}: no such key; {hint}")
-
-
-def _deepest(key: str, value: Any) -> str:
-    """The dotted key down to the first value, as the user typed it."""
-    while isinstance(value, dict) and value:
-        name = next(iter(value))
-        key, value = f"{key}.{name}", value[name]
-    return key
-
-
-def _set(tree: DictConfig, key: str, value: Any, where: str) -> None:
-    """Set one leaf, converted to the type of the schema."""
-    kind = keys()[key].type
-    if kind.startswith("list") and isinstance(value, str | dict):
-        value = [value]
-    odd = kind == "list[Any]" and not all(isinstance(entry, str | dict) for entry in value or ())
-    loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
-    outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
-    try:
-        if loose_bool or outside or odd:
-            raise ValueError
-        OmegaConf.update(tree, key, value, merge=True)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        raise ConfigError(f"{where}{key}={show_value(value)}: wanted {wanted(key)}") from None
-
-
-def _to_recipe(tree: DictConfig) -> Recipe:
-    try:
-        recipe = OmegaConf.to_object(tree)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "recipe"
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(recipe, Recipe)
-    return recipe

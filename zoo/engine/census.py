@@ -31,12 +31,11 @@ def census(recipe: Recipe) -> Census:
     alone = {f"parallel.{name}": size for name, size in _ALONE.items()}
     recipe = replace_in(recipe, {**alone, "parallel.sp": False, "engine.precision": "fp32"})
     outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    with patch.dict(os.environ, outside, clear=True), world(recipe) as here:
-        with on_meta(here) as nowhere:
-            assembly = build.Assembly(family, config, None, None)
-            chunks = build.build_model(assembly, recipe, nowhere)
+    with patch.dict(os.environ, outside, clear=True), world(recipe) as here, on_meta(here) as nowhere:
+        assembly = build.Assembly(family, config, None, None)
+        chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:
-            lora.attach(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, here)
+            lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
         build.freeze(chunks, recipe.model.freeze, family)
     counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
     for name, parameter in model_parameters(chunks):

@@ -109,9 +109,14 @@ def prepare(recipe: Recipe) -> tuple[Recipe, int]:
 def _check_machine(recipe: Recipe) -> None:
     """A run is not started on another machine than it was planned for."""
     named, here = recipe.machine.gpus, gpu_count()
-    if named is None or recipe.hardware == "auto" or under_torchrun():
+    if named is None or under_torchrun():
         return
-    if here < min(named, recipe.nproc or named):
+    if recipe.machine.nodes > 1:
+        raise ConfigError(
+            f"hardware={recipe.hardware}: its {recipe.machine.nodes} nodes need a launcher: `zoo train --slurm-template` "
+            f"writes a batch script for SLURM, or start torchrun on each (docs/launch.md)"
+        )
+    if recipe.hardware != "auto" and here < min(named, recipe.nproc or named):
         raise ConfigError(
             f"hardware={recipe.hardware}: a node of it has {named} GPUs and {here} can be seen here; "
             f"hardware=auto takes what is here (zoo plan and zoo show take any)"

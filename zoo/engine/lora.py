@@ -122,8 +122,27 @@ def attach(
 ) -> Adapters:
     """New adapters beside the weights that `recipe.lora` targets, B zero; all other parameters are frozen.
 
-    Call it on every rank. `arch`: config.json of the folder that the adapters belong to. A follows from `run.seed` and
-    the weight's name, whatever the parallel layout, as PEFT draws it: uniform within 1 / sqrt(in).
+    As `place`. A follows from `run.seed` and the weight's name, whatever the parallel layout, as PEFT draws it: uniform
+    within 1 / sqrt(in).
+    """
+    adapters = place(chunks, family, dims, arch, recipe, here)
+    for one in adapters.held:
+        _draw(adapters, one, recipe.lora.rank, recipe.run.seed)
+    seed_dropout(recipe, 0, here)
+    return adapters
+
+
+def place(
+    chunks: Sequence[Any],
+    family: ModelFamily,
+    dims: Dims,
+    arch: Mapping[str, Any],
+    recipe: Recipe,
+    here: World,
+) -> Adapters:
+    """Adapters of zeros, also beside weights without data. Call it on every rank.
+
+    `arch`: config.json of the folder that the adapters belong to.
 
     Raises UserError where a target means no linear, or where a model chunk would be left without an adapter.
     """
@@ -135,14 +154,10 @@ def attach(
     for parameter in frozen:
         parameter.requires_grad_(False)
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
-    held = [_attach_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
+    held = [_place_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
-    adapters = Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm)
     together(comm, lambda: _refuse_empty(chunks, recipe))
-    for one in held:
-        _draw(adapters, one, settings.rank, recipe.run.seed)
-    seed_dropout(recipe, 0, here)
-    return adapters
+    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm)
 
 
 def find(
@@ -177,7 +192,7 @@ def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Line
     }
 
 
-def _attach_one(
+def _place_one(
     target: Target,
     module: Any,
     weight: torch.nn.Parameter,
@@ -197,7 +212,8 @@ def _attach_one(
         module.lora[target.zoo.rpartition(".")[2]] = adapter
         return Held(target, module, weight, adapter)
     shape = full_shape(weight.shape, how, shard)
-    owner = target.owner(shape, dims)
+    with torch.device("cpu"):  # also where the weight has no data
+        owner = target.owner(shape, dims)
     if split == "rows":
         owner = cut(owner[:, None], how, shard)[:, 0]
     adapter = lora.LinearAdapter(

@@ -158,7 +158,7 @@ class LinearAdapter(Adapter):
         self._add("a", weight, (parts * lowrank.rank, width), a, sequence_parallel=mark and split == "rows")
         self._add("b", weight, (out, lowrank.rank), b, sequence_parallel=mark and split == "columns")
         mixed = parts > 1 or bool((owner < 0).any())
-        owns = owner[:, None] == torch.arange(parts)
+        owns = owner[:, None] == torch.arange(parts, device=owner.device)
         self.register_buffer(
             "owns", owns.to(weight.device, weight.dtype) if mixed else None, persistent=False
         )

@@ -6,6 +6,7 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.engine import launch
 from zoo.engine.slurm import first_host, join_slurm, write_template
 from zoo.errors import ConfigError, UserError
 
@@ -83,3 +84,20 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     with pytest.raises(UserError, match="is there already"):
         write_template(validate(recipe, 16), arguments, 16)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "said"),
+    [
+        ("2x8xh100", "hardware=2x8xh100: its 2 nodes need a launcher: `zoo train --slurm-template` writes"),
+        ("8xh100", "hardware=8xh100: a node of it has 8 GPUs and 0 can be seen here; hardware=auto takes"),
+    ],
+)
+def test_a_run_is_not_started_on_another_machine(
+    hardware: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "gpu_count", lambda: 0)
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        launch.prepare(load_recipe("qwen3_vl_sft", ["size=tiny", f"hardware={hardware}"]))
+    assert str(caught.value).startswith(said)

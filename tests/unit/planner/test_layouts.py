@@ -100,6 +100,17 @@ def test_frozen_parts_make_room() -> None:
     assert settle(frozen, recipe, 1, typical_row(recipe, frozen.cost)).parallel.tp == 1
 
 
+def test_adapters_make_room() -> None:
+    """No gradient and no optimizer state of the weights, and a third less to compute."""
+    recipe, _ = resolved("qwen3_vl_lora", "8b", "1xh100", "packing.budget=2048")
+    model = model_of(recipe)
+    assert 0 < model.census.trained < 0.01 * model.census.total
+    found = plan(recipe, 1)
+    assert found.fits and found.worst.optimizer < 0.05 * found.worst.weights
+    assert found.step["decoder"] == pytest.approx(2 * found.forward["decoder"] * recipe.train.global_batch)
+    assert found.step["vision"] == pytest.approx(found.forward["vision"] * recipe.train.global_batch)
+
+
 @pytest.fixture
 def small() -> Recipe:
     return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)

@@ -1,0 +1,116 @@
+"""The recipe as a typed tree that layers are set in: unknown keys and wrong types are refused, each with one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from zoo.config.files import Edit, Layer
+from zoo.config.overrides import merge_into, nested
+from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
+from zoo.config.schema import CHOICES, Recipe
+from zoo.errors import ConfigError
+
+
+def schema_tree(recipe: Recipe) -> DictConfig:
+    """The recipe as a typed OmegaConf tree that can be written to."""
+    tree = OmegaConf.structured(recipe)
+    OmegaConf.set_readonly(tree, False)
+    for section in sections():
+        OmegaConf.set_readonly(OmegaConf.select(tree, section), False)
+    return tree
+
+
+def apply(tree: DictConfig, layer: Layer) -> None:
+    """Set what `layer` says in `tree`; raises ConfigError for an unknown key or a wrong type.
+
+    A run's length is said in steps or in epochs: a layer that sets one of them clears the other.
+    """
+    where = f"{layer.origin}: " if layer.origin else ""
+    leaves = dict(leaves_of(layer.tree, "", where))
+    for one, other in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
+        if leaves.get(one) is not None and other not in leaves:
+            OmegaConf.update(tree, other, None)
+    for key, value in leaves.items():
+        set_key(tree, key, value, where)
+    for edit in layer.edits:
+        _edit(tree, edit)
+
+
+def _edit(tree: DictConfig, edit: Edit) -> None:
+    """Set an entry of a list, or a key of the entry; a text that gets a key is the entry's path."""
+    if edit.key not in keys() or not keys()[edit.key].type.startswith("list"):
+        known = [key.key for key in keys().values() if key.type.startswith("list")]
+        raise ConfigError(f"{edit.key}[{edit.index}]: {edit.key} is no list; lists are {', '.join(known)}")
+    entries: Any = OmegaConf.to_container(OmegaConf.select(tree, edit.key), resolve=False)
+    if edit.index >= len(entries):
+        raise ConfigError(
+            f"{edit.key}[{edit.index}]: {edit.key} has {len(entries)} entries, counted from 0; give a whole list, "
+            f"{edit.key}=[...], to have more"
+        )
+    value = edit.value
+    if edit.rest:
+        entry = entries[edit.index]
+        entry = {"path": entry} if isinstance(entry, str) else dict(entry)
+        merge_into(entry, nested(".".join(edit.rest), value))
+        value = entry
+    entries[edit.index] = value
+    set_key(tree, edit.key, entries, "")
+
+
+def leaves_of(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything the nested dicts set; unknown keys are refused."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key in sections():
+            if value is not None and not isinstance(value, dict):
+                raise ConfigError(
+                    f"{where}{key}={show_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
+                )
+            yield from leaves_of(value or {}, f"{key}.", where)
+        elif key in keys() and (
+            not isinstance(value, dict) or keys()[key].type.startswith(("dict", "list[Any]"))
+        ):
+            yield key, value
+        else:
+            key = deepest(key, value)
+            near = nearest_keys(key)
+            hint = f"nearest: {', '.join(near)}" if near else "`zoo show --schema` lists the keys"
+            raise ConfigError(f"{where}{key}: no such key; {hint}")
+
+
+def deepest(key: str, value: Any) -> str:
+    """The dotted key down to the first value, as the user typed it."""
+    while isinstance(value, dict) and value:
+        name = next(iter(value))
+        key, value = f"{key}.{name}", value[name]
+    return key
+
+
+def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
+    """Set one leaf, converted to the type of the schema."""
+    kind = keys()[key].type
+    if kind.startswith("list") and isinstance(value, str | dict):
+        value = [value]
+    odd = kind == "list[Any]" and not all(isinstance(entry, str | dict) for entry in value or ())
+    loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
+    outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
+    try:
+        if loose_bool or outside or odd:
+            raise ValueError
+        OmegaConf.update(tree, key, value, merge=True)
+    except (OmegaConfBaseException, ValueError, TypeError):
+        raise ConfigError(f"{where}{key}={show_value(value)}: wanted {wanted(key)}") from None
+
+
+def to_recipe(tree: DictConfig) -> Recipe:
+    try:
+        recipe = OmegaConf.to_object(tree)
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "recipe"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
+    assert isinstance(recipe, Recipe)
+    return recipe
