@@ -14,8 +14,6 @@ from torch import Tensor
 
 from zoo.data.sample import IGNORE
 
-MODES = ("assistant", "last", "all")
-
 
 def words_begin(body: str, words: str) -> int:
     """Where the row's words begin in the turn that a template has written of them.

@@ -27,6 +27,7 @@ __all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_
 
 PLACEHOLDER = re.compile("<(image|video|audio)>")
 BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
+HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
 ROLES = ("system", "user", "assistant")
 MEDIA = {
     "image": "images",
@@ -232,6 +233,8 @@ def locate(spec: str, key: str = "data") -> Path:
     known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]
     near = get_close_matches(spec, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
+    if HUB_ID.fullmatch(spec) and not path.parent.is_dir():
+        hint = f"a data set at the hub is written {{hub: {spec}}}."
     what = (
         "is a folder; give the JSONL file in it" if path.is_dir() else "is neither a file nor a bundled set"
     )

@@ -84,7 +84,11 @@ def test_bad_rows_can_be_collected(tmp_path):
 
 @pytest.mark.parametrize(
     ("spec", "words"),
-    [("digits:trian", "did you mean digits:train?"), ("gone.jsonl", "bundled sets: digits:train")],
+    [
+        ("digits:trian", "did you mean digits:train?"),
+        ("gone.jsonl", "bundled sets: digits:train"),
+        ("naver-clova-ix/cord-v2", "{hub: naver-clova-ix/cord-v2}"),
+    ],
 )
 def test_an_unknown_spec_names_what_there_is(spec, words):
     with pytest.raises(UserError, match="neither a file nor a bundled set") as caught:
