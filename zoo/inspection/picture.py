@@ -18,6 +18,7 @@ NAMES = {"prompt": "prompt text", "audio": "sound", "label": "label (has loss)"}
 INK, QUIET, FAINT, PAPER, TIME, SPACE = "#1d2433", "#6b7385", "#d4d8e0", "#ffffff", "#d1345b", "#9aa3b5"
 BAR, CURVE, PITCH = 0.8, 0.8, 2.75  # heights of tokens and positions, and from a row to the next
 _NARROW = 0.03  # of the width: samples below it are not labelled
+_LETTER = 0.0046  # width of a letter of a sample's name, of the picture's
 
 
 def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) -> Path:
@@ -109,9 +110,10 @@ def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
                 weight="bold",
                 fontsize=8,
             )
+            names = f"{segment.kind or ''} {size}".strip(), str(size)
+            name = next((name for name in names if len(name) * _LETTER * width <= size), "")
             axis.text(
-                segment.start + size / 2, y - 0.12, f"{segment.kind or ''} {size}".strip(), ha="center", va="center",
-                fontsize=6.5, color=QUIET, clip_on=True,
+                segment.start + size / 2, y - 0.12, name, ha="center", va="center", fontsize=6.5, color=QUIET,
             )  # fmt: skip
         x = np.arange(segment.start, segment.end) + 0.5
         for which in reversed(range(len(positions))):
