@@ -11,7 +11,7 @@ PYTHON := $(VENV)/bin/python
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
 
-env: ## make or renew the environment in .venv (EXTRAS=dev,media,wandb adds more; ZOO_PYTHON=/path picks the Python)
+env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds more; ZOO_PYTHON=/path picks the Python)
 	@sh scripts/setup_env.sh $(VENV) $(EXTRAS)
 
 demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
