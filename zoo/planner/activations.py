@@ -116,7 +116,7 @@ class Kept:
         """Inputs of adapted linears of so much width, kept once more where adapters drop out some of them."""
         lora = self.recipe.lora
         adapted = lora.rank and lora.dropout and "language" in lora.parts
-        return self.tokens * widths * self.size if adapted else 0.0
+        return self.tokens * widths * (self.size + 1) if adapted else 0.0  # and a mask of a byte each
 
     @staticmethod
     def _unpacked(lengths: Sequence[float]) -> float:
