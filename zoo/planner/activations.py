@@ -64,15 +64,20 @@ class Kept:
         """Tokens on a rank between attention and MLP: sequence parallelism shares them out."""
         return self.tokens / self.recipe.parallel.tp if self.recipe.parallel.sp else self.tokens
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the decoder's own weights are not trained."""
+        return self.recipe.lora.rank > 0 or "language" in self.recipe.model.freeze
+
     def layer(self, linear: bool, sparse: bool) -> tuple[float, float]:
         """(bytes of the attention's half, bytes of the MLP's) of a layer of that kind."""
         mixing = self._linear_attention() if linear else self._attention()
         return mixing, self._experts() if sparse else self._mlp(self.text.intermediate_size)
 
     def norm(self, count: float, width: float) -> float:
-        """Bytes of the input of a norm, and without a kernel for it the normalised values."""
+        """Bytes of the input of a norm, and without a kernel for it the normalised values, for a weight that is trained."""
         if not self.fused:
-            return count * width * 2 * self.size
+            return count * width * (2 - self.frozen) * self.size
         return count * width * (FP32 if "zero_centered" in self.traits else self.size)
 
     def _into_linear(self) -> float:
@@ -91,7 +96,7 @@ class Kept:
         kept = self.tokens * size * projected if self.fused or normed else 0.0
         if normed:
             kept += self.tokens * size * queries  # a copy of the queries by head
-            if not self.fused:
+            if not self.fused and not self.frozen:
                 kept += self.tokens * size * (queries + keys)
         if gated:
             kept += self.tokens * queries * (FP32 + size)
@@ -111,7 +116,7 @@ class Kept:
         """Inputs of adapted linears of so much width, kept once more where adapters drop out some of them."""
         lora = self.recipe.lora
         adapted = lora.rank and lora.dropout and "language" in lora.parts
-        return self.tokens * widths * self.size if adapted else 0.0
+        return self.tokens * widths * (self.size + 1) if adapted else 0.0  # and a mask of a byte each
 
     @staticmethod
     def _unpacked(lengths: Sequence[float]) -> float:

@@ -132,7 +132,7 @@ def _layers(kept: Kept, layers: Sequence[tuple[bool, bool]], recompute: str) -> 
     halves = {kind: kept.layer(*kind) for kind in counts}
     into = kept.shared * kept.text.hidden_size * kept.size
     if recompute == "full":
-        return into * len(layers), max(map(sum, halves.values()), default=0.0) * 1.15
+        return into * len(layers), max((mixing + 1.3 * mlp for mixing, mlp in halves.values()), default=0.0)
     if recompute == "selective":
         norm = kept.norm(kept.shared, kept.text.hidden_size)
         stored = sum(count * (halves[kind][0] + norm + into) for kind, count in counts.items())
