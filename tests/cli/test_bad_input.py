@@ -25,7 +25,7 @@ RECIPE = "recipe=qwen3_omni_sft"
         ),
         (
             ["train", "recipe=my.yaml"],
-            f"recipe=my.yaml: no such file; recipes by name: {', '.join(recipe_names())}",
+            "recipe=my.yaml: no such file; recipes by name: zoo list",
         ),
         (["train", RECIPE, "train.stepz=3"], "train.stepz: no such key; nearest: train.steps"),
         (["train", RECIPE, "size=tny"], "size=tny: no such size; nearest: tiny"),
