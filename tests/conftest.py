@@ -25,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share a world come last: it lasts up to the end, and others start worlds of their own."""
+    items.sort(key=lambda item: "cpu_world" in getattr(item, "fixturenames", ()))
+
+
 @pytest.fixture(scope="session")
 def cpu_world() -> Iterator[Any]:
     """zoo's World of one rank under gloo, up until the session ends. A test that starts its own must not ask for it."""

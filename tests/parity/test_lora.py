@@ -35,7 +35,7 @@ from zoo.engine.export import export
 from zoo.engine.lora import seed_dropout
 from zoo.errors import UserError
 
-LOGITS, GRADIENTS = 4e-5, 1e-5
+LOGITS, GRADIENTS = 4e-5, 2e-5
 ALL = ("all-linear",)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 

@@ -73,7 +73,7 @@ def test_each_deepstack_feature_changes_the_logits_of_its_row_alone(pair: Pair) 
                 for a, b in zip(pair.zoo.logits(packed_batch(samples)), before, strict=True)
             )
             bias.copy_(kept)
-        assert image > 0.1 and video > 0.1 and text == 0.0
+        assert image > 0.1 and video > 0.1 and text < 1e-5
 
 
 @pytest.mark.parametrize(

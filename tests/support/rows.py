@@ -88,7 +88,7 @@ def held_out() -> list[Any]:
     """The first held-out rows of the digits, some of every kind."""
     from zoo.data.rows import read_rows
 
-    return read_rows("digits:heldout")[:80]
+    return read_rows("digits:heldout")[:100]
 
 
 def named_examples(

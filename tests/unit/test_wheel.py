@@ -53,7 +53,7 @@ def test_wheel_declares_what_users_need(wheel: Path) -> None:
         }
     assert "zoo = zoo.cli.main:main" in read["entry_points.txt"]
     assert "Apache License" in read["licenses/LICENSE"]
-    for extra in ("te", "kernels", "media", "wandb", "dev"):
+    for extra in ("te", "kernels", "wandb", "dev"):
         assert f"Provides-Extra: {extra}" in read["METADATA"]
 
 
