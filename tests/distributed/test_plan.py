@@ -45,7 +45,6 @@ MORE = [
     ("qwen3_vl_sft", "tiny", 2, "parallel.cp=2"),
     # without dropout, of which a CPU keeps a mask of floats
     ("qwen3_vl_lora", "tiny", 2, "lora.dropout=0 lora.rank=4 parallel.tp=2"),
-    ("qwen3_vl_moe_lora", "tiny-moe", 4, "lora.dropout=0 lora.rank=4 parallel.ep=2 parallel.pp=2"),
 ]
 
 
