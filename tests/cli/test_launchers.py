@@ -46,16 +46,22 @@ def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
     assert figures(tmp_path / "slurm") == figures(tmp_path / "here")
 
 
-def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(NOTEBOOK)],
-        cwd=tmp_path,
+def python(folder: Path, file: str, script: str | None = None) -> subprocess.CompletedProcess[str]:
+    """What Python says of a file, or of a script that it reads, in a folder."""
+    return subprocess.run(
+        [sys.executable, file],
+        input=script,
+        cwd=folder,
         env=environment(),
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
+
+
+def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
+    done = python(tmp_path, str(NOTEBOOK))
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.startswith("12 steps, loss 6.") for line in lines), done.stdout
@@ -64,16 +70,7 @@ def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
 
     cells = ["\n".join(cell.splitlines()[1:]) for cell in NOTEBOOK.read_text().split("\n# %%")]
     kernel = f"import json\nspace = {{'__name__': '__main__'}}\nfor cell in json.loads({json.dumps(json.dumps(cells))}):\n    exec(cell, space)\n"
-    again = subprocess.run(
-        [sys.executable, "-"],
-        input=kernel,
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    again = python(tmp_path, "-", script=kernel)
     assert again.returncode == 0, again.stderr
     assert "12 steps, loss 6." in again.stdout  # the finished run is left as it is
     assert "is finished: 12 steps are done" in again.stdout

@@ -6,6 +6,7 @@ from statistics import mean
 import pytest
 from support.pool import Pool
 from support.rank_tasks import run_bytes
+from support.tiny import RECIPES
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
@@ -14,19 +15,10 @@ from zoo.engine.planning import model_of
 from zoo.planner.memory import Memory, in_flight, memory
 
 ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")
-ALONE = [
-    ("qwen3_vl_sft", "tiny"),
-    ("qwen3_vl_moe_sft", "tiny-moe"),
-    ("qwen35_vl_sft", "tiny"),
-    ("qwen35_vl_moe_sft", "tiny-moe"),
-    ("qwen3_omni_sft", "tiny"),
-    ("llava_sft", "tiny"),
-    ("llava_onevision_sft", "tiny-onevision"),
-]
 MORE = [
     *(
         (name, size, 1, f"engine.recompute={how}")
-        for name, size in ALONE[:5]
+        for name, size in RECIPES[:5]
         for how in ("selective", "full")
     ),
     ("qwen3_vl_sft", "tiny", 1, "model.freeze=[vision]"),
@@ -49,7 +41,7 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in ALONE), *MORE]
+    ("name", "size", "ranks", "keys"), [*((name, size, 1, "") for name, size in RECIPES), *MORE]
 )
 def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: Pool, tmp_path: Path) -> None:
     overrides = (f"size={size}", *ROW, *keys.split())

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.engine import single_process_world
+from support.tiny import RECIPES
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from zoo.config.compose import load_recipe
@@ -15,15 +16,6 @@ from zoo.engine import build
 from zoo.nn.flops import model_cost
 from zoo.packing import PackedLayout
 
-SIZES = [
-    ("qwen3_vl_sft", "tiny"),
-    ("qwen3_vl_moe_sft", "tiny-moe"),
-    ("qwen35_vl_sft", "tiny"),
-    ("qwen35_vl_moe_sft", "tiny-moe"),
-    ("qwen3_omni_sft", "tiny"),
-    ("llava_sft", "tiny"),
-    ("llava_onevision_sft", "tiny-onevision"),
-]
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -41,7 +33,7 @@ def _counter() -> Any:
     return FlopCounterMode(display=False, custom_mapping=mapping)
 
 
-@pytest.mark.parametrize(("name", "size"), SIZES)
+@pytest.mark.parametrize(("name", "size"), RECIPES)
 def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
     recipe = validate(load_recipe(name, [f"size={size}", "hardware=cpu", "data.augment=0"]), 1)
     with single_process_world() as world:

@@ -12,6 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+RECIPES = [
+    ("qwen3_vl_sft", "tiny"),
+    ("qwen3_vl_moe_sft", "tiny-moe"),
+    ("qwen35_vl_sft", "tiny"),
+    ("qwen35_vl_moe_sft", "tiny-moe"),
+    ("qwen3_omni_sft", "tiny"),
+    ("llava_sft", "tiny"),
+    ("llava_onevision_sft", "tiny-onevision"),
+]  # and their tiny sizes
+
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width
     "vocab_size": 386,
     "hidden_size": 44,

@@ -21,6 +21,7 @@ tensor parallelism as above; there the exchange is the token dispatcher's, and o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -65,7 +66,7 @@ class Cut:
     sections: tuple[int, ...] = ()  # sizes on this rank
 
 
-class Adapter(torch.nn.Module):
+class Adapter(torch.nn.Module, ABC):
     """Parameters `a` and `b` beside a `weight`, and how ranks share each."""
 
     a: torch.nn.Parameter
@@ -93,9 +94,9 @@ class Adapter(torch.nn.Module):
         self.register_parameter(name, parameter)
         self.cuts[name] = cut
 
+    @abstractmethod
     def delta(self) -> Tensor:
         """What the adapter adds to this rank's part of the weight, in fp32."""
-        raise NotImplementedError
 
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Both parameters as megatron-core's checkpoints take them, under names that no parallel layout changes."""
