@@ -198,6 +198,14 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     return wrapped
 
 
+def fuse(optimizer: Any) -> None:
+    """Make PyTorch's AdamW, where that is what megatron-core took, one kernel on a GPU."""
+    for one in optimizer.chained_optimizers:
+        if isinstance(one.optimizer, torch.optim.AdamW) and torch.cuda.is_available():
+            for group in one.optimizer.param_groups:
+                group.update(fused=True, foreach=False)
+
+
 def build_optimizer(
     chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
 ) -> tuple[Any, Any]:
@@ -233,6 +241,7 @@ def build_optimizer(
             "min_lr": train.min_lr * scale,
         }
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
+    fuse(optimizer)
     config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,

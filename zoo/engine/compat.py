@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import torch
 from packaging.version import Version
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,14 @@ def _save_every_bucket_from_its_start() -> None:
     optimizer.sharded_param_state_fully_reshardable = sharded
 
 
+def _clip_in_few_kernels() -> None:
+    from megatron.core.optimizer import clip_grads
+
+    module: Any = clip_grads
+    if module.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
+        module.l2_norm_impl, module.multi_tensor_scale_impl = l2_norm, scale_in_place
+
+
 SHIMS = (
     Shim(
         name="save-without-a-manager",
@@ -114,6 +124,12 @@ SHIMS = (
         "parameters out of it by offsets that count it: from the second bucket on, moments and fp32 weights are shifted",
         last_broken="0.19.2",
         apply=_save_every_bucket_from_its_start,
+    ),
+    Shim(
+        name="norms-one-by-one",
+        fault="without Transformer Engine or Apex, the norm of the gradients reads that of every tensor from the device, one by one",
+        last_broken="0.19.2",
+        apply=_clip_in_few_kernels,
     ),
 )
 
@@ -205,6 +221,17 @@ AVOIDED = (
         instead="two stacked weights and a grouped product (zoo/nn/experts.py)",
     ),
 )
+
+
+def l2_norm(chunk: int, overflow: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """The norm (1,) of all tensors together, in the place of `local_multi_tensor_l2_norm`."""
+    norms = torch._foreach_norm(tensors[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def scale_in_place(chunk: int, overflow: Any, tensors: list[list[Tensor]], factor: float) -> None:
+    """Multiply all tensors, in the place of `local_multi_tensor_scale`; megatron-core gives them as source and target."""
+    torch._foreach_mul_(tensors[1], factor)
 
 
 def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:

@@ -150,6 +150,18 @@ def has_flash(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, *, causal: bool
+) -> Tensor:
+    """Flash attention of q (T, H, D) against k and v (T, G, D) within segments that begin at `offsets` (S + 1,)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    offsets, window = offsets.to(torch.int32), (-1, 0 if causal else -1)
+    out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=window)
+    assert isinstance(out, Tensor)
+    return out
+
+
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
     """Causal attention of (T, H, D) against (T, G, D) within the segments of `layout`.
 
@@ -157,12 +169,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, sca
     (a causal token looks only back); what a padding token gets is finite and unused.
     """
     if has_flash(q):
-        from torch.nn.attention.varlen import varlen_attn
-
-        offsets, longest = layout.cu_seqlens_padded, layout.max_seqlen
-        out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0))
-        assert isinstance(out, Tensor)
-        return out
+        return varlen_attention(q, k, v, layout.cu_seqlens_padded, layout.max_seqlen, scale, causal=True)
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
         q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
         return layout.pack(sdpa(q, k, v, scale, causal=True).transpose(1, 2))[0]

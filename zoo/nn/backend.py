@@ -11,24 +11,24 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.ssm.gated_delta_net.common import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from zoo.nn.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.experts import GroupedExperts
 from zoo.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.norm import RMSNorm
 from zoo.nn.router import Router
+from zoo.nn.swiglu import DenseMLP, SharedExperts
 
 
 class TorchBackend(BackendSpecProvider):
@@ -109,6 +109,15 @@ def get_backend(name: str) -> BackendSpecProvider:
     raise ValueError(f"engine.backend={name!r}: wanted auto, te or torch")
 
 
+def add_residual(training: bool, fused: bool) -> Any:
+    """mcore's bias, dropout and residual of decoders that have neither bias nor dropout: its own copies for a dropout of 0."""
+
+    def add(out_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + out_and_bias[0]
+
+    return add
+
+
 def self_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
     """Softmax attention, with norms of queries and keys and an output gate where the config has them."""
     return ModuleSpec(
@@ -145,9 +154,9 @@ def decoder_layer(
     dense = MLPSubmodules(
         linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()
     )
-    mlp: Any = partial(MLP.as_mlp_submodule, submodules=dense)
+    mlp: Any = partial(DenseMLP.as_mlp_submodule, submodules=dense)
     if experts:
-        shared = partial(SharedExpertMLP, submodules=dense)
+        shared = partial(SharedExperts, submodules=dense)
         parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared, router=Router)
         mlp = partial(MoELayer, submodules=parts)
     return ModuleSpec(
@@ -155,9 +164,9 @@ def decoder_layer(
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=add_residual,
             pre_mlp_layernorm=norm,
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=add_residual,
         ),
     )

@@ -19,6 +19,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.swiglu import swiglu
+
 
 class GroupedExperts(MegatronModule):
     """SwiGLU experts: `weight1` (E, 2I, hidden), gate half first, and `weight2` (E, hidden, I).
@@ -72,9 +74,7 @@ class GroupedExperts(MegatronModule):
         """hidden (N, hidden) sorted by expert, tokens_per_expert (E,) int, probs (N,) -> (N, hidden), None."""
         product = _product(hidden, tokens_per_expert)
         inner = self._project("weight1", hidden, product)
-        gate, up = inner.chunk(2, dim=-1)
-        inner = (F.silu(gate) * up * probs.unsqueeze(-1)).to(hidden.dtype)
-        return self._project("weight2", inner, product), None
+        return self._project("weight2", swiglu(inner, probs), product), None
 
     def _project(self, name: str, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""

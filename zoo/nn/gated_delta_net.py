@@ -26,6 +26,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.attention import uniform_layout
+from zoo.nn.kernels import fused
+from zoo.nn.tuned import settle
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, int64, offsets, owner, positions
 
@@ -44,6 +46,10 @@ class GatedRMSNorm(torch.nn.Module):
         """x and gate (..., hidden_size); the result has x's dtype."""
         # Tensor-parallel ranks hold other heads: the weight's gradient is summed over them here.
         weight = copy_to_tensor_model_parallel_region(self.weight)
+        if fused(x):
+            from zoo.nn.kernels.norm import gated_rms_norm
+
+            return gated_rms_norm(x, gate, weight, self.eps)
         normed = F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
         return (normed * F.silu(gate.float())).to(x.dtype)
 
@@ -88,9 +94,9 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
-        qkv = causal_convolution(qkv, kernel.squeeze(1), layout)
         widths = [section // self.cp_size for section in sections]
-        query, key, value = qkv.split(widths, dim=-1)
+        parts = zip(qkv.split(widths, dim=-1), kernel.squeeze(1).split(widths), strict=True)
+        query, key, value = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
         value = value.unflatten(-1, (-1, self.value_head_dim))
         out = gated_delta_rule(
@@ -156,6 +162,7 @@ def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tenso
     if has_fla(x):
         from fla.modules.causal_conv1d import causal_conv1d
 
+        settle()
         facts = _kernel_offsets(layout.padded_lengths, x.device)
         out, _ = causal_conv1d(x[None], weight=weight, activation="silu", **facts)
         return out[0]
@@ -182,6 +189,7 @@ def gated_delta_rule(
     if has_fla(value):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
+        settle()
         facts = _kernel_offsets(layout.padded_lengths, value.device)
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
         out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **facts)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder import Decoder, Deepstack
+from zoo.nn.kernels import fused
 from zoo.nn.mtp import Ahead, MultiTokenPrediction
 from zoo.nn.rotary import Rotary
 from zoo.nn.tower_share import GatherEncoded, sum_over_tensor_parallel
@@ -357,9 +358,19 @@ class MultimodalModel(LanguageModule):
             hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight
         )
         hits = most_likely(logits, self.tp_group) == targets if count_correct else None
-        loss = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=self.tp_group)
+        loss = cross_entropy(logits, targets, self.tp_group)
         out = loss if hits is None else torch.stack((loss, hits.to(loss.dtype)))
         return out if count else out[..., :0] + loss.sum() * 0.0
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, group: Any) -> Tensor:
+    """(N,) fp32 negative log likelihoods under logits (N, vocab/tp), which the backward pass may overwrite."""
+    if fused(logits):
+        from zoo.nn.kernels.loss import cross_entropy as kernel
+
+        return kernel(logits, targets, group)
+    loss: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=group)
+    return loss
 
 
 def most_likely(logits: Tensor, group: Any) -> Tensor:

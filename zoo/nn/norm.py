@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.kernels import fused
+
 
 class RMSNorm(torch.nn.Module):
     """y = x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), accumulated in fp32.
@@ -28,6 +30,10 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., hidden_size), any float dtype; the result has x's dtype."""
+        if fused(x):
+            from zoo.nn.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, self.zero_centered)
         if self.zero_centered:  # in fp32: 1 + weight has too few digits in bf16
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

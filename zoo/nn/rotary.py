@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zoo.nn.kernels import fused
+
 
 def axis_of_frequency(sections: list[int], interleaved: bool) -> list[int]:
     """Which position axis (0 time, 1 height, 2 width) each of the D/2 frequencies reads.
@@ -57,6 +59,10 @@ class Rotary(torch.nn.Module):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first D channels of x (T, B, H, >=D) by angles (T, B, 1, D); the rest passes unchanged."""
     width = cos.shape[-1]
+    if fused(x):
+        from zoo.nn.kernels.rotary import rotate
+
+        return rotate(x.flatten(0, 1), cos.reshape(-1, width), sin.reshape(-1, width)).view(x.shape)
     turned, rest = x[..., :width], x[..., width:]
     first, second = turned.chunk(2, dim=-1)
     swapped = torch.cat((-second, first), dim=-1)

@@ -1,20 +1,26 @@
-"""One attention call for a tower's whole flat batch, as an attention function of transformers.
+"""Towers of transformers on zoo's attention: one call for the whole flat batch, as an attention function of theirs.
 
 transformers' vision and audio encoders run all images or clips as one row with `cu_seqlens`, but split it in
 Python for every implementation whose name lacks "flash". `use_varlen_attention` gives them this one: PyTorch's
 varlen flash attention on a GPU in half precision, else one masked call over the segments side by side.
+
+On a GPU in half precision, attention with one projection for queries, keys and values turns them in one pass, and a
+convolution whose input is one patch is the matrix product that it amounts to.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from zoo.nn.attention import has_flash, sdpa
+from zoo.nn.attention import has_flash, sdpa, varlen_attention
+from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
 
 NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
@@ -27,7 +33,46 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
+        if hasattr(module, "qkv") and hasattr(module, "proj") and hasattr(module, "num_heads"):
+            module.forward = MethodType(_attend, module)
+        if isinstance(module, torch.nn.Conv3d):
+            module.forward = MethodType(_project_patches, module)
     return tower
+
+
+def _attend(
+    self: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    max_seqlen: int | None = None,
+    **further: Any,
+) -> Tensor:
+    """The attention module's own forward, hidden_states (N, C), with queries, keys and values turned in one pass."""
+    if not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
+        out: Tensor = type(self).forward(
+            self,
+            hidden_states,
+            cu_seqlens,
+            position_embeddings=position_embeddings,
+            max_seqlen=max_seqlen,
+            **further,
+        )
+        return out
+    from zoo.nn.kernels.rotary import rotate_qkv
+
+    qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+    query, key, value = rotate_qkv(qkv, *(angles.float() for angles in position_embeddings))
+    attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
+    return self.proj(attended.flatten(1))
+
+
+def _project_patches(self: Any, x: Tensor) -> Tensor:
+    """The convolution's own forward, x (N, C, t, h, w); of patches as large as its kernel it is a matrix product."""
+    if not fused(x) or tuple(x.shape[2:]) != tuple(self.kernel_size):
+        out: Tensor = type(self).forward(self, x)
+        return out
+    return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[:, :, None, None, None]
 
 
 def tower_attention(
@@ -45,15 +90,9 @@ def tower_attention(
     """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
     if has_flash(q):
-        from torch.nn.attention.varlen import varlen_attn
-
-        offsets = cu_seq_lens_q.to(torch.int32)
-        longest = int(max_length_q) if max_length_q is not None else int(offsets.diff().max())
-        window = (-1, 0) if is_causal else (-1, -1)
+        longest = int(max_length_q) if max_length_q is not None else int(cu_seq_lens_q.diff().max())
         q, k, v = (x.contiguous() for x in (q, k, v))
-        out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scaling, window_size=window)
-        assert isinstance(out, Tensor)
-        return out[None], None
+        return varlen_attention(q, k, v, cu_seq_lens_q, longest, scaling, causal=is_causal)[None], None
     layout, mask = _segments(tuple(cu_seq_lens_q.diff().tolist()), q.device)
     q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
     out = sdpa(q, k, v, scaling, causal=is_causal, mask=None if is_causal else mask)

@@ -133,6 +133,24 @@ def test_save_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
 
 
+def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core import utils
+
+    read: list[torch.Tensor] = []
+    as_float, make = torch.Tensor.__float__, torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *values, device=None, **options: make(*values, **options))
+    monkeypatch.setattr(torch.Tensor, "__float__", lambda x: read.append(x) or as_float(x))
+    gradients = [torch.full((3,), 2.0), torch.full((4,), 1.0)]
+    broken, _ = utils.local_multi_tensor_l2_norm(0, None, [gradients], False)
+    if not read:
+        remove_me("norms-one-by-one")
+    read.clear()
+    mended, _ = compat.l2_norm(0, None, [gradients], False)
+    assert not read and torch.equal(mended, broken) and mended.item() == 4.0
+    compat.scale_in_place(0, None, [gradients, gradients], 0.5)
+    assert gradients[0].tolist() == [1.0] * 3
+
+
 def saved_weights() -> dict[str, list[float]]:
     """fp32 weights as a save cuts them: two parameters, each in a bucket that is padded to eight elements."""
     from megatron.core.dist_checkpointing import ShardedTensor

@@ -1,0 +1,73 @@
+"""Launch settings of flash-linear-attention's kernels, found by tuning once and shipped.
+
+The library times every setting of each of its kernels at their first call, and again for other widths: two minutes before
+the first step of a run, and as many again wherever its cache is empty. `settle` leaves each kernel the one setting
+that was fastest on the GPU at hand; a kernel, GPU or release that is not listed here tunes itself as before.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+# By compute capability: kernel -> setting. Found on an H200 with flash-linear-attention 0.6.0 and Triton 3.7.1, bf16,
+# heads of width 128, chunks of 64 tokens.
+SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
+    (9, 0): {
+        "fla.modules.causal_conv1d.ops.causal_conv1d_bwd_kernel": {"BD": 32, "num_warps": 4, "num_stages": 3},
+        "fla.modules.causal_conv1d.ops.causal_conv1d_fwd_kernel": {"BD": 32, "num_warps": 4, "num_stages": 3},
+        "fla.modules.norm.l2norm.l2norm_bwd_kernel": {"BT": 8, "num_warps": 4, "num_stages": 3},
+        "fla.modules.norm.l2norm.l2norm_fwd_kernel": {"BT": 8, "num_warps": 1, "num_stages": 3},
+        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {
+            "BV": 32,
+            "num_warps": 4,
+            "num_stages": 3,
+        },
+        "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_fwd_kernel_h_blockdim64": {
+            "BV": 32,
+            "num_warps": 4,
+            "num_stages": 3,
+        },
+        "fla.ops.common.chunk_o.chunk_bwd_kernel_dqkwg": {"num_warps": 4, "num_stages": 3},
+        "fla.ops.common.chunk_o.chunk_bwd_kernel_dv_local": {"num_warps": 2, "num_stages": 3},
+        "fla.ops.common.chunk_o.chunk_fwd_kernel_o": {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 3},
+        "fla.ops.gated_delta_rule.chunk_fwd.chunk_gated_delta_rule_fwd_kkt_solve_kernel": {
+            "BK": 64,
+            "num_warps": 1,
+            "num_stages": 3,
+        },
+        "fla.ops.gated_delta_rule.wy_fast.prepare_wy_repr_bwd_kernel": {"num_warps": 4, "num_stages": 4},
+        "fla.ops.gated_delta_rule.wy_fast.recompute_w_u_fwd_kernel": {"num_warps": 4, "num_stages": 3},
+        "fla.ops.utils.cumsum.chunk_local_cumsum_scalar_kernel": {"num_warps": 4, "num_stages": 3},
+    }
+}
+
+
+@lru_cache(maxsize=1)
+def settle() -> int:
+    """Give the kernels their settings for this process's GPU; how many there were."""
+    listed = SETTINGS.get(torch.cuda.get_device_capability(), {})
+    return sum(_settle(*name.rpartition(".")[::2], setting) for name, setting in listed.items())
+
+
+def _settle(module: str, kernel: str, setting: dict[str, int]) -> bool:
+    """Keep of a kernel's settings the one that is given; whether it was there."""
+    try:
+        tuner: Any = getattr(importlib.import_module(module), kernel)
+    except (ImportError, AttributeError):  # of another release
+        return False
+    while not hasattr(tuner, "configs") and hasattr(tuner, "fn"):
+        tuner = tuner.fn
+    fitting = [config for config in getattr(tuner, "configs", ()) if _is(config, setting)]
+    if fitting:
+        tuner.configs = fitting[:1]
+    return bool(fitting)
+
+
+def _is(config: Any, setting: dict[str, int]) -> bool:
+    """Whether a triton.Config has all values of a setting."""
+    values = {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+    return {name: values.get(name) for name in setting} == setting
