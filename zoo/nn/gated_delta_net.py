@@ -159,13 +159,10 @@ def has_fla(x: Tensor) -> bool:
 
 def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
     """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
-    if has_fla(x):
-        from fla.modules.causal_conv1d import causal_conv1d
+    if fused(x):
+        from zoo.nn.kernels.conv import causal_conv_silu
 
-        settle()
-        facts = _kernel_offsets(layout.padded_lengths, x.device)
-        out, _ = causal_conv1d(x[None], weight=weight, activation="silu", **facts)
-        return out[0]
+        return causal_conv_silu(x, weight, layout.positions[0])
     width = weight.shape[1]
     index = layout.positions[0, :, None]
     out = x * weight[:, -1]

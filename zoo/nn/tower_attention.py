@@ -37,6 +37,8 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             module.forward = MethodType(_attend, module)
         if isinstance(module, torch.nn.Conv3d):
             module.forward = MethodType(_project_patches, module)
+        if isinstance(module, torch.nn.LayerNorm):
+            module.forward = MethodType(_normalise, module)
     return tower
 
 
@@ -65,6 +67,16 @@ def _attend(
     query, key, value = rotate_qkv(qkv, *(angles.float() for angles in position_embeddings))
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
     return self.proj(attended.flatten(1))
+
+
+def _normalise(self: Any, x: Tensor) -> Tensor:
+    """The LayerNorm's own forward, x (..., C)."""
+    if not fused(x) or self.bias is None:
+        out: Tensor = type(self).forward(self, x)
+        return out
+    from zoo.nn.kernels.layer_norm import layer_norm
+
+    return layer_norm(x, self.weight, self.bias, self.eps)
 
 
 def _project_patches(self: Any, x: Tensor) -> Tensor:

@@ -17,8 +17,6 @@ import torch
 # heads of width 128, chunks of 64 tokens.
 SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
     (9, 0): {
-        "fla.modules.causal_conv1d.ops.causal_conv1d_bwd_kernel": {"BD": 32, "num_warps": 4, "num_stages": 3},
-        "fla.modules.causal_conv1d.ops.causal_conv1d_fwd_kernel": {"BD": 32, "num_warps": 4, "num_stages": 3},
         "fla.modules.norm.l2norm.l2norm_bwd_kernel": {"BT": 8, "num_warps": 4, "num_stages": 3},
         "fla.modules.norm.l2norm.l2norm_fwd_kernel": {"BT": 8, "num_warps": 1, "num_stages": 3},
         "fla.ops.common.chunk_delta_h.chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": {
