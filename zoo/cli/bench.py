@@ -1,5 +1,17 @@
 """
-usage: zoo bench packing | balance | data | convert [key=value ...] [--json]
+usage: zoo bench train | packing | balance | data | convert [key=value ...] [--json]
+
+train measures full training steps of random weights on the same samples (an image of 400 to 1,440 tokens and 100 to 600
+tokens of text), packed, padded, and under transformers alone: ms, real tokens/s, MFU, memory. Each setting runs in
+processes of its own; --json prints one line for each as soon as it is there.
+
+  recipe=qwen35_vl_sft size=2b           whose model; layers=8 takes so many of its decoder
+  settings=packed:8,padded:4,hf:4        packed:N samples a row; row:TOKENS, filled by zoo's packer; padded:N to the longest
+                                         or padded:NxWIDTH; hf:N and hf:NxWIDTH, the same under transformers
+  backends=torch,te nproc=1              of zoo's settings; processes, one a GPU
+  samples=64 passes=2                    how many samples (of a data-parallel rank), and how often they are timed
+  longest=2048 out=bench.json            most tokens of a sample; file for the results
+  engine.recompute=full parallel.cp=2    any key of the recipe that has a dot
 
 packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
 positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
@@ -83,7 +95,8 @@ def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
             if isinstance(default, str):
                 values[key] = text
             elif isinstance(default, tuple):
-                values[key] = tuple(int(size) for size in text.split(","))
+                kind = type(default[0])
+                values[key] = tuple(kind(value) for value in text.split(","))
             else:
                 values[key] = int(text)
         except ValueError:
@@ -123,4 +136,21 @@ def _convert(arguments: Sequence[str], as_json: bool) -> str:
     return json.dumps(report, indent=2) if as_json else bench_convert.table(report)
 
 
-BENCHES = {"packing": _packing, "balance": _balance, "data": _data, "convert": _convert}
+def _train(arguments: Sequence[str], as_json: bool) -> str:
+    from zoo.engine import bench_train as bench
+
+    own = [argument for argument in arguments if "." not in argument.partition("=")[0]]
+    options = bench.Options(**_values(own, bench.Options))
+
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps(line) if as_json else bench.row(line), flush=True)
+
+    if not as_json:
+        print(bench.HEAD, flush=True)
+    report = bench.run(options, [argument for argument in arguments if argument not in own], tell)
+    if as_json:
+        return json.dumps({key: value for key, value in report.items() if key != "lines"})
+    return bench.where(report) + (f"; written to {options.out}" if options.out else "")
+
+
+BENCHES = {"train": _train, "packing": _packing, "balance": _balance, "data": _data, "convert": _convert}
