@@ -56,7 +56,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     steps = -(-max(LEAST_TIMED, given["passes"] * len(bins)) // len(bins)) * len(bins)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times, losses, norm = [], [], 0.0
+    times, losses, norm = [], [], torch.zeros(())
     for step in range(warm + steps):
         began = time.perf_counter()
         batch = {
@@ -85,7 +85,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         **figures(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
         **memory(on_gpu),
         "loss": losses[-1],
-        "first_loss": losses[0],
+        "losses": [round(loss, 4) for loss in losses],
         "grad_norm": float(norm),
         "parameters": sum(p.numel() for p in model.parameters()),
         "startup_s": startup.seconds,
@@ -114,9 +114,7 @@ def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype
     return model.train()
 
 
-def _batch(
-    samples: list[Any], config: Any, width: int | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _batch(samples: list[Any], config: Any, width: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Arguments of transformers' models, in pinned memory where there is a GPU."""
     made = collate_padded(samples, pad_to=width)
     assert made.attention_mask is not None

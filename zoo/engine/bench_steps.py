@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -76,7 +76,7 @@ class Lines:
 class BenchRun(Run):
     """A run on the samples of the bench."""
 
-    counts: dict[str, int] = {}  # of rows left out: none
+    counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]
@@ -147,7 +147,7 @@ class BenchRun(Run):
             **figures(self.setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
             **memory(on_gpu),
             "loss": last["loss"],
-            "first_loss": lines.steps[0]["loss"],
+            "losses": [round(line["loss"], 4) for line in lines.steps],
             "grad_norm": last["grad_norm"],
             "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
             "startup_s": self.startup.seconds,
