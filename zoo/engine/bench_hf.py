@@ -16,6 +16,7 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, collate_padded
 from zoo.engine import build
+from zoo.engine.bench_profile import profile
 from zoo.engine.bench_receipts import receipts, with_pixels
 from zoo.engine.bench_setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
 from zoo.engine.bench_steps import kernels, memory
@@ -56,12 +57,16 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     steps = -(-max(LEAST_TIMED, given["passes"] * len(bins)) // len(bins)) * len(bins)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    times, losses, norm = [], [], torch.zeros(())
-    for step in range(warm + steps):
+    times: list[float] = []
+    losses: list[float] = []
+    norm = torch.zeros(())
+
+    def train_step() -> None:
+        nonlocal norm
         began = time.perf_counter()
         batch = {
             name: x.to(device, non_blocking=True)
-            for name, x in batches[step % len(bins)].items()
+            for name, x in batches[len(times) % len(bins)].items()
             if name in accepted
         }
         loss = model(**batch, use_cache=False).loss
@@ -73,8 +78,11 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.synchronize()
         times.append((time.perf_counter() - began) * 1e3)
-        if step == 0:
-            startup.mark("first step")
+
+    train_step()
+    startup.mark("first step")
+    while len(times) < warm + steps:
+        train_step()
     cost = model_cost(config, 0)
     timed = []
     for place, ms in enumerate(times[warm:]):
@@ -93,6 +101,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         "warm_s": round(sum(times[:warm]) / 1e3, 2),
         "warm_steps": warm,
         "kernels": {**kernels([]), "core_attention": f"transformers' {setting.backend}"},
+        **({"profile": profile(train_step)} if given["profile"] else {}),
         "environment": environment(),
     }
 

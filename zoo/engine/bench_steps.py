@@ -19,6 +19,7 @@ from zoo.config.schema import Recipe
 from zoo.data.batches import make_batch
 from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sizes import SampleSize
+from zoo.engine.bench_profile import profile
 from zoo.engine.bench_receipts import receipts, with_pixels
 from zoo.engine.bench_setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
 from zoo.engine.costs import training_cost
@@ -155,6 +156,7 @@ class BenchRun(Run):
             "warm_s": round(warm_seconds, 2),
             "warm_steps": self.warm,
             "kernels": kernels(self.trainable.chunks),
+            **({"profile": profile(self._train_step)} if self.given["profile"] else {}),
             "environment": environment(),
         }
 

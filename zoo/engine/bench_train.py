@@ -20,6 +20,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, text_config
+from zoo.engine import bench_profile
 from zoo.engine.bench_setting import Setting, as_dict, missing
 from zoo.engine.launch import WorkerError, run_task
 from zoo.engine.runlog import write_atomically
@@ -50,8 +51,15 @@ class Options:
 Line = dict[str, Any]
 
 
-def run(options: Options, overrides: Sequence[str] = (), tell: Callable[[Line], None] = print) -> Line:
+def run(
+    options: Options,
+    overrides: Sequence[str] = (),
+    tell: Callable[[Line], None] = print,
+    profile: bool = False,
+) -> Line:
     """Measure every setting; `tell` gets the figures of each, and `options.out` holds all that are there.
+
+    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.engine.bench_profile`).
 
     Raises:
         UserError: options or overrides that make no sense.
@@ -75,7 +83,7 @@ def run(options: Options, overrides: Sequence[str] = (), tell: Callable[[Line], 
         "lines": [],
     }
     for setting in _all(options):
-        line = {**as_dict(setting), **_measure(setting, recipe, options)}
+        line = {**as_dict(setting), **_measure(setting, recipe, options, profile)}
         report["environment"] = line.pop("environment", None) or report["environment"]
         report["lines"].append(line)
         tell(line)
@@ -142,7 +150,7 @@ def with_layers(arch: dict[str, Any], layers: int) -> dict[str, Any]:
     return arch
 
 
-def _measure(setting: Setting, recipe: Recipe, options: Options) -> Line:
+def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) -> Line:
     """Figures of a setting, or why there are none."""
     if reason := missing(setting.backend):
         return {"skipped": reason}
@@ -161,6 +169,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options) -> Line:
         "samples": options.samples,
         "passes": options.passes,
         "longest": options.longest,
+        "profile": profile,
     }
     module = "bench_hf" if setting.way == "hf" else "bench_steps"
     try:
@@ -203,6 +212,7 @@ def row(line: Line) -> str:
         f"{start}{line['ms']:>9.1f}{spread:>16}{line['tokens_per_step']:>15,}{line['real_share']:>7.0%}"
         f"{line['real_tokens_per_s']:>15,.0f}{line['samples_per_s']:>11.2f}{mfu:>7}{peak:>7}{reserved:>10}"
         f"{line['loss']:>8.3f}{line['grad_norm']:>8.2f}{line['startup_s']:>9.1f}"
+        + (f"\n{bench_profile.table(line['profile'])}" if "profile" in line else "")
     )
 
 
