@@ -1,5 +1,18 @@
 """
-usage: zoo bench packing | balance | data | convert [key=value ...] [--json]
+usage: zoo bench train | packing | balance | data | convert [key=value ...] [--json]
+       zoo bench train [key=value ...] [--profile]
+
+train measures full training steps of random weights on the same samples (an image of 400 to 1,440 tokens and 100 to 600
+tokens of text), packed, padded, and under transformers alone: ms, real tokens/s, MFU, memory. Each setting runs in
+processes of its own; --json prints one line for each as soon as it is there, --profile where the time of its steps goes.
+
+  recipe=qwen35_vl_sft size=2b           whose model; layers=8 takes so many of its decoder
+  settings=packed:8,padded:4,hf:4        packed:N samples a row; row:TOKENS, filled by zoo's packer; padded:N to the longest
+                                         or padded:NxWIDTH; hf:N and hf:NxWIDTH, the same under transformers
+  backends=torch,te nproc=1              of zoo's settings; processes, one a GPU
+  samples=64 passes=2                    how many samples (of a data-parallel rank), and how often they are timed
+  longest=2048 out=bench.json            most tokens of a sample; file for the results
+  engine.recompute=full parallel.cp=2    any key of the recipe that has a dot
 
 packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
 positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
@@ -47,11 +60,13 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Measure what the first argument names, and print a table or JSON."""
-    flags, rest = split_flags(arguments, ("--json",))
+    flags, rest = split_flags(arguments, ("--json", "--profile"))
     what, *values = rest or [""]
+    if "--profile" in flags and what != "train":
+        raise UserError("--profile: zoo bench train alone has it")
     if what not in BENCHES:
         raise UserError(f"{what or 'zoo bench'}: name what to measure: zoo bench {' | '.join(BENCHES)}")
-    print(BENCHES[what](values, "--json" in flags))
+    print(BENCHES[what](values, flags))
     return 0
 
 
@@ -83,7 +98,8 @@ def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
             if isinstance(default, str):
                 values[key] = text
             elif isinstance(default, tuple):
-                values[key] = tuple(int(size) for size in text.split(","))
+                kind = type(default[0])
+                values[key] = tuple(kind(value) for value in text.split(","))
             else:
                 values[key] = int(text)
         except ValueError:
@@ -92,35 +108,58 @@ def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
     return values
 
 
-def _packing(arguments: Sequence[str], as_json: bool) -> str:
+def _packing(arguments: Sequence[str], flags: set[str]) -> str:
     options = packing_options(arguments)
 
     from zoo.packing import bench
 
     report = bench.run(options)
-    return json.dumps(bench.as_dict(report), indent=2) if as_json else bench.table(report)
+    return json.dumps(bench.as_dict(report), indent=2) if "--json" in flags else bench.table(report)
 
 
-def _balance(arguments: Sequence[str], as_json: bool) -> str:
+def _balance(arguments: Sequence[str], flags: set[str]) -> str:
     from zoo.engine import bench_balance as bench
 
     options = bench.Options(**_values(arguments, bench.Options))
     report = bench.run(options)
-    return json.dumps(bench.as_dict(options, report), indent=2) if as_json else bench.table(options, report)
+    return (
+        json.dumps(bench.as_dict(options, report), indent=2)
+        if "--json" in flags
+        else bench.table(options, report)
+    )
 
 
-def _data(arguments: Sequence[str], as_json: bool) -> str:
+def _data(arguments: Sequence[str], flags: set[str]) -> str:
     from zoo.engine import bench_data
 
     report = bench_data.run(bench_data.Options(**_values(arguments, bench_data.Options)))
-    return json.dumps(bench_data.as_dict(report), indent=2) if as_json else bench_data.table(report)
+    return json.dumps(bench_data.as_dict(report), indent=2) if "--json" in flags else bench_data.table(report)
 
 
-def _convert(arguments: Sequence[str], as_json: bool) -> str:
+def _convert(arguments: Sequence[str], flags: set[str]) -> str:
     from zoo.engine import bench_convert
 
     report = bench_convert.run(bench_convert.Options(**_values(arguments, bench_convert.Options)))
-    return json.dumps(report, indent=2) if as_json else bench_convert.table(report)
+    return json.dumps(report, indent=2) if "--json" in flags else bench_convert.table(report)
 
 
-BENCHES = {"packing": _packing, "balance": _balance, "data": _data, "convert": _convert}
+def _train(arguments: Sequence[str], flags: set[str]) -> str:
+    from zoo.engine import bench_train as bench
+
+    own = [argument for argument in arguments if "." not in argument.partition("=")[0]]
+    options = bench.Options(**_values(own, bench.Options))
+
+    def tell(line: dict[str, Any]) -> None:
+        print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)
+
+    if "--json" not in flags:
+        print(bench.HEAD, flush=True)
+    report = bench.run(
+        options, [argument for argument in arguments if argument not in own], tell, "--profile" in flags
+    )
+    if "--json" in flags:
+        return json.dumps({key: value for key, value in report.items() if key != "lines"})
+    return bench.where(report) + (f"; written to {options.out}" if options.out else "")
+
+
+BENCHES = {"train": _train, "packing": _packing, "balance": _balance, "data": _data, "convert": _convert}

@@ -34,7 +34,9 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.config.compose import resolve
     from zoo.engine.launch import WorkerError, launch, prepare
+    from zoo.engine.startup import note_command
 
+    note_command()
     resolved = resolve(name, overrides)
     if "--slurm-template" in flags:
         return _template(resolved.recipe, rest)

@@ -8,6 +8,7 @@ so is what any rank says of its failure: it is shown when it is known which rank
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -32,6 +33,7 @@ from zoo.data.tables import check_entry
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
+from zoo.engine.startup import STARTED
 from zoo.errors import ConfigError
 
 _POLL_SECONDS = 0.05
@@ -141,10 +143,14 @@ def world_size(recipe: Recipe) -> int:
     return recipe.nproc
 
 
-def run_task(task: str, recipe: Recipe, ranks: int) -> Any:
+def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh: bool = False) -> Any:
     """What the function `task` ("module:name") of a recipe returns on rank 0 of so many ranks.
 
     In this process where it is one rank, or a rank of torchrun; else in child processes, as `launch` does.
+
+    Args:
+        argument: a second argument of the function, as JSON takes it; None: it has none.
+        fresh: one rank, too, is a child process, which leaves no memory in use.
 
     Raises:
         UserError: a mistake of the user's that a rank has found.
@@ -152,13 +158,15 @@ def run_task(task: str, recipe: Recipe, ranks: int) -> Any:
         KeyboardInterrupt: the ranks were stopped by a signal.
     """
     recipe = validate(recipe, ranks)
-    if under_torchrun() or ranks == 1:
+    further = () if argument is None else (argument,)
+    if under_torchrun() or (ranks == 1 and not fresh):
         module, _, name = task.partition(":")
-        return getattr(importlib.import_module(module), name)(recipe)
+        return getattr(importlib.import_module(module), name)(recipe, *further)
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.worker", str(config), task, str(result)]
+        command += [json.dumps(value) for value in further]
         code = run_ranks(command, ranks, threads=recipe.engine.threads)
         if code == 130:
             raise KeyboardInterrupt
@@ -197,6 +205,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) ->
         (128 + number of the signal that killed it).
     """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    shared[STARTED] = os.environ.get(STARTED, str(time.time()))
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
     with _Group() as group, _signals() as received:

@@ -36,6 +36,7 @@ from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
+from zoo.engine.startup import Startup
 from zoo.engine.world import World, world
 from zoo.errors import UserError
 
@@ -60,10 +61,11 @@ def _refuse_misfit(recipe: Recipe) -> None:
 
 
 def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
+    startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         try:
-            return Run(recipe, here, stop).run()
+            return Run(recipe, here, stop, startup).run()
         except RuntimeError:
             if stop.asked:  # a rank that was stopped too has left a collective
                 raise KeyboardInterrupt from None
@@ -93,9 +95,10 @@ class Counts:
 class Run:
     """One run on one rank: built once, then `run()`."""
 
-    def __init__(self, recipe: Recipe, world: World, stop: Interrupts) -> None:
+    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup) -> None:
         assert recipe.run.dir is not None
         self.recipe, self.world, self.stop = recipe, world, stop
+        self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe)
         self.description = checkpoint.describe(recipe, self.assembly.config.hf)
@@ -109,6 +112,7 @@ class Run:
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = False
+        self.startup.mark("data")
 
     def _find_checkpoint(self) -> Path | None:
         found = checkpoints(self.folder)
@@ -172,10 +176,12 @@ class Run:
     def _build(self) -> None:
         recipe, world, family = self.recipe, self.world, self.assembly.family
         chunks = build.build_model(self.assembly, recipe, world)
+        self.startup.mark("model")
         if recipe.lora.rank:
             self._adapt(chunks)
         elif self.resume_from is None:
             build.init_weights(chunks, self.assembly, recipe, world)
+        self.startup.mark("weights")
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
@@ -186,6 +192,7 @@ class Run:
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
+        self.startup.mark("optimizer")
 
     def _adapt(self, chunks: list[Any]) -> None:
         """Load what adapters belong to, and put new ones (or those of lora.init) beside it."""
@@ -276,6 +283,8 @@ class Run:
         self.trainable.optimizer.zero_grad()
         self.done += 1
         self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
+        if not self.startup.done:
+            self.startup.finish(self.log, self.done)
 
     def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""

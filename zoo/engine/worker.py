@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m zoo.engine.worker <resolved config.yaml> [<task> <file for its result>]`.
+"""One rank of a run: `python -m zoo.engine.worker <resolved config.yaml> [<task> <file for its result> [<JSON>]]`.
 
 Started by :mod:`zoo.engine.launch`; without a task it trains.
 
@@ -10,6 +10,7 @@ itself or because of another one, the launcher can.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -53,10 +54,10 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _do(recipe: Recipe, task: str, result: str) -> int:
-    """Call the function `module:name`; rank 0 leaves what it returns in the file."""
+def _do(recipe: Recipe, task: str, result: str, *argument: str) -> int:
+    """Call the function `module:name`, with a further argument if there is one; rank 0 leaves its result in the file."""
     module, _, name = task.partition(":")
-    value = getattr(importlib.import_module(module), name)(recipe)
+    value = getattr(importlib.import_module(module), name)(recipe, *map(json.loads, argument))
     if os.environ.get("RANK", "0") == "0":
         Path(result).write_bytes(pickle.dumps(value))
     return 0

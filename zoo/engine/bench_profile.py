@@ -1,0 +1,142 @@
+"""Where the time of a training step goes: what ran on the GPU, by kind, and how long nothing did.
+
+Kinds are told by the names of kernels (of PyTorch's operations, on a CPU); `top` shows which fell where. Time in which
+kernels overlap counts for each of them, so that kinds may sum to a little more than `busy_ms`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+STEPS = 2
+TOP = 30
+
+_ATTENTION = r"flash|fmha|sdpa|attention|attn"
+# The first that is found in a name, in any case of letters.
+KINDS = (
+    ("communication", r"nccl|c10d::|all_?reduce|all_?gather|reduce_scatter|all_?to_?all"),
+    ("optimizer", r"multi_tensor|adam|_foreach"),
+    (
+        "attention backward",
+        rf"({_ATTENTION}).*(bwd|bprop|backward|dot_do_o|convert_dq|cutlassB)|bwd.*({_ATTENTION})",
+    ),
+    ("attention forward", _ATTENTION),
+    (
+        "delta rule",
+        r"delta_rule|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular",
+    ),
+    ("matrix products", r"gemm|cutlass|nvjet|xmma|wgmma|grouped_mm|gemv|splitk|convolution|implicit_conv|aten::(mm|addmm|bmm|baddbmm)"),
+    ("loss", r"cross_entropy|nll|logsumexp|softmax"),
+    ("norm", r"norm"),
+    ("copies and casts", r"memcpy|memset|copy|catarray|aten::(cat|zero_|fill_|clone|contiguous)|FillFunctor"),
+    ("indexing", r"index|gather|scatter|embedding|sort|scan|cumsum"),
+    ("elementwise and sums", r""),
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that ran: when it began and ended, and how long it did not wait for what it called, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    own: float
+
+
+def profile(step: Callable[[], None]) -> dict[str, Any]:
+    """What ran in `step`, called STEPS times after once under the profiler without being counted."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
+    with profiler(activities=activities):  # the first use of the profiler takes seconds
+        step()
+    with profiler(activities=activities) as found:
+        for _ in range(STEPS):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return report(_events(found, on_gpu), STEPS)
+
+
+def _events(found: Any, on_gpu: bool) -> list[Event]:
+    """Kernels and copies of the GPU, or PyTorch's operations on the CPU."""
+    events = []
+    for event in found.events():
+        start, end = event.time_range.start, event.time_range.end
+        if on_gpu and event.device_type.name == "CUDA" and not event.is_user_annotation:
+            events.append(Event(event.name, start, end, end - start))
+        elif not on_gpu and event.name.startswith("aten::"):
+            events.append(Event(event.name, start, end, event.self_cpu_time_total))
+    return events
+
+
+def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
+    """Milliseconds a step: `span_ms` from the first to the last event, `busy_ms` with anything running, `idle_ms` without,
+    `kinds` by kind and `top` by name."""
+    if not events:
+        return {"span_ms": 0.0, "busy_ms": 0.0, "idle_ms": 0.0, "kinds": {}, "top": []}
+    per_step = 1e3 * steps
+    span = max(event.end for event in events) - min(event.start for event in events)
+    busy = _covered(events)
+    by_name: dict[str, float] = {}
+    calls = Counter(event.name for event in events)
+    for event in events:
+        by_name[event.name] = by_name.get(event.name, 0.0) + event.own
+    kinds: dict[str, float] = {}
+    for name, time in by_name.items():
+        kinds[kind(name)] = kinds.get(kind(name), 0.0) + time
+    return {
+        "span_ms": round(span / per_step, 3),
+        "busy_ms": round(busy / per_step, 3),
+        "idle_ms": round((span - busy) / per_step, 3),
+        "kinds": {name: round(time / per_step, 3) for name, time in _largest(kinds)},
+        "top": [
+            {
+                "name": name[:160],
+                "kind": kind(name),
+                "ms": round(time / per_step, 3),
+                "calls": calls[name] / steps,
+            }
+            for name, time in _largest(by_name)[:TOP]
+        ],
+    }
+
+
+def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda item: -item[1])
+
+
+def kind(name: str) -> str:
+    """Of a kernel or an operation."""
+    return next(kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE))
+
+
+def _covered(events: Sequence[Event]) -> float:
+    """Microseconds in which any event ran."""
+    total, until = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event.start):
+        total += max(0.0, event.end - max(event.start, until))
+        until = max(until, event.end)
+    return total
+
+
+def table(found: dict[str, Any], top: int = 12) -> str:
+    """The report as text."""
+    span = found["span_ms"] or 1.0
+    lines = [f"  {found['span_ms']:.1f} ms a step under the profiler, {found['idle_ms']:.1f} of them idle"]
+    rows = [*found["kinds"].items(), ("idle", found["idle_ms"])]
+    lines += [f"    {name:<24}{ms:>9.2f} ms{ms / span:>8.1%}" for name, ms in rows]
+    lines += [
+        f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}"
+        for entry in found["top"][:top]
+    ]
+    return "\n".join(lines)

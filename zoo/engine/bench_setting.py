@@ -1,0 +1,144 @@
+"""What `zoo bench train` measures one after the other: ways to run the same samples, and the figures of one of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+from zoo.data.sample import Sample
+from zoo.errors import UserError
+from zoo.packing import plan_bins
+from zoo.packing.cost import ModelCost, train_factor
+
+WAYS = "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), padded:N, padded:NxWIDTH, hf:N, hf:NxWIDTH"
+LOOKAHEAD = 256
+LEAST_WARM, LEAST_TIMED = 4, 8  # steps
+
+# Dense bf16 FLOPs a second of a GPU whose name holds the words, as its maker states them (without sparsity).
+PEAKS = {
+    "H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H800": 989.5e12, "H20": 148e12,
+    "GH200": 989.5e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the samples.
+
+    way: packed, row, padded or hf. number: samples of a micro-batch; of `row`: tokens. width: of padded rows; None: of the
+    longest. backend: zoo's, or transformers' attention. ranks: processes.
+    """
+
+    way: str
+    number: int
+    width: int | None = None
+    backend: str = "torch"
+    ranks: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """`packed:8`, `row:16384`, `padded:4`, `padded:2x2048`, `hf:4`; UserError for anything else."""
+        found = re.fullmatch(r"(packed|row|padded|hf):(\d+)(?:x(\d+))?", text)
+        if not found or int(found[2]) < 1 or (found[3] and found[1] in ("packed", "row")):
+            raise UserError(f"settings: {text!r} is none; wanted {WAYS}")
+        width = int(found[3]) if found[3] else None
+        return cls(found[1], int(found[2]), width, "sdpa" if found[1] == "hf" else "torch")
+
+    @property
+    def name(self) -> str:
+        """As it is typed."""
+        return f"{self.way}:{self.number}" + (f"x{self.width}" if self.width else "")
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples lie end to end."""
+        return self.way in ("packed", "row")
+
+    def bins(self, samples: Sequence[Sample], align: int, costs: Sequence[int]) -> list[list[int]]:
+        """Which samples go into each micro-batch."""
+        if self.way == "row":
+            bins = list(plan_bins([s.length for s in samples], self.number, align, LOOKAHEAD, costs))
+            # The last rows are what the look-ahead was left with; a stream has no such end.
+            full = max(sum(samples[i].length for i in rows) for rows in bins)
+            return [rows for rows in bins if sum(samples[i].length for i in rows) > 0.9 * full]
+        count = len(samples) // self.number
+        return [list(range(place * self.number, (place + 1) * self.number)) for place in range(count)]
+
+
+def missing(backend: str) -> str | None:
+    """Why a backend can't be measured here, or None."""
+    if backend == "te" and importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed"
+    return None
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Dense bf16 FLOPs a second of the GPU of that name; None where it isn't known."""
+    return next((peak for words, peak in PEAKS.items() if all(w in gpu for w in words.split())), None)
+
+
+def train_flops(cost: ModelCost, samples: Sequence[Sample]) -> dict[str, float]:
+    """FLOPs of a training step on the samples by part, as the model needs them: three times those of a forward pass.
+
+    What is computed on padding, in logits of tokens without loss, or again in the backward pass, is not in it.
+    """
+    totals: dict[str, float] = {}
+    for sample in samples:
+        rows = [float(rows) for rows in sample.media["image_grid_thw"].prod(1)]
+        for name, flops in cost.parts(sample.length, sample.num_labels, {"vision": rows}).items():
+            totals[name] = totals.get(name, 0.0) + train_factor() * flops
+    return totals
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One timed step of all ranks together."""
+
+    ms: float
+    samples: int
+    real_tokens: int
+    total_tokens: int
+    flops: dict[str, float]
+
+
+def figures(setting: Setting, steps: Sequence[Timed], gpu: str) -> dict[str, Any]:
+    """What a line of the table shows: medians of the steps' times, and rates over whole passes.
+
+    Steps take different samples, so a rate is what all of them hold over what all would take at their median time a token.
+    """
+    times = sorted(step.ms for step in steps)
+    per_token = median(step.ms / step.real_tokens for step in steps)
+    seconds = per_token * sum(step.real_tokens for step in steps) / 1e3
+    peak, parts = peak_flops(gpu), dict.fromkeys(steps[0].flops, 0.0)
+    for step in steps:
+        for name, flops in step.flops.items():
+            parts[name] += flops
+    mfu = {name: flops / (seconds * peak * setting.ranks) for name, flops in parts.items()} if peak else None
+    return {
+        "ms": round(median(times), 2),
+        "ms_quartiles": [
+            round(times[len(times) // 4], 2),
+            round(times[min(len(times) - 1, 3 * len(times) // 4)], 2),
+        ],
+        "ms_max": round(times[-1], 2),
+        "steps": len(steps),
+        "samples_per_step": round(mean(step.samples for step in steps), 2),
+        "tokens_per_step": round(mean(step.total_tokens for step in steps)),
+        "real_tokens_per_step": round(mean(step.real_tokens for step in steps)),
+        "real_share": round(sum(s.real_tokens for s in steps) / sum(s.total_tokens for s in steps), 4),
+        "real_tokens_per_s": round(sum(step.real_tokens for step in steps) / seconds, 1),
+        "samples_per_s": round(sum(step.samples for step in steps) / seconds, 3),
+        "tflop_per_step": {name: round(flops / len(steps) / 1e12, 4) for name, flops in parts.items()},
+        "mfu": round(sum(mfu.values()), 4) if mfu else None,
+        "mfu_parts": {name: round(share, 4) for name, share in mfu.items()} if mfu else None,
+        "peak_tflops": peak / 1e12 if peak else None,
+    }
+
+
+def as_dict(setting: Setting) -> dict[str, Any]:
+    """The setting as JSON takes it."""
+    return {"name": setting.name, **asdict(setting)}
