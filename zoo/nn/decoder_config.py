@@ -44,7 +44,7 @@ def transformer_config(
     _refuse_short_window(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype = DTYPES[precision]
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_attention_heads=text.num_attention_heads,
@@ -91,6 +91,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+    config.delta_rule = recipe.engine.delta_rule  # type: ignore[attr-defined]  # for GatedDeltaNet alone
+    return config
 
 
 def _refuse_unknown(text: Any) -> None:

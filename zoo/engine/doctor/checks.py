@@ -153,9 +153,8 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
     taps = config.linear_conv_kernel_dim
     assert keys and values and key_width and value_width and taps
     channels, real = 2 * keys * key_width + values * value_width, _real(layout, subject.device)
-    probe = torch.empty(0, dtype=subject.dtype, device=subject.device)
-    kernel = "fla" if gated_delta_net.has_fla(probe) else "torch"
-    where = _row_shape(layout)
+    probe, wanted = torch.empty(0, dtype=subject.dtype, device=subject.device), layer.self_attention.delta_rule
+    kernel, where = "fla" if gated_delta_net.has_fla(probe) else "torch", _row_shape(layout)
 
     def convolution() -> Trial:
         def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -179,18 +178,19 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
 
     def rule() -> Trial:
         def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-            return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout)
+            return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout, wanted)
 
         return delta_rule_trial(subject, layout, keys, values, key_width, value_width, run)
 
     sizes = f"{keys} key heads x {key_width}, {values} value heads x {value_width}"
+    rule_kernel = "torch" if wanted == "torch" else kernel
     yield Check(
         "delta_rule",
-        kernel,
+        rule_kernel,
         f"{sizes}, {where}",
         subject.precision,
         DELTA_RULE_BOUNDS[subject.precision],
-        "pip install 'triton>=3.7.1'" if kernel == "fla" else KEEP,
+        "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'" if rule_kernel == "fla" else KEEP,
         rule,
     )
 
@@ -269,6 +269,28 @@ def _norms(subject: Subject) -> Iterator[Check]:
         found.append(("qk_norm", attention.q_layernorm, (heads, config.kv_channels)))
     for name, module, shape in found:
         yield _norm(subject, name, module, shape)
+    linear = subject.layer(linear=True)
+    if linear is not None:
+        yield _gated_norm(subject, linear.self_attention.out_norm)
+
+
+def _gated_norm(subject: Subject, module: Any) -> Check:
+    heads, width = subject.config.linear_num_value_heads, subject.config.linear_value_head_dim
+    rows = min(subject.recipe.packing.budget, MOST_TOKENS)
+    assert heads and width
+
+    def prepare() -> Trial:
+        with torch.no_grad():
+            module.weight.normal_(1.0, 0.25)
+
+        def exact(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+            return references.rms_norm(x, weight, module.eps) * torch.nn.functional.silu(gate)
+
+        given = {"x": _randn(subject, rows, heads, width), "gate": _randn(subject, rows, heads, width)}
+        return Trial(lambda x, gate: module(x, gate), exact, given, {"weight": module.weight})
+
+    sizes = f"{rows} x {heads} x {width}"
+    return Check("gated_norm", "zoo", sizes, subject.precision, BOUNDS[subject.precision], KEEP, prepare)
 
 
 def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:

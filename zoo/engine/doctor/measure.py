@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Check:
     dtype: str
     bound: float  # largest relative error of the result and of each gradient
     mend: str  # what to change in a recipe where it is wrong
-    prepare: Callable[[], Trial]
+    prepare: Callable[[], Trial] | None  # None when it has been done: tensors are not kept
 
     @property
     def key(self) -> str:
@@ -73,7 +74,7 @@ class Verdict:
             "shape": check.shape,
             "dtype": check.dtype,
             "bound": check.bound,
-            "errors": dict(self.errors),
+            "errors": {name: e if math.isfinite(e) else None for name, e in self.errors.items()},  # None: not finite
             "right": self.right,
             "problem": self.problem,
             "mend": None if self.right else check.mend,
@@ -87,11 +88,12 @@ def examine(check: Check) -> Verdict:
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             torch.manual_seed(0)
+            assert check.prepare is not None
             errors = compare(check.prepare())
         problem = None
     except Exception as error:
         errors, problem = {}, f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    return Verdict(check, errors, problem, time.perf_counter() - start)
+    return Verdict(replace(check, prepare=None), errors, problem, time.perf_counter() - start)
 
 
 def compare(trial: Trial) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +18,11 @@ from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine import build
 from zoo.engine.blueprint import on_meta
-from zoo.engine.world import World
+from zoo.engine.world import World, on_one_rank
 from zoo.nn.multimodal import MultimodalModel, Stage
 from zoo.registry import get_family
 
 MOST_EXPERTS = 32  # that stand for any number of them: a grouped product does not mix experts
-ALONE = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1)
 
 
 @dataclass(frozen=True)
@@ -76,14 +74,11 @@ class Subject:
         return None
 
 
-@contextmanager
-def subject(recipe: Recipe, here: World) -> Iterator[Subject]:
-    """The subject of a validated recipe, in a world of one rank; memory is given back at the end."""
+def subject(recipe: Recipe, here: World) -> Subject:
+    """The subject of a validated recipe, in a world of one rank."""
     family = get_family(recipe.model.family)
     config = family.load("config").from_arch(recipe.model.arch)
-    alone = {f"parallel.{name}": size for name, size in ALONE.items()}
-    alone_recipe = replace_in(recipe, {**alone, "parallel.sp": False})
-    plain = replace_in(alone_recipe, {"engine.backend": "torch"})  # the same shapes, and nothing that minds meta
+    plain = replace_in(on_one_rank(recipe), {"engine.backend": "torch"})  # the same shapes, and minds no meta
     with on_meta(here) as nowhere:
         whole = build.build_model(build.Assembly(family, config, None, None), plain, nowhere)[0]
     whole = getattr(whole, "module", whole)  # behind Float16Module
@@ -97,12 +92,7 @@ def subject(recipe: Recipe, here: World) -> Iterator[Subject]:
         stage=Stage(first=False, last=True),
         towers={},
     ).to(here.device)
-    try:
-        yield Subject(recipe, here.device, local, config.rotary, model, tuple(_towers(whole)))
-    finally:
-        del model
-        if here.device.type == "cuda":
-            torch.cuda.empty_cache()
+    return Subject(recipe, here.device, local, config.rotary, model, tuple(_towers(whole)))
 
 
 def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
