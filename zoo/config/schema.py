@@ -142,7 +142,9 @@ class EngineConfig:
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
     deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
-    delta_rule: str = "auto"  # auto | torch (plain and slow, where flash-linear-attention's kernel is refused)
+    delta_rule: str = (
+        "auto"  # auto | torch (plain and slow, where flash-linear-attention's kernel is refused)
+    )
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
 

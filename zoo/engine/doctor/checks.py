@@ -86,7 +86,11 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
     config, layer = subject.config, subject.layer()
     if layer is None:
         return
-    core, heads, groups = layer.self_attention.core_attention, config.num_attention_heads, config.num_query_groups
+    core, heads, groups = (
+        layer.self_attention.core_attention,
+        config.num_attention_heads,
+        config.num_query_groups,
+    )
     width, layout = config.kv_channels, row_layout(subject).to(subject.device)
     assert width is not None and groups is not None
     scale, kernel = width**-0.5, core_name(core, subject)
@@ -98,7 +102,9 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
         params = SeqParams.of(layout)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = core(q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=params)
+            out = core(
+                q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=params
+            )
             return out.reshape(layout.total, heads, width)  # type: ignore[no-any-return]
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -114,7 +120,9 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
         real = torch.arange(tokens, device=subject.device)[:, None] < ends  # (T, B)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out = core(q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=None)
+            out = core(
+                q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=None
+            )
             return out.reshape(tokens, rows, heads, width)  # type: ignore[no-any-return]
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -153,7 +161,10 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
     taps = config.linear_conv_kernel_dim
     assert keys and values and key_width and value_width and taps
     channels, real = 2 * keys * key_width + values * value_width, _real(layout, subject.device)
-    probe, wanted = torch.empty(0, dtype=subject.dtype, device=subject.device), layer.self_attention.delta_rule
+    probe, wanted = (
+        torch.empty(0, dtype=subject.dtype, device=subject.device),
+        layer.self_attention.delta_rule,
+    )
     kernel, where = "fla" if gated_delta_net.has_fla(probe) else "torch", _row_shape(layout)
 
     def convolution() -> Trial:
@@ -190,7 +201,9 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
         f"{sizes}, {where}",
         subject.precision,
         DELTA_RULE_BOUNDS[subject.precision],
-        "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'" if rule_kernel == "fla" else KEEP,
+        "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'"
+        if rule_kernel == "fla"
+        else KEEP,
         rule,
     )
 
@@ -310,7 +323,9 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
     kind = ", zero-centred" if zero_centred else ""
     sizes = " x ".join(map(str, (rows, *shape)))
-    kernel = type(module).__name__ if type(module).__module__.startswith("zoo.") else f"TE {type(module).__name__}"
+    kernel = (
+        type(module).__name__ if type(module).__module__.startswith("zoo.") else f"TE {type(module).__name__}"
+    )
     mend = KEEP if kernel == type(module).__name__ else "engine.backend=torch"
     return Check(name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], mend, prepare)
 
@@ -319,7 +334,11 @@ def _rotary(subject: Subject) -> Iterator[Check]:
     config, shape = subject.config, subject.rotary
     if subject.layer() is None:
         return
-    layout, heads, width = row_layout(subject).to(subject.device), config.num_attention_heads, config.kv_channels
+    layout, heads, width = (
+        row_layout(subject).to(subject.device),
+        config.num_attention_heads,
+        config.kv_channels,
+    )
     assert width is not None
     half = int(width * shape.fraction) // 2
     axes = axis_of_frequency(shape.sections, shape.interleaved) if shape.sections else [0] * half
@@ -338,7 +357,9 @@ def _rotary(subject: Subject) -> Iterator[Check]:
         return Trial(run, exact, {"x": _randn(subject, layout.total, heads, width)})
 
     sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
-    bound = {"bf16": 1e-2, "fp32": 1e-3}[subject.precision]  # angles are fp32: 1e-7 of a position in the thousands
+    bound = {"bf16": 1e-2, "fp32": 1e-3}[
+        subject.precision
+    ]  # angles are fp32: 1e-7 of a position in the thousands
     yield Check("rotary", "zoo", sizes, subject.precision, bound, KEEP, prepare)
 
 
@@ -392,7 +413,15 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
             out, _ = function(
-                tower.module, q, k, v, attention_mask=None, scaling=width**-0.5, dropout=0.0, is_causal=False, **facts
+                tower.module,
+                q,
+                k,
+                v,
+                attention_mask=None,
+                scaling=width**-0.5,
+                dropout=0.0,
+                is_causal=False,
+                **facts,
             )
             return out[0]  # type: ignore[no-any-return]
 

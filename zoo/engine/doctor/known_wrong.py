@@ -70,7 +70,9 @@ def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, wi
 
     shape = f"{heads} heads / {groups} KV x {width}, {layout.total} tokens in {layout.num_segments} segments"
     mend = "PyTorch's attention stands in for heads wider than 128"
-    return Check(f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], mend, prepare)
+    return Check(
+        f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], mend, prepare
+    )
 
 
 def _delta_rule(here: World, layout: PackedLayout) -> Check:

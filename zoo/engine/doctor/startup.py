@@ -36,7 +36,10 @@ def check_kernels(recipe: Recipe) -> None:
     kept = _record(_asked(recipe, machine()))
     if kept.is_file():
         return
-    print("zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...", flush=True)
+    print(
+        "zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...",
+        flush=True,
+    )
     from zoo.engine.doctor.visit import visit
 
     unused = {"attention_padded"} if recipe.packing.mode == "thd" else {"attention"}
@@ -74,7 +77,13 @@ def _asked(recipe: Recipe, facts: dict[str, str]) -> dict[str, Any]:
     engine = asdict(replace(recipe.engine, threads=None, doctor=True))
     sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")}
     packing = asdict(recipe.packing)
-    return {"machine": facts, "arch": recipe.model.arch, "engine": engine, "parallel": sizes, "packing": packing}
+    return {
+        "machine": facts,
+        "arch": recipe.model.arch,
+        "engine": engine,
+        "parallel": sizes,
+        "packing": packing,
+    }
 
 
 def _record(asked: dict[str, Any]) -> Path:

@@ -68,7 +68,9 @@ class Subject:
             if linear:
                 found = hasattr(layer.self_attention, "in_proj")
             else:
-                found = hasattr(layer.mlp, "experts") if sparse else hasattr(layer.self_attention, "linear_qkv")
+                found = (
+                    hasattr(layer.mlp, "experts") if sparse else hasattr(layer.self_attention, "linear_qkv")
+                )
             if found:
                 return layer
         return None
