@@ -22,6 +22,7 @@ ON_GPU = torch.cuda.is_available()
 TE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
 FP32_LOSS, FP32_GRADIENT = 1e-5, 1e-3  # relative; the gradient's as one vector
 SLACK, ROUNDING = 1.5, 1e-2
+FP8_LOSS, FP8_GRADIENT = 3e-2, 0.3  # relative to bf16: three digits of a mantissa, two in gradients
 LAYOUTS: dict[str, Callable[[list[Any]], tuple[list[Any], dict[str, Any]]]] = {
     "one by one": lambda samples: ([packed_batch([sample]) for sample in samples], {}),
     "packed": lambda samples: ([packed_batch(samples)], {}),
@@ -142,3 +143,18 @@ def test_bf16_is_as_near_as_transformers(
         f"(transformers {wanted.half[0]:.1e}), gradient {errors[1]:.1e} (transformers {wanted.half[1]:.1e})"
     )
     assert errors[0] < allowed[0] and errors[1] < allowed[1], (errors, allowed)
+
+
+@pytest.mark.skipif(not TE, reason="FP8 is Transformer Engine's")
+def test_fp8_is_near_bf16(wanted: Wanted, here: Any, reports: list[str]) -> None:
+    if wanted.stack.size.startswith("tiny"):
+        pytest.skip("FP8 wants widths that divide by 16")
+    half = "engine.precision=bf16", "engine.backend=te"
+    layout = "packed with padding between"
+    near_loss, near = zoo_gradients(wanted, here, layout, *half)
+    loss, gradients = zoo_gradients(wanted, here, layout, *half, "engine.fp8=true")
+    errors = abs(loss - near_loss) / near_loss, distance(gradients, near)
+    reports.append(
+        f"fp8 {wanted.stack.recipe} {wanted.stack.size}: loss {errors[0]:.1e}, gradient {errors[1]:.1e} from bf16"
+    )
+    assert 0 < errors[0] < FP8_LOSS and errors[1] < FP8_GRADIENT, errors

@@ -139,12 +139,13 @@ class EngineConfig:
 
     backend: str = "auto"  # auto | te | torch
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
+    fp8: bool = (
+        False  # linears of the decoder in FP8, each tensor scaled by its largest value; needs te and bf16
+    )
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
     deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
-    delta_rule: str = (
-        "auto"  # auto | torch (plain and slow, where flash-linear-attention's kernel is refused)
-    )
+    delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
 
