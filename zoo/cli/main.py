@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("zoo.cli.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.verify", "compare two checkpoints, tensors and log-probabilities"),
     "score": ("zoo.cli.score", "log-probabilities of the answers of a file's rows"),
+    "doctor": ("zoo.cli.doctor", "check the kernels that training would use on this machine"),
     "bench": ("zoo.cli.bench", "measure parts of zoo on this machine"),
 }
 

@@ -139,9 +139,14 @@ class EngineConfig:
 
     backend: str = "auto"  # auto | te | torch
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
+    fp8: bool = (
+        False  # linears of the decoder in FP8, each tensor scaled by its largest value; needs te and bf16
+    )
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
     deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
+    delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
+    doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,4 +202,5 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),
+    "engine.delta_rule": ("auto", "torch"),
 }

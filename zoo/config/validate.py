@@ -111,10 +111,12 @@ def run_folder(recipe: Recipe) -> str:
 def alignment(recipe: Recipe) -> int:
     """Tokens a packed sample's length has to be a multiple of.
 
-    Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares.
+    Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares. Products
+    in FP8 want multiples of 16 tokens on a rank.
     """
     parallel = recipe.parallel
     shares = parallel.tp if _sequence_parallel(recipe) else 1
+    shares = lcm(shares, 16) if recipe.engine.fp8 else shares
     return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
 
 
@@ -380,6 +382,8 @@ def _check_packing(recipe: Recipe) -> None:
 
 
 def _check_engine(recipe: Recipe) -> None:
+    if recipe.engine.fp8:
+        _check_fp8(recipe)
     if recipe.engine.backend != "te":
         return
     if not gpu_count():
@@ -390,6 +394,25 @@ def _check_engine(recipe: Recipe) -> None:
         raise ConfigError(
             "engine.backend=te: Transformer Engine is not installed; "
             "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
+        )
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    engine, parallel, align = recipe.engine, recipe.parallel, recipe.packing.align or 1
+    if engine.precision != "bf16":
+        raise ConfigError(
+            f"engine.fp8=true with engine.precision={engine.precision}: what is not in FP8 is in bf16; "
+            f"set engine.precision=bf16"
+        )
+    if engine.backend == "torch" or importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"engine.fp8=true with engine.backend={engine.backend}: FP8 is Transformer Engine's; install it and set "
+            f"engine.backend=te, or leave engine.fp8 out"
+        )
+    if align % (16 * parallel.cp):
+        raise ConfigError(
+            f"engine.fp8=true with packing.align={align}: FP8 wants a multiple of {16 * parallel.cp} here; "
+            f"leave packing.align open"
         )
 
 

@@ -86,11 +86,15 @@ def on_meta(here: World) -> Iterator[World]:
     """
     from megatron.core.tensor_parallel import random
 
-    meta = torch.device("meta")
+    meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
+    states = tracker.get_states()
     with (
         torch.device(meta),
         patch.object(torch.cuda, "current_device", lambda: meta),
         patch.object(random, "_get_cuda_rng_state", lambda *args, **how: None),
         patch.object(random, "_set_cuda_rng_state", lambda *args, **how: None),
     ):
-        yield replace(here, device=meta)
+        try:
+            yield replace(here, device=meta)
+        finally:
+            tracker.set_states(states)

@@ -5,9 +5,7 @@ Takes half a second for the largest of the published sizes, once Megatron-Core i
 
 from __future__ import annotations
 
-import os
 from collections import Counter
-from unittest.mock import patch
 
 from torch import nn
 
@@ -16,22 +14,17 @@ from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine import build, lora
 from zoo.engine.blueprint import on_meta
-from zoo.engine.world import world
+from zoo.engine.world import alone, on_one_rank
 from zoo.planner.census import ADAPTERS, EXPERTS, Census, Cut, Weights
 from zoo.registry import ModelFamily, get_family
-
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-_ALONE = dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1)
 
 
 def census(recipe: Recipe) -> Census:
     """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
     family = get_family(recipe.model.family)
     config = family.load("config").from_arch(recipe.model.arch)
-    alone = {f"parallel.{name}": size for name, size in _ALONE.items()}
-    recipe = replace_in(recipe, {**alone, "parallel.sp": False, "engine.precision": "fp32"})
-    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    with patch.dict(os.environ, outside, clear=True), world(recipe) as here, on_meta(here) as nowhere:
+    recipe = replace_in(on_one_rank(recipe), {"engine.precision": "fp32"})
+    with alone(recipe) as here, on_meta(here) as nowhere:
         assembly = build.Assembly(family, config, None, None)
         chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:

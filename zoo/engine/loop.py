@@ -30,6 +30,7 @@ from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
+from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
@@ -49,6 +50,7 @@ def train(recipe: Recipe) -> TrainResult:
     """
     with interrupts() as stop:
         _refuse_misfit(recipe)
+        check_kernels(recipe)
         return _train(recipe, stop)
 
 

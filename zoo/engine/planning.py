@@ -58,7 +58,7 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     Raises:
         ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
     """
-    planned = _as_planned(recipe)
+    planned = as_planned(recipe)
     if planned is None:
         raise ConfigError(
             f"model.init={recipe.model.init}: its config.json is neither here nor to be had from the hub, so there is "
@@ -79,7 +79,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
     keeps. Nothing is said where the memory is not known.
     """
-    limit, planned = _limit_here(local_ranks), _as_planned(recipe)
+    limit, planned = _limit_here(local_ranks), as_planned(recipe)
     if limit is None or planned is None:
         return
     model = model_of(planned)
@@ -127,7 +127,7 @@ def settle_here(recipe: Recipe, ranks: int) -> Recipe:
 
     Where the architecture can't be known (a hub id without a connection), sizes stay as they are.
     """
-    planned = _as_planned(recipe)
+    planned = as_planned(recipe)
     if planned is None:
         return replace(recipe, parallel=replace(recipe.parallel, plan=[]))
     model = model_of(planned)
@@ -135,7 +135,7 @@ def settle_here(recipe: Recipe, ranks: int) -> Recipe:
     return replace(chosen, model=recipe.model)
 
 
-def _as_planned(recipe: Recipe) -> Recipe | None:
+def as_planned(recipe: Recipe) -> Recipe | None:
     """The recipe with the architecture that its run will have: that of the weights. None where it is not known."""
     init = recipe.model.init
     if init == "random" or not is_hub_id(init):

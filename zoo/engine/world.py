@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine import compat, cpu_host
 
 TIMEOUT = timedelta(minutes=30)
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,19 @@ def world(recipe: Recipe) -> Iterator[World]:
         destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def on_one_rank(recipe: Recipe) -> Recipe:
+    """The recipe without anything parallel."""
+    return replace_in(recipe, {f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[World]:
+    """A world of this process alone, whatever launcher started it and whatever its parallel sizes are."""
+    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with patch.dict(os.environ, outside, clear=True), world(on_one_rank(recipe)) as here:
+        yield here
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:

@@ -118,6 +118,21 @@ def add_residual(training: bool, fused: bool) -> Any:
     return add
 
 
+# The widest head whose gradients Transformer Engine's fused attention has been seen to get right in packed rows. At 256
+# they are wrong by 0.2 to 1e5 times their size, the output being right (TE 2.20.2, cuDNN 9.14, H200): `zoo doctor
+# --known-wrong` tries it.
+TE_WIDEST_HEAD = 128
+
+
+def core_attention(config: TransformerConfig, backend: BackendSpecProvider) -> type:
+    """The backend's core attention, or PyTorch's where Transformer Engine is wrong for heads of this width."""
+    assert config.kv_channels is not None
+    if isinstance(backend, TEBackend) and config.kv_channels > TE_WIDEST_HEAD:
+        return VarlenCoreAttention
+    found: type = backend.core_attention()
+    return found
+
+
 def self_attention(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
     """Softmax attention, with norms of queries and keys and an output gate where the config has them."""
     return ModuleSpec(
@@ -125,7 +140,7 @@ def self_attention(config: TransformerConfig, backend: BackendSpecProvider) -> M
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),
-            core_attention=backend.core_attention(),
+            core_attention=core_attention(config, backend),
             linear_proj=backend.row_parallel_linear(),
             q_layernorm=backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None,
             k_layernorm=backend.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
@@ -54,13 +55,14 @@ def run_layer(
     """One transformer layer of mcore, made again in the backward pass under full recompute."""
 
     def run(states: Tensor) -> Tensor:
-        return layer(
-            hidden_states=states,
-            attention_mask=None,
-            rotary_pos_emb=rotary,
-            packed_seq_params=seq_params,
-            padding_mask=padding_mask,
-        )[0]
+        with get_fp8_context(layer.config):  # of no effect without engine.fp8
+            return layer(
+                hidden_states=states,
+                attention_mask=None,
+                rotary_pos_emb=rotary,
+                packed_seq_params=seq_params,
+                padding_mask=padding_mask,
+            )[0]
 
     recompute = layer.config.recompute_granularity == "full" and layer.training
     return tensor_parallel.checkpoint(run, False, hidden) if recompute else run(hidden)

@@ -20,6 +20,9 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
+# Scaled by the largest value of each tensor at hand: nothing is remembered from one call to the next.
+FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
 
 def transformer_config(
     text: Any,
@@ -44,7 +47,7 @@ def transformer_config(
     _refuse_short_window(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype = DTYPES[precision]
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         num_attention_heads=text.num_attention_heads,
@@ -67,6 +70,7 @@ def transformer_config(
         bias_activation_fusion=False,
         init_method_std=text.initializer_range,
         **RECOMPUTE[recipe.engine.recompute],
+        **(FP8 if recipe.engine.fp8 else {}),
         **_expert_settings(text, recipe),
         **_linear_attention_settings(text),
         tensor_model_parallel_size=parallel.tp,
@@ -91,6 +95,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
+    config.delta_rule = recipe.engine.delta_rule  # type: ignore[attr-defined]  # for GatedDeltaNet alone
+    return config
 
 
 def _refuse_unknown(text: Any) -> None:

@@ -13,7 +13,8 @@ in row order, runs convolution and rule over whole segments, and trades back.
 from __future__ import annotations
 
 import importlib.util
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -23,8 +24,10 @@ from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as McoreGatedDeltaNet
 from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 from torch import Tensor
 
+from zoo.errors import UserError
 from zoo.nn.attention import uniform_layout
 from zoo.nn.kernels import fused
 from zoo.nn.tuned import settle
@@ -60,6 +63,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.A_log.initial = _initial_decay
+        self.delta_rule = getattr(self.config, "delta_rule", "auto")  # engine.delta_rule
 
     def forward(
         self,
@@ -106,6 +110,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
             decay,
             beta.sigmoid(),
             layout,
+            self.delta_rule,
         )
         return self.out_norm(out, gate.reshape(out.shape)).flatten(1)
 
@@ -157,6 +162,39 @@ def has_fla(x: Tensor) -> bool:
     return x.is_cuda and half and importlib.util.find_spec("fla") is not None
 
 
+@cache
+def fla_fault() -> str | None:
+    """Why flash-linear-attention's gated delta rule must not train on this GPU with the Triton that is here; or None.
+
+    Its backward kernel is miscompiled for Hopper by Triton 3.4 up to 3.7.0 (fla issue 640). fla 0.6 refuses, older ones
+    train with wrong gradients.
+    """
+    try:
+        triton = Version(version("triton"))
+    except PackageNotFoundError:
+        return None
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not hopper or not Version("3.4") <= triton < Version("3.7.1"):
+        return None
+    return (
+        f"Triton {triton} on {torch.cuda.get_device_name()} gives wrong gradients of the gated delta rule; "
+        f"pip install 'triton>=3.7.1', or set engine.delta_rule=torch, which is several times slower"
+    )
+
+
+def delta_rule_kernel(x: Tensor, wanted: str = "auto") -> str:
+    """What works the rule on values x: "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
+
+    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong.
+    """
+    if wanted == "torch" or not has_fla(x):
+        return "torch"
+    fault = fla_fault() if torch.is_grad_enabled() else None
+    if fault is not None:
+        raise UserError(fault)
+    return "fla"
+
+
 def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
     """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
     if fused(x):
@@ -173,7 +211,13 @@ def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tenso
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, layout: PackedLayout
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    layout: PackedLayout,
+    wanted: str = "auto",
 ) -> Tensor:
     """The gated delta rule over every segment, from a state of zeros at its start.
 
@@ -182,8 +226,9 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,    out_t = S_t^T q_t / sqrt(K)
 
     query, key (T, H, K) not yet normalised; value (T, G, V), G a multiple of H; decay, beta (T, G) -> (T, G, V).
+    `wanted`: see `delta_rule_kernel`.
     """
-    if has_fla(value):
+    if delta_rule_kernel(value, wanted) == "fla":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         settle()

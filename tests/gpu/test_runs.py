@@ -1,0 +1,105 @@
+"""Runs on the GPU through the command line: a plan, training with adapters, resuming; what is kept in fp32; the start-up check."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import single_process_world
+
+ON_GPU = torch.cuda.is_available()
+REPO = Path(__file__).parents[2]
+SHORT = (
+    "train.global_batch=2", "train.warmup_steps=0", "train.eval_rows=2", "data.lookahead=8", "packing.budget=512", "nproc=1",
+    "log.tensorboard=false",
+)  # fmt: skip
+
+
+def zoo(*arguments: str, cache: Path) -> str:
+    """The output of a command that must end well."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "zoo", *arguments], cwd=REPO, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_a_plan(cache: Path) -> None:
+    found = json.loads(
+        zoo("plan", "recipe=qwen35_vl_sft", "size=2b", "hardware=1xh200", "--json", cache=cache)
+    )
+    assert found
+
+
+def test_adapters_then_a_resumed_run(cache: Path, tmp_path: Path, reports: list[str]) -> None:
+    """The kernels are checked at the first start on a GPU, and not again at the second."""
+    run = ("train", "recipe=qwen35_vl_sft", "size=tiny", f"run.dir={tmp_path / 'run'}", *SHORT, "lora.rank=4")
+    first = zoo(*run, "train.steps=3", "train.save_every=2", "export=false", cache=cache)
+    second = zoo(*run, "train.steps=5", cache=cache)
+    assert "resuming" in second
+    kept = list((cache / "zoo" / "doctor").glob("*.json"))
+    assert ("kernels are right" in first) == ON_GPU and len(kept) == int(ON_GPU)
+    assert "checking the kernels" not in second
+    lines = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "grad_norm" in line]
+    assert len(losses) >= 5 and losses[-1] < losses[0] * 1.05
+    assert (tmp_path / "run" / "export" / "adapter_config.json").is_file()
+    reports.append(f"qwen35_vl tiny, adapters: losses {losses}")
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_omni_sft", "llava_sft"])
+def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> None:
+    run = ("train", f"recipe={recipe}", "size=tiny", f"run.dir={tmp_path / 'run'}", *SHORT)
+    zoo(*run, "train.steps=3", "engine.doctor=false", cache=cache)
+    assert (tmp_path / "run" / "export" / "model.safetensors").is_file() or list(
+        (tmp_path / "run" / "export").glob("*.safetensors")
+    )
+
+
+def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
+    """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 copies, which keep what bf16 rounds off."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine import build
+
+    overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", "train.lr=1e-6", f"run.dir={tmp_path}"]
+    recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
+    with single_process_world() as here:
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, here)
+        build.init_weights(chunks, assembly, recipe, here)
+        (wrapped,) = build.wrap_ddp(chunks, recipe)
+        optimizer, scheduler = build.build_optimizer([wrapped], recipe, assembly.family, 10)
+        assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
+        buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
+        assert {buffer.grad_data.dtype for buffer in buffers} == {torch.float32}
+        assert wrapped.ddp_config.grad_reduce_in_fp32
+        masters = _masters(optimizer)
+        assert {master.dtype for master in masters} == {torch.float32}
+        assert sum(m.numel() for m in masters) == sum(p.numel() for p in wrapped.parameters())
+        before = [master.clone() for master in masters]
+        weights = [p.detach().clone() for p in wrapped.parameters()]
+        for p in wrapped.parameters():
+            p.main_grad.fill_(1e-3)  # type: ignore[attr-defined]
+        scheduler.step(increment=1)
+        optimizer.step()
+        moved = [m for m, was in zip(masters, before, strict=True) if not torch.equal(m, was)]
+        assert len(moved) == len(masters), "a step of 1e-6 moves every fp32 copy"
+        same = sum(int((p == was).sum()) for p, was in zip(wrapped.parameters(), weights, strict=True))
+        assert same > 0.5 * sum(p.numel() for p in weights), "and is below the digits of most bf16 weights"
+
+
+def _masters(optimizer: Any) -> list[torch.Tensor]:
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    groups = [group for part in parts for group in part.shard_fp32_from_float16_groups]
+    return [master for group in groups for master in group]

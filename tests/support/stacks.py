@@ -1,0 +1,159 @@
+"""Checkpoints of a recipe's sizes with few layers: tiny ones as they are, published widths cut to a layer of each kind.
+
+Their widths are those that GPU kernels take, unlike those of the checkpoints that are made to bring mix-ups to light.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen35
+from support.rows import make_examples
+from support.tile_rows import tile_examples
+from support.vision_rows import vision_examples
+
+Tensors = Mapping[str, Tensor]
+
+
+def _same(tensors: Tensors) -> dict[str, Tensor]:
+    return dict(tensors)
+
+
+def _experts_apart(tensors: Tensors) -> dict[str, Tensor]:
+    """Qwen3-Omni's, in memory in transformers, under the published names of the whole model."""
+    out = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = f"thinker.{name}".partition("experts.")
+        if kind == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                out[f"{experts}experts.{expert}.gate_proj.weight"] = gate
+                out[f"{experts}experts.{expert}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+        else:
+            out[f"thinker.{name}"] = tensor
+    return out
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A model of a recipe: its size, what is cut of it, and how its rows and names go."""
+
+    recipe: str
+    size: str
+    kind: str  # class of transformers
+    examples: Callable[[Any], dict[str, Any]] = vision_examples
+    randomise: Callable[[str, Tensor], None] = tiny.randomise
+    stored: Callable[[Tensors], dict[str, Tensor]] = _same  # transformers' saved tensors -> the hub's layout
+    publish: Callable[[Tensors], dict[str, Tensor]] = (
+        _same  # tensors in memory in transformers -> published names
+    )
+    text: Mapping[str, Any] = field(default_factory=dict)  # cuts of the decoder's config
+    vision: Mapping[str, Any] = field(default_factory=dict)
+    audio: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> Path:
+        """Write a checkpoint with random weights and give back its folder."""
+        import transformers
+
+        from zoo.config.compose import load_recipe
+        from zoo.registry import get_family
+
+        found = load_recipe(self.recipe, [f"size={self.size}", "hardware=cpu"])
+        family, arch = get_family(found.model.family), copy.deepcopy(found.model.arch)
+        root = arch.get("thinker_config", arch)
+        root["text_config"] |= self.text
+        root["vision_config"] |= self.vision
+        if self.audio:
+            root["audio_config"] |= self.audio
+        if self.text:  # a slice of a published size
+            root["tie_word_embeddings"] = root["text_config"]["tie_word_embeddings"] = False
+            root["text_config"]["mtp_num_hidden_layers"] = 0
+        config, build = family.load("config").from_arch(arch), family.load("processor")
+        config = config.for_processor(build(config.hf, None))
+        kind = getattr(transformers, self.kind)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tiny.random_model(kind, config.root, self.randomise).save_pretrained(folder)
+        tiny.rewrite(folder, lambda tensors: self.stored(tensors))
+        build(config.hf, None).save(folder)
+        return folder
+
+
+QWEN3_VL: dict[str, Any] = {"kind": "Qwen3VLForConditionalGeneration"}
+QWEN3_VL_MOE: dict[str, Any] = {
+    "kind": "Qwen3VLMoeForConditionalGeneration",
+    "stored": tiny_qwen3_vl.turn_experts,
+    "publish": tiny_qwen3_vl.turn_experts,
+}
+QWEN35: dict[str, Any] = {
+    "kind": "Qwen3_5ForConditionalGeneration",
+    "randomise": tiny_qwen35.randomise,
+    "stored": tiny_qwen35.published,
+}
+LLAVA: dict[str, Any] = {
+    "examples": tile_examples,
+    "randomise": tiny_llava.randomise,
+    "stored": tiny_llava.publish,
+    "publish": tiny_llava.publish,
+}
+OMNI: dict[str, Any] = {
+    "kind": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "examples": make_examples,
+    "publish": _experts_apart,
+}
+
+TINY = {
+    "qwen3_vl": Stack("qwen3_vl_sft", "tiny", **QWEN3_VL),
+    "qwen3_vl moe": Stack("qwen3_vl_moe_sft", "tiny-moe", **QWEN3_VL_MOE),
+    "qwen35_vl": Stack("qwen35_vl_sft", "tiny", **QWEN35),
+    "qwen35_vl moe": Stack(
+        "qwen35_vl_moe_sft", "tiny-moe", **QWEN35 | {"kind": "Qwen3_5MoeForConditionalGeneration"}
+    ),
+    "llava onevision": Stack(
+        "llava_onevision_sft", "tiny-onevision", kind="LlavaOnevisionForConditionalGeneration", **LLAVA
+    ),
+    "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
+}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
+WIDE = {
+    "qwen3_vl 2b": Stack(
+        "qwen3_vl_sft",
+        "2b",
+        text=SMALL,
+        vision={"depth": 2, "deepstack_visual_indexes": [0, 1]},
+        **QWEN3_VL,
+    ),
+    "qwen35_vl 2b": Stack(
+        "qwen35_vl_sft",
+        "2b",
+        text=SMALL | {"layer_types": ["linear_attention", "full_attention"]},
+        vision={"depth": 2},
+        **QWEN35,
+    ),
+    "qwen3_omni 30b-a3b": Stack(
+        "qwen3_omni_sft",
+        "30b-a3b",
+        text=SMALL | {"num_experts": 8, "num_experts_per_tok": 2},
+        vision={"depth": 2, "deepstack_visual_indexes": [0, 1]},
+        audio={"encoder_layers": 2},
+        **OMNI,
+    ),
+    "llava onevision-0.5b": Stack(
+        "llava_onevision_sft",
+        "onevision-0.5b",
+        text=SMALL | {"layer_types": ["full_attention"] * 2},
+        vision={"num_hidden_layers": 2},
+        kind="LlavaOnevisionForConditionalGeneration",
+        **LLAVA,
+    ),
+}
+STACKS = TINY | WIDE

@@ -1,0 +1,59 @@
+"""Versions and the GPU of this machine: what a checked kernel depends on."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from zoo import __version__
+
+# Name shown -> distributions of that name.
+PACKAGES = {
+    "megatron-core": ("megatron-core",),
+    "transformers": ("transformers",),
+    "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
+    "flash-linear-attention": ("flash-linear-attention", "fla-core"),
+    "triton": ("triton",),
+}
+
+
+def machine() -> dict[str, str]:
+    """Name to version of what does the work here; "-" for what is not installed."""
+    found = {"zoo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found |= {name: _version(*names) for name, names in PACKAGES.items()}
+    if not torch.cuda.is_available():
+        return found | {"device": f"CPU ({platform.machine()})"}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "-"
+    return found | {
+        "cuda": torch.version.cuda or "-",
+        "driver": _driver(),
+        "cudnn": str(torch.backends.cudnn.version()),
+        "nccl": nccl,
+        "device": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory": f"{properties.total_memory / 2**30:.1f} GiB",
+    }
+
+
+def _version(*names: str) -> str:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "-"
+
+
+def _driver() -> str:
+    """The driver's version as it says itself."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return "-"
+    match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else "-"
