@@ -23,6 +23,7 @@ from zoo.engine.bench_steps import kernels, memory
 from zoo.engine.runlog import environment
 from zoo.engine.startup import Startup
 from zoo.nn.flops import model_cost
+from zoo.nn.tuned import settle
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
@@ -35,6 +36,8 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 
 def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     startup = Startup("imports")
+    if torch.cuda.is_available():
+        settle()  # the delta rule has the same settings on both sides
     setting = Setting(**given["setting"])
     assembly = build.assemble(recipe)
     config = assembly.config
