@@ -115,6 +115,7 @@ class TrainConfig:
     eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # checkpoints kept, newest first
+    keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too
     log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = None  # stop (save, evaluate, export) after this long
 
@@ -199,6 +200,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_error": ("raise", "skip"),
     "data.overlong": ("error", "drop", "truncate_text"),
     "data.labels": ("assistant", "last", "all"),
+    "train.keep_best": ("loss", "exact_match"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),
