@@ -1,4 +1,4 @@
-"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS`; prints what it saw as JSON.
+"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS [SEED]`; prints what it saw as JSON.
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
@@ -66,7 +66,11 @@ def start(config: Path, trace: Path, ranks: int) -> list[int]:
         if child == 0:
             if ranks > 1:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ |= {
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                }
             _be_a_rank(config, trace.with_name(f"{trace.name}{rank}"))
         children.append(child)
     return children
@@ -150,13 +154,13 @@ def finish(config: Path, trace: Path, ranks: int) -> float:
     return time.monotonic() - began
 
 
-def main(folder: Path, ranks: int, kills: int, steps: int) -> dict[str, Any]:
+def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
     for part in ("config", "model", "step", "bridge", "processor"):
         families()["qwen3_vl"].load(part)
-    random.seed(ranks)
+    random.seed(seed)
     whole, killed = folder / "whole", folder / "killed"
     config = recipe_of(folder, whole, ranks, steps)
     seconds = finish(config, folder / "whole_rows", ranks)
@@ -200,7 +204,13 @@ def main(folder: Path, ranks: int, kills: int, steps: int) -> dict[str, Any]:
     dealt = [row for step in range(1, steps + 1) for row in sum(rows[step][:: 2 if ranks == 4 else 1], [])]
     assert len(dealt) == len(set(dealt)), "a row was trained on twice"
     done_again = sum(1 for r in range(1) for _ in trace.with_name(f"{trace.name}{r}").open()) - steps
-    return {**seen, "steps": steps, "rows": len(dealt), "steps done again": done_again, "seconds": round(seconds, 1)}
+    return {
+        **seen,
+        "steps": steps,
+        "rows": len(dealt),
+        "steps done again": done_again,
+        "seconds": round(seconds, 1),
+    }
 
 
 if __name__ == "__main__":
