@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import zoo.engine.loop  # (for the forks)
+import zoo.engine.loop  # noqa: F401  (for the forks)
 from support.commands import text_row, write_rows
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from zoo.config.compose import load_recipe, save_recipe
@@ -201,7 +201,10 @@ def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dic
     assert [[r[k] for k in exact] for r in found] == [[r[k] for k in exact] for r in wanted]
     rows, wanted_rows = rows_of(trace, ranks), rows_of(folder / "whole_rows", ranks)
     assert {s: rows[s] for s in range(1, steps + 1)} == {s: wanted_rows[s] for s in range(1, steps + 1)}
-    dealt = [row for step in range(1, steps + 1) for row in sum(rows[step][:: 2 if ranks == 4 else 1], [])]
+    replicas = slice(
+        None, None, 2 if ranks == 4 else 1
+    )  # of two tensor-parallel ranks, both are given the rows
+    dealt = [row for step in range(1, steps + 1) for mine in rows[step][replicas] for row in mine]
     assert len(dealt) == len(set(dealt)), "a row was trained on twice"
     done_again = sum(1 for r in range(1) for _ in trace.with_name(f"{trace.name}{r}").open()) - steps
     return {

@@ -112,6 +112,8 @@ def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
         link, new = best.with_name(BEST), best.with_name(f".partial-{BEST}")
         with contextlib.suppress(OSError):  # a file system without links; the log tells the best one too
             new.unlink(missing_ok=True)
+            if not link.is_symlink():  # of a run folder that was copied with what links point to
+                files.remove([link])
             new.symlink_to(best.name, target_is_directory=True)
             os.replace(new, link)
     files.remove(old for old in found[: len(found) - keep] if old != best)
