@@ -289,7 +289,6 @@ def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: P
     assert not sprung.exists()
 
 
-
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
     culprit: int, pool: Pool, tmp_path: Path

@@ -18,7 +18,8 @@ class RunConfig:
 
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
     seed: int = 1234  # seeds weights, data order and dropout
-    resume: bool = True  # go on from the newest checkpoint of run.dir when there is one
+    resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
+    deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +146,6 @@ class EngineConfig:
     )
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
-    deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
     delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 

@@ -30,6 +30,7 @@ from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
+from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
@@ -37,9 +38,9 @@ from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
-from zoo.engine.startup import Startup
 from zoo.engine.saving.choose import Chosen, choose
 from zoo.engine.saving.saver import Saved, Saver
+from zoo.engine.startup import Startup
 from zoo.engine.world import World, world
 from zoo.errors import UserError
 
@@ -70,9 +71,11 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
         recipe = validate(recipe, here.size)
         try:
             return Run(recipe, here, stop, startup).run()
-        except RuntimeError:
+        except RuntimeError as error:
             if stop.asked:  # a rank that was stopped too has left a collective
                 raise KeyboardInterrupt from None
+            if (refused := refusal(error)) is not None:
+                raise refused from None
             raise
 
 
