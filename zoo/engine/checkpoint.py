@@ -136,11 +136,21 @@ def load_adapters(adapters: Adapters, checkpoint: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Raises UserError where a file is not what it should be, though its sum is right."""
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint import CheckpointException
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint))
+    from zoo.engine.saving.safe import SafeReader
+
+    SafeReader(str(checkpoint)).read_metadata()  # torch only warns of what it raises
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint))
+    except CheckpointException as error:
+        cause = next((one for one, _ in error.failures.values()), error)
+        why = str(cause).partition("\n")[0]
+        raise UserError(f"{checkpoint} can't be read: {why}; take another checkpoint") from error
     return loaded
 
 

@@ -76,7 +76,7 @@ class SafePlanner(MCoreLoadPlanner):
             self.state_dict[name] = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             why = str(error).splitlines()[0]
-            raise UserError(f"the checkpoint's object {name!r} is refused: {why}; take another one") from None
+            raise UserError(f"its object {name!r} is refused ({why})") from None
 
 
 def reader(checkpoint_dir: str | Path, *_: Any, **__: Any) -> SafeReader:
