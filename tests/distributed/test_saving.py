@@ -267,7 +267,7 @@ TRAPS = {
     "in the index": (trap_in_index, "it names posix.mkdir"),
     "common state": (trap_object("common_state"), "can't be read: its object 'common_state.* is refused"),
     "random state": (trap_object("random"), "can't be read: its object 'random.* is refused"),
-    "tensor": (trap_object("model.embedding.word"), "can't be read: Weights only load failed"),
+    "tensor": (trap_object("decoder.final_layernorm.weight"), "can't be read: Weights only load failed"),
     "common.pt": (trap_common, None),
     "out of the folder": (point_out, "it points out of the folder"),
 }

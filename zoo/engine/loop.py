@@ -334,7 +334,7 @@ class Run:
         names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
-            sums = [float(sum(f[name] for f in figures)) for name in names]
+            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
         everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
         real, total, nll, labels, weight, *further = everything

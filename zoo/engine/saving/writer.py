@@ -158,9 +158,13 @@ def _write_mine(writer: Any, folder: Path) -> tuple[list[Any], dict[str, str]]:
 
 
 def _named(error: Exception, path: str) -> Exception:
-    """An OSError of a write says nothing of the file."""
-    number = getattr(error, "errno", None)
-    return OSError(number, os.strerror(number), path) if number else error
+    """The OSError behind what torch raises when a write fails, and with the file's name, which a write does not know."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.errno):
+        found = found.__cause__ or found.__context__
+    if isinstance(found, OSError) and found.errno:
+        return OSError(found.errno, os.strerror(found.errno), path)
+    return error
 
 
 def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, str]]], order: Order) -> None:
