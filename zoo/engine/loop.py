@@ -224,8 +224,7 @@ class Run:
             seconds = time.monotonic() - started
             self._note_saved(self.saver.wait())
             if self.saved is None or self.saved.name != f"iter_{self.done}":
-                self._save()
-                self._note_saved(self.saver.wait())
+                self._save(wait=True)
             if not self.interrupted:
                 metrics = self._evaluate()
             self.saver.close()
@@ -423,7 +422,8 @@ class Run:
                 return
             yield batch
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = False) -> None:
+        """Save beside the steps that come, or, with `wait`, before anything else."""
         self.log.note("saving ...")
         state = {
             "step": self.done,
@@ -433,6 +433,8 @@ class Run:
             "weights": checkpoint.origin(self.recipe),
         }
         self._note_saved(self.saver.start(self.trainable, state))
+        if wait:
+            self._note_saved(self.saver.wait())
 
     def _note_saved(self, saved: Saved | None) -> None:
         """Tell of a checkpoint that has been published."""
