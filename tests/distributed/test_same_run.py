@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support import rank_tasks
 from support.pool import Pool
 from support.tiny import RECIPES
@@ -59,6 +60,31 @@ def test_the_same_again(overrides: tuple[str, ...], train: Callable[..., Path]) 
     assert weights(first) == weights(second)
 
 
+OVER_LAYOUTS = {  # ranks, and what both runs have; without clipping, whose norm is summed by rank
+    "pp2": (2, ("train.global_batch=4",), ("parallel.pp=2",)),
+    "pp2 vpp2": (2, ("train.global_batch=4",), ("parallel.pp=2", "parallel.vpp=2")),
+    "dp2": (2, ("train.global_batch=2",), ()),  # two addends have one sum; of more, the order would matter
+}
+
+
+@pytest.mark.parametrize("recipe", ["qwen3_omni_sft", "qwen3_vl_sft"])
+@pytest.mark.parametrize("layout", OVER_LAYOUTS)
+def test_over_ranks_where_the_arithmetic_allows(layout: str, recipe: str, train: Callable[..., Path]) -> None:
+    from safetensors.torch import load_file
+
+    ranks, common, parallel = OVER_LAYOUTS[layout]
+    serial = train("serial", 1, "train.clip_grad=0", *common, recipe=recipe)
+    spread = train("spread", ranks, "train.clip_grad=0", *common, *parallel, recipe=recipe)
+    names = ("step", "loss", "lr", "real_tokens", "labels")
+    assert figures(spread, *names) == figures(serial, *names)
+    found, wanted = (
+        {name: tensor for path in (folder / "export").glob("*.safetensors") for name, tensor in load_file(path).items()}
+        for folder in (spread, serial)
+    )  # fmt: skip
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
+
+
 def test_another_seed_is_another_run(train: Callable[..., Path]) -> None:
     first, second = (train(f"seed{seed}", 1, f"run.seed={seed}") for seed in (1, 2))
     assert figures(first, "loss") != figures(second, "loss")
@@ -69,8 +95,6 @@ def test_another_seed_is_another_run(train: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_on_a_gpu(recipe: str, size: str, ranks: int, tmp_path: Path) -> None:
     """In a process of its own each time, and once resumed from the save in the middle."""
-    import torch
-
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     common = [
