@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.saving import files, snapshot
@@ -63,7 +65,7 @@ class Saver:
         state = {**state, "ranks": self._world.size}
         hf = self._folder / f"{PARTIAL}hf"
         order = Order(self._run_dir, state, self._recipe, hf, self._save_files)
-        self._writing = _Writing(copied, order, self._channel, not self._validated, began)
+        self._writing = _Writing(copied, order, self._channel, not self._validated, began, self._world.device)
         self._validated = True
         return former
 
@@ -100,9 +102,15 @@ class _Writing:
     """A thread that writes one checkpoint."""
 
     def __init__(
-        self, copied: snapshot.Snapshot, order: Order, channel: Channel, validate: bool, began: float
+        self,
+        copied: snapshot.Snapshot,
+        order: Order,
+        channel: Channel,
+        validate: bool,
+        began: float,
+        device: torch.device,
     ) -> None:
-        self._order = order
+        self._order, self._device = order, device
         self._began, self._copied = began, time.monotonic()
         self._ended: float | None = None
         self._thread = threading.Thread(
@@ -113,6 +121,8 @@ class _Writing:
 
     def _run(self, copied: snapshot.Snapshot, channel: Channel, validate: bool) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread has the first one
             write(copied, self._order, channel, validate)
         except Exception as error:
             self._error = error
