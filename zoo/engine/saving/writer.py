@@ -171,7 +171,9 @@ def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, s
     """The first rank's work when all files of tensors are there."""
     from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-    folder = order.partial
+    folder, log = order.partial, order.run_dir / "train.jsonl"
+    if log.exists():  # what it tells of the steps so far is not to be younger than the checkpoint
+        files.sync(log)
     prepared.writer.finish(prepared.metadata, [placed for placed, _ in written])
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     files.sync(folder / "metadata.json")
