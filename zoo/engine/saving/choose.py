@@ -54,7 +54,7 @@ def choose(run_dir: Path) -> Chosen:
     Called by all ranks alike. Raises UserError where there are checkpoints, but none that is whole.
     """
     passed_over: dict[str, str] = {}
-    for checkpoint in reversed(checkpoints(run_dir)):
+    for checkpoint in reversed(_listed(run_dir)):
         found = faults(checkpoint)
         if not found:
             if passed_over:
@@ -67,6 +67,14 @@ def choose(run_dir: Path) -> Chosen:
             f"{run_dir}: no checkpoint there is whole ({newest}); put one back, or use another run.dir to start anew"
         )
     return Chosen(None)
+
+
+def _listed(run_dir: Path) -> list[Path]:
+    """A run's checkpoints as the first rank sees them: a shared file system may show others to each."""
+    found = [checkpoints(run_dir)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found)
+    return found[0]
 
 
 def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> None:
