@@ -36,9 +36,7 @@ def weights(run_dir: Path) -> dict[str, bytes]:
 def train(pool: Pool, tmp_path: Path) -> Callable[..., Path]:
     """A run of so many ranks; its folder."""
 
-    def run(
-        name: str, ranks: int, *overrides: str, recipe: str = "qwen3_omni_sft", size: str = "tiny"
-    ) -> Path:
+    def run(name: str, ranks: int, *overrides: str) -> Path:
         folder = tmp_path / name
         pool.run(ranks, rank_tasks.train, [*COMMON, *overrides, f"run.dir={folder}"], timeout=300.0)
         return folder
