@@ -68,7 +68,7 @@ def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
         logged(copied)[-1]["lr"] < logged(copied)[-2]["lr"] < 1e-3
     )  # the schedule is that of the recipe as it is now
     assert summary(copied)["steps"] == STEPS + 2
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["iter_6", "iter_8"]
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["best", "iter_6", "iter_8"]
 
 
 def test_the_saved_config_repeats_the_run_to_the_bit(
