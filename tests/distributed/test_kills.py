@@ -16,8 +16,8 @@ from support import rank_tasks
 @pytest.mark.parametrize(
     ("ranks", "kills", "steps"),
     [
-        (1, 6, 40),
-        (4, 3, 24),
+        (1, 5, 30),
+        (4, 2, 16),
         pytest.param(1, 100, 500, marks=pytest.mark.slow),
         pytest.param(4, 100, 400, marks=pytest.mark.slow),
     ],
