@@ -138,7 +138,7 @@ def load_adapters(adapters: Adapters, checkpoint: Path) -> None:
 def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Raises UserError where a file is not what it should be, though its sum is right."""
     from megatron.core import dist_checkpointing
-    from torch.distributed.checkpoint import CheckpointException
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from zoo.engine.saving.safe import SafeReader
 

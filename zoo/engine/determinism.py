@@ -7,6 +7,7 @@ whose sums have no fixed order are then replaced by others, or refused by torch 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -28,7 +29,8 @@ def install(recipe: Recipe, on_cpu: bool) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(wanted)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing of zoo's reads it
+    settings: Any = torch.utils.deterministic
+    settings.fill_uninitialized_memory = False  # nothing of zoo's reads it
     torch.backends.cudnn.deterministic = wanted
     torch.backends.cudnn.benchmark = False
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from zoo.errors import UserError
 
@@ -89,6 +88,6 @@ def common_state(checkpoint_dir: str | Path) -> dict[str, Any]:
     key = ShardedObject("common_state", None, (1,), (0,)).unique_key
     wanted: dict[str, Any] = {key: io.BytesIO()}
     planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    checkpoint.load(wanted, storage_reader=reader(checkpoint_dir), planner=planner, no_dist=True)
+    load(wanted, storage_reader=reader(checkpoint_dir), planner=planner, no_dist=True)
     state: dict[str, Any] = wanted[key][0]
     return state
