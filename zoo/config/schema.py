@@ -18,7 +18,8 @@ class RunConfig:
 
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
     seed: int = 1234  # seeds weights, data order and dropout
-    resume: bool = True  # go on from the newest checkpoint of run.dir when there is one
+    resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
+    deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ class TrainConfig:
     eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # checkpoints kept, newest first
+    keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too
     log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = None  # stop (save, evaluate, export) after this long
 
@@ -144,7 +146,6 @@ class EngineConfig:
     )
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
-    deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
     delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
@@ -199,6 +200,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_error": ("raise", "skip"),
     "data.overlong": ("error", "drop", "truncate_text"),
     "data.labels": ("assistant", "last", "all"),
+    "train.keep_best": ("loss", "exact_match"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),

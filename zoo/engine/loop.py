@@ -30,6 +30,7 @@ from zoo.data.workers import decoder_for
 from zoo.engine import build, checkpoint, export, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
+from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
@@ -37,6 +38,8 @@ from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
+from zoo.engine.saving.choose import Chosen, choose
+from zoo.engine.saving.saver import Saved, Saver
 from zoo.engine.startup import Startup
 from zoo.engine.world import World, world
 from zoo.errors import UserError
@@ -68,9 +71,11 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
         recipe = validate(recipe, here.size)
         try:
             return Run(recipe, here, stop, startup).run()
-        except RuntimeError:
+        except RuntimeError as error:
             if stop.asked:  # a rank that was stopped too has left a collective
                 raise KeyboardInterrupt from None
+            if (refused := refusal(error)) is not None:
+                raise refused from None
             raise
 
 
@@ -104,7 +109,8 @@ class Run:
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe)
         self.description = checkpoint.describe(recipe, self.assembly.config.hf)
-        self.resume_from = self._find_checkpoint()
+        self.chosen = self._choose_checkpoint()
+        self.resume_from = self.chosen.folder
         self.state = checkpoint.read_state(self.resume_from, self.description) if self.resume_from else None
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
@@ -116,14 +122,14 @@ class Run:
         self.interrupted = False
         self.startup.mark("data")
 
-    def _find_checkpoint(self) -> Path | None:
+    def _choose_checkpoint(self) -> Chosen:
         found = checkpoints(self.folder)
         if found and not self.recipe.run.resume:
             raise UserError(
                 f"run.resume=false: {self.folder} holds {found[-1].name} of an earlier run; "
                 "give another run.dir, or move that folder away"
             )
-        return found[-1] if found else None
+        return choose(self.folder)
 
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
@@ -188,8 +194,9 @@ class Run:
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
+        self.saver = Saver(recipe, world, self.assembly.save_files)
         if self.resume_from is not None and self.state is not None:
-            checkpoint.load(self.trainable, self.resume_from, world)
+            checkpoint.load(self.trainable, self.resume_from, world, self.state["ranks"])
             self.loader.load_state_dict(self.state["data"])
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
@@ -209,16 +216,18 @@ class Run:
         if self._is_complete():
             return self._leave_as_it_is()
         self._build()
-        with self.stop.deferred():
+        with self.stop.deferred(), self.saver:
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self._say_start()
             started = time.monotonic()
             metrics = self._steps(started)
             seconds = time.monotonic() - started
+            self._note_saved(self.saver.wait())
             if self.saved is None or self.saved.name != f"iter_{self.done}":
-                self._save()
+                self._save(wait=True)
             if not self.interrupted:
                 metrics = self._evaluate()
+            self.saver.close()
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._ends():
             together = self._export_or_stop()
@@ -249,17 +258,20 @@ class Run:
         metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
             self._train_step()
+            self._note_saved(self.saver.poll())
             out_of_time = (
                 train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
             )
             if self._ends(out_of_time):
                 break
-            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
-                self._save()
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
-                metrics = self._evaluate()
+                metrics = (
+                    self._evaluate()
+                )  # before the save, so that a run that goes on from there has had it
                 if self.interrupted:
                     break
+            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
+                self._save()
         return metrics
 
     def _ends(self, out_of_time: bool = False) -> bool:
@@ -321,7 +333,7 @@ class Run:
         names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
-            sums = [float(sum(f[name] for f in figures)) for name in names]
+            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
         everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
         real, total, nll, labels, weight, *further = everything
@@ -410,7 +422,8 @@ class Run:
                 return
             yield batch
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = False) -> None:
+        """Save beside the steps that come, or, with `wait`, before anything else."""
         self.log.note("saving ...")
         state = {
             "step": self.done,
@@ -419,10 +432,16 @@ class Run:
             "model": self.description,
             "weights": checkpoint.origin(self.recipe),
         }
-        folder = self.folder / "checkpoints"
-        keep, beside = self.recipe.train.keep, self.assembly.save_files
-        self.saved = checkpoint.save(self.trainable, folder, state, self.world, keep, beside)
-        self.log.event("save", self.done, path=str(self.saved))
+        self._note_saved(self.saver.start(self.trainable, state))
+        if wait:
+            self._note_saved(self.saver.wait())
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        """Tell of a checkpoint that has been published."""
+        if saved is not None:
+            self.saved = saved.folder
+            waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
+            self.log.event("save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote)
 
     def _export_or_stop(self) -> bool:
         """Export, which an interrupt ends at once and on each rank by itself; whether it was left to end."""
@@ -455,6 +474,8 @@ class Run:
         self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+        for name, why in self.chosen.passed_over.items():
+            self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
         train, evals = (
             ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
             for specs in (recipe.data.train, recipe.data.eval)
