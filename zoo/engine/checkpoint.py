@@ -22,9 +22,9 @@ from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, locate, 
 from zoo.config.schema import Recipe
 from zoo.engine import compat
 from zoo.engine.lora import Adapters, settings_of
-from zoo.engine.runlog import write_atomically
 from zoo.engine.world import World
 from zoo.errors import UserError
+from zoo.files import write_atomically
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,15 @@ def plot_losses(folder: Path) -> Path | None:
 
 
 def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
-    x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
+    good = [r for r in steps if "skipped" not in r]
+    x, y = [r["step"] for r in good], [r["loss"] for r in good]
     axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
     axis.plot(x, _smooth(y), color="tab:blue", linewidth=2, label="training, smoothed")
+    if len(good) < len(steps):
+        axis.plot(
+            [r["step"] for r in steps if "skipped" in r], [0] * (len(steps) - len(good)), "x", color="tab:red",
+            label="not applied", clip_on=False,
+        )  # fmt: skip
     if evals:
         axis.plot(
             [r["step"] for r in evals], [r["loss"] for r in evals], "o-", color="tab:orange", label="held out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def losses_by_step(run_dir: str | Path) -> dict[int, float]:
-    """Step -> training loss from `train.jsonl`; of a step that was done again after a resume, the later line counts."""
+    """Step -> training loss from `train.jsonl`, nan where it was not finite; of a step that was done again, the later line."""
     log = Path(run_dir) / "train.jsonl"
     by_step: dict[int, float] = {}
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
@@ -59,5 +60,5 @@ def losses_by_step(run_dir: str | Path) -> dict[int, float]:
         except ValueError:  # a line that a killed run left half-written
             continue
         if "event" not in record:
-            by_step[record["step"]] = record["loss"]
+            by_step[record["step"]] = math.nan if record["loss"] is None else record["loss"]
     return dict(sorted(by_step.items()))
