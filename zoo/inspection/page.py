@@ -59,7 +59,7 @@ def _row(number: int, row: PackedRow) -> str:
     samples = "".join(_sample(index, segment) for index, segment in enumerate(row.segments, start=1))
     return (
         f'<h2>Row {number} <span class="quiet">{row.width} tokens, {len(row.segments)} samples, '
-        f"{row.padding / row.width:.1%} padding</span></h2>"
+        f"{row.padding / row.width:.1%} padding{escape(f'; {row.note}' if row.note else '')}</span></h2>"
         f'<div class="row">{strips}</div>{_curves(row)}{samples}'
     )
 

@@ -136,6 +136,7 @@ def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
         color=QUIET,
         fontsize=8,
     )
+    axis.text(-0.008 * width, y - 0.25, row.note, ha="right", va="center", color=TIME, fontsize=7.5)
     axis.text(-0.008 * width, floor - CURVE / 2, "positions", ha="right", va="center", color=TIME, fontsize=8)
 
 
