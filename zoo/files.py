@@ -5,20 +5,32 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or none; nothing is left of one that could not be written."""
-    partial = path.with_name(path.name + ".partial")
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place when all went well; else nothing is left of it."""
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or none; OSError, which names the file, where the disk does not take it."""
+    try:
+        with replaced(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class Lines:
