@@ -11,7 +11,18 @@ import os
 from pathlib import Path
 
 # What the system says of a file system that is gone, by its name in `errno`: not every system has all of them.
-LOST = ("EIO", "ESTALE", "ENOTCONN", "ETIMEDOUT", "EHOSTDOWN", "EHOSTUNREACH", "EREMOTEIO", "ENODEV", "ENXIO", "ESHUTDOWN")
+LOST = (
+    "EIO",
+    "ESTALE",
+    "ENOTCONN",
+    "ETIMEDOUT",
+    "EHOSTDOWN",
+    "EHOSTUNREACH",
+    "EREMOTEIO",
+    "ENODEV",
+    "ENXIO",
+    "ESHUTDOWN",
+)
 
 
 class UserError(ValueError):
@@ -36,7 +47,9 @@ def file_error(error: OSError, place: str | Path | None = None, mend: str = "") 
     if code in ("ENOSPC", "EDQUOT", "EFBIG"):
         return UserError(f"{name}: can't be written: {_no_space(code, Path(os.fsdecode(name)))}{mend}")
     if code == "EROFS":
-        return UserError(f"{name}: can't be written: its file system is read-only; give a place that can be written to")
+        return UserError(
+            f"{name}: can't be written: its file system is read-only; give a place that can be written to"
+        )
     if code in LOST:
         return UserError(
             f"{name}: its file system does not answer ({error.strerror}): the disk or its server is lost; what was "
@@ -69,7 +82,11 @@ def disk(path: Path) -> tuple[int, int, bool] | None:
             continue
         except OSError:
             return None
-        return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, found.f_favail > 0 or not found.f_files
+        return (
+            found.f_bavail * found.f_frsize,
+            found.f_blocks * found.f_frsize,
+            found.f_favail > 0 or not found.f_files,
+        )
     return None
 
 

@@ -90,7 +90,9 @@ def offence(module: str, imported: str) -> str | None:
         return "another family" if own else "a family"
     if target == room or room not in ROOMS:
         return None
-    allowed = set(ROOMS[room].split()) | (OPEN_TO_ALL if room not in ("packing", "errors", "files") else set())
+    allowed = set(ROOMS[room].split()) | (
+        OPEN_TO_ALL if room not in ("packing", "errors", "files") else set()
+    )
     return None if target in allowed or not target else f"zoo.{target}"
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge.safetensors_io import DTYPES, INDEX_NAME, SINGLE_NAME
-from zoo.errors import file_error
+from zoo.errors import UserError, file_error
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use

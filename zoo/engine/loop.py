@@ -36,6 +36,7 @@ from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
+from zoo.engine.resources import explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.startup import Startup
@@ -49,7 +50,7 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with interrupts() as stop:
+    with interrupts() as stop, explained(recipe):
         _refuse_misfit(recipe)
         check_kernels(recipe)
         return _train(recipe, stop)

@@ -6,19 +6,21 @@ ranks are started (zoo.engine.settle), and the first rank refuses what cannot fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.config.devices import gpu_count, gpu_memory, host_memory
+from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.locate import is_hub_id, read_arch
+from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
 from zoo.planner.layouts import settle, spare
-from zoo.planner.memory import Model
+from zoo.planner.memory import Memory, Model
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
@@ -89,6 +91,58 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
         raise ConfigError(_misfit(found, gpu_count() > 0))
 
 
+def shortage(recipe: Recipe, ranks: int) -> str:
+    """Of a validated recipe that has run out of memory: what a rank was estimated to need, and what needs less.
+
+    Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
+    architecture is not known.
+    """
+    planned = _as_planned(recipe)
+    if planned is None:
+        return ""
+    model, fused = model_of(planned), gpu_count() > 0 and recipe.engine.precision == "bf16"
+
+    def needs(one: Recipe) -> Memory:
+        row = typical_row(one, model.cost)
+        return make_plan(model, one, ranks, row, fused=fused, limit=None).worst
+
+    now = needs(planned)
+    found = {text: needs(other).total for text, other in _leaner(planned)}
+    better = sorted((need, text) for text, need in found.items() if need < 0.9 * now.total)
+    parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
+    settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
+    more = "more GPUs with parallel.tp, pp, cp or ep" if gpu_count() else "GPUs, or a smaller size="
+    return (
+        f"a rank was estimated to need {size(now.total)} ({parts}); {settings or 'most of it is the model itself'}; "
+        f"else take {more} (`zoo plan` shows what each needs)"
+    )
+
+
+def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that take less memory for the same model on the same ranks."""
+    levels = ("none", "selective", "full")
+    for level in levels[levels.index(recipe.engine.recompute) + 1 :]:
+        yield f"engine.recompute={level}", replace(recipe, engine=replace(recipe.engine, recompute=level))
+    packing, train = recipe.packing, recipe.train
+    if packing.mode == "thd":
+        half = packing.budget // 2
+        pad_to = None if packing.pad_to is None else packing.pad_to // 2
+        yield f"packing.budget={half}", replace(recipe, packing=replace(packing, budget=half, pad_to=pad_to))
+    elif train.micro_batch > 1:
+        half = train.micro_batch // 2
+        yield f"train.micro_batch={half}", replace(recipe, train=replace(train, micro_batch=half))
+
+
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """About how large a checkpoint of a recipe is: weights, and AdamW's state of those that are trained."""
+    planned = _as_planned(recipe)
+    if planned is None:
+        return None
+    census, half = model_of(planned).census, recipe.engine.precision == "bf16"
+    kept = census.trained if recipe.lora.rank else sum(census.by_part().values())
+    return kept * (2 if half else 4) + census.trained * (12 if half else 8)
+
+
 def _least_row(recipe: Recipe) -> Row:
     """A row that no row of a run is much smaller than: text, a tenth of it labelled."""
     tokens = recipe.packing.budget // 2
@@ -118,8 +172,8 @@ def _limit_here(local_ranks: int) -> float | None:
     """Bytes that a rank may fill on this machine; None where they are not known."""
     if gpu_count():
         return spare(gpu_memory())
-    memory = host_memory()
-    return memory * 0.95 / local_ranks if memory else None
+    memory = host_memory(local_ranks)
+    return memory * 0.95 if memory else None
 
 
 def settle_here(recipe: Recipe, ranks: int) -> Recipe:

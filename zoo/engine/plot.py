@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zoo.files import replaced
+
 
 def plot_losses(folder: Path) -> Path | None:
     """Draw `folder`/plots/loss.png from its train.jsonl; returns the file, or None where no step was logged."""
@@ -28,7 +30,8 @@ def plot_losses(folder: Path) -> Path | None:
     figure.suptitle(folder.resolve().name)
     path = folder / "plots" / "loss.png"
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as partial:
+        figure.savefig(partial, dpi=120)
     pyplot.close(figure)
     return path
 

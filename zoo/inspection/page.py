@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from zoo.files import write_atomically
 from zoo.inspection.lengths import Lengths
 from zoo.inspection.picture import COLOURS, NAMES, SPACE, TIME
 from zoo.inspection.rows import KINDS, MEDIA, PackedRow, Segment, Span
@@ -43,7 +44,7 @@ def write_page(rows: Sequence[PackedRow], lengths: Lengths, title: str, picture:
     ]
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{page}<body>{''.join(body)}</body></html>\n", encoding="utf-8")
+    write_atomically(path, f"{page}<body>{''.join(body)}</body></html>\n")
     return path
 
 

@@ -1,0 +1,87 @@
+"""How much memory of the host a process may have, and who says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A bound on memory, in bytes."""
+
+    total: int
+    left: int  # what may still be taken
+    name: str  # in words
+    own: bool = False  # of each process by itself; else all on this machine (or in the container) share it
+
+
+def limits() -> list[Limit]:
+    """All bounds there are, the tightest first; none where the system tells of none."""
+    found = [*_machine(), *_cgroup(), *_address_space()]
+    return sorted(found, key=lambda limit: limit.left)
+
+
+def host_memory(ranks: int = 1) -> int:
+    """Bytes that each of so many processes may still take; 0 where the system does not say."""
+    return min((limit.left // (1 if limit.own else ranks) for limit in limits()), default=0)
+
+
+def _machine() -> Iterator[Limit]:
+    text = _read(PROC / "meminfo")
+    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    if "MemTotal" in sizes and "MemAvailable" in sizes:
+        yield Limit(sizes["MemTotal"], sizes["MemAvailable"], "this machine's memory")
+
+
+def _cgroup() -> Iterator[Limit]:
+    """Of the groups that the process is in: a container's limit, or a job's."""
+    for line in _read(PROC / "self" / "cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS / "memory" if controllers else CGROUPS
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            if controllers
+            else ("memory.max", "memory.current")
+        )
+        folder = root / path.lstrip("/")
+        for group in (folder, *folder.parents):
+            most, used = (_read(group / name).strip() for name in names)
+            if most.isdecimal() and used.isdecimal() and int(most) < 1 << 60:
+                left = max(int(most) - int(used) + _file_cache(group), 0)
+                yield Limit(
+                    int(most), left, "the memory limit of its control group (of a container or a job)"
+                )
+            if group == root:
+                break
+
+
+def _file_cache(group: Path) -> int:
+    """Bytes that count as used and are given back when they are needed."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)", _read(group / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _address_space() -> Iterator[Limit]:
+    try:
+        import resource
+    except ImportError:  # not on Unix
+        return
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _read(PROC / "self" / "statm").split()
+    if most != resource.RLIM_INFINITY and pages:
+        used = int(pages[0]) * resource.getpagesize()
+        yield Limit(most, max(most - used, 0), "the limit of a process's address space (ulimit -v)", own=True)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

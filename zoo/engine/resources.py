@@ -1,0 +1,140 @@
+"""What a run says when the machine has no more to give: disk, memory of a GPU, memory of the host.
+
+Each becomes one sentence with the numbers and the settings that would mend it, whatever library has met the end first
+and however it has put it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from zoo.config.memory import limits
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.planning import checkpoint_bytes, shortage
+from zoo.errors import UserError, disk, file_error, size
+
+# An OSError without a file's name is one of the run folder's if it is one of these.
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
+_WRITER = re.compile(
+    r"inline_container|PytorchStreamWriter|Worker failure"
+)  # torch's own words for a failed write
+_HOST = re.compile(r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread")
+
+
+@contextmanager
+def explained(recipe: Recipe) -> Iterator[None]:
+    """Raise what runs out inside as a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        mistake = explain(error, recipe)
+        if mistake is None:
+            raise
+        raise mistake from error
+
+
+def explain(error: BaseException, recipe: Recipe) -> UserError | None:
+    """An error as what has run out; None where nothing has."""
+    run_dir = Path(recipe.run.dir or ".")
+    for cause in _causes(error):
+        text = str(cause)
+        if isinstance(cause, torch.OutOfMemoryError):
+            return _gpu(error, text, recipe)
+        if (
+            isinstance(cause, MemoryError)
+            or getattr(cause, "errno", None) == errno.ENOMEM
+            or _HOST.search(text)
+        ):
+            return _host(error, text, recipe)
+        if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
+            return file_error(cause, run_dir, _room(recipe))
+        if isinstance(cause, RuntimeError) and _WRITER.search(text):
+            return _unwritten(run_dir, recipe)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and what it carries of other threads."""
+    yield error
+    failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: (exception, stack) by rank
+    for failure in failures.values() if isinstance(failures, dict) else ():
+        yield from _causes(failure[0])
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _causes(one)
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+
+
+def _gpu(error: BaseException, text: str, recipe: Recipe) -> UserError:
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
+    whole = re.search(r"total capacity of ([\d.]+ \w+)", text)
+    facts = [f"{asked[1]} more were asked for"] if asked else []
+    facts += [f"it has {whole[1]}"] if whole else []
+    told = f" ({', '.join(facts)})" if facts else ""
+    return UserError(f"the GPU's memory is full{told}: {_shortage(error, recipe)}")
+
+
+def _host(error: BaseException, text: str, recipe: Recipe) -> UserError:
+    asked = re.search(r"tried to allocate (\d+) bytes", text)
+    more = f" ({size(int(asked[1]))} more were asked for)" if asked else ""
+    bounds = limits()
+    where = f"; {bounds[0].name} is {size(bounds[0].total)}" if bounds else ""
+    return UserError(
+        f"the host's memory is used up{more}{where}: {_shortage(error, recipe)}; besides, data.cache_mb="
+        f"{recipe.data.cache_mb} MiB a rank may go to processed samples"
+    )
+
+
+def _shortage(error: BaseException, recipe: Recipe) -> str:
+    traceback.clear_frames(
+        error.__traceback__
+    )  # what was built is let go of, so that there is memory to plan with
+    try:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return shortage(validate(recipe, ranks), ranks)
+    except (MemoryError, RuntimeError, OSError):
+        return "set packing.budget lower, or engine.recompute=full, or take more GPUs with parallel.tp, pp, cp or ep"
+
+
+def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
+    """A file of tensors was cut short, and nobody has kept what the system said."""
+    try:
+        with (run_dir / ".probe").open("wb") as file:
+            file.write(bytes(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        found = file_error(error, run_dir, _room(recipe))
+        assert found is not None
+        return found
+    finally:
+        (run_dir / ".probe").unlink(missing_ok=True)
+    found_disk = disk(run_dir)
+    free = f" ({size(found_disk[0])} of {size(found_disk[1])} are free now)" if found_disk else ""
+    return UserError(
+        f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_room(recipe)}"
+    )
+
+
+def _room(recipe: Recipe) -> str:
+    """What a run needs room for."""
+    one = checkpoint_bytes(recipe)
+    if one is None:
+        return ""
+    keep = recipe.train.keep
+    return (
+        f", or set train.keep lower: a checkpoint takes about {size(one)}, and {keep + 1} are there while one is "
+        f"written (train.keep={keep})"
+    )
