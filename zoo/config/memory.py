@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_WORDS = re.compile(r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread")
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -26,9 +28,19 @@ def limits() -> list[Limit]:
     return sorted(found, key=lambda limit: limit.left)
 
 
-def host_memory(ranks: int = 1) -> int:
-    """Bytes that each of so many processes may still take; 0 where the system does not say."""
-    return min((limit.left // (1 if limit.own else ranks) for limit in limits()), default=0)
+def host_memory(ranks: int = 1, process: int = 0) -> int:
+    """Bytes that each of so many processes may still take; 0 where the system does not say.
+
+    `process`: address space that a process takes for other things than its data.
+    """
+    return min((limit.left - process if limit.own else limit.left // ranks for limit in limits()), default=0)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that the host's memory is used up: Python's, NumPy's, torch's or the system's."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
 
 
 def _machine() -> Iterator[Limit]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.locate import is_hub_id, read_arch
-from zoo.config.memory import host_memory
+from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError, size
@@ -24,6 +24,8 @@ from zoo.planner.memory import Memory, Model
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
+
+PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
 
 
 def model_of(recipe: Recipe) -> Model:
@@ -81,6 +83,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
     keeps. Nothing is said where the memory is not known.
     """
+    _refuse_small_process()
     limit, planned = _limit_here(local_ranks), as_planned(recipe)
     if limit is None or planned is None:
         return
@@ -97,7 +100,7 @@ def shortage(recipe: Recipe, ranks: int) -> str:
     Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
     architecture is not known.
     """
-    planned = _as_planned(recipe)
+    planned = as_planned(recipe)
     if planned is None:
         return ""
     model, fused = model_of(planned), gpu_count() > 0 and recipe.engine.precision == "bf16"
@@ -135,7 +138,7 @@ def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
     """About how large a checkpoint of a recipe is: weights, and AdamW's state of those that are trained."""
-    planned = _as_planned(recipe)
+    planned = as_planned(recipe)
     if planned is None:
         return None
     census, half = model_of(planned).census, recipe.engine.precision == "bf16"
@@ -172,8 +175,18 @@ def _limit_here(local_ranks: int) -> float | None:
     """Bytes that a rank may fill on this machine; None where they are not known."""
     if gpu_count():
         return spare(gpu_memory())
-    memory = host_memory(local_ranks)
+    memory = host_memory(local_ranks, PROCESS)
     return memory * 0.95 if memory else None
+
+
+def _refuse_small_process() -> None:
+    """Process groups that get no address space for their threads hang, or end the process: said before there are any."""
+    for limit in limits():
+        if limit.own and limit.left < PROCESS:
+            raise ConfigError(
+                f"{limit.name} is {size(limit.total)} and {size(limit.left)} of it are left; a rank takes "
+                f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
+            )
 
 
 def settle_here(recipe: Recipe, ranks: int) -> Recipe:

@@ -27,7 +27,6 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, err
 _WRITER = re.compile(
     r"inline_container|PytorchStreamWriter|Worker failure"
 )  # torch's own words for a failed write
-_HOST = re.compile(r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread")
 
 
 @contextmanager
