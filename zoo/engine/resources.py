@@ -50,11 +50,7 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
         text = str(cause)
         if isinstance(cause, torch.OutOfMemoryError):
             return _gpu(error, text, recipe)
-        if (
-            isinstance(cause, MemoryError)
-            or getattr(cause, "errno", None) == errno.ENOMEM
-            or _HOST.search(text)
-        ):
+        if ran_out(cause):
             return _host(error, text, recipe)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
             return file_error(cause, run_dir, _room(recipe))
