@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from zoo.config.memory import limits
+from zoo.config.memory import limits, ran_out
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.planning import checkpoint_bytes, shortage
