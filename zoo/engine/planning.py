@@ -94,7 +94,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
         raise ConfigError(_misfit(found, gpu_count() > 0))
 
 
-def shortage(recipe: Recipe, ranks: int) -> str:
+def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
     """Of a validated recipe that has run out of memory: what a rank was estimated to need, and what needs less.
 
     Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
@@ -103,7 +103,7 @@ def shortage(recipe: Recipe, ranks: int) -> str:
     planned = as_planned(recipe)
     if planned is None:
         return ""
-    model, fused = model_of(planned), gpu_count() > 0 and recipe.engine.precision == "bf16"
+    model, fused = model_of(planned), on_gpu and recipe.engine.precision == "bf16"
 
     def needs(one: Recipe) -> Memory:
         row = typical_row(one, model.cost)
@@ -114,7 +114,7 @@ def shortage(recipe: Recipe, ranks: int) -> str:
     better = sorted((need, text) for text, need in found.items() if need < 0.9 * now.total)
     parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
     settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
-    more = "more GPUs with parallel.tp, pp, cp or ep" if gpu_count() else "GPUs, or a smaller size="
+    more = "more GPUs with parallel.tp, pp, cp or ep" if on_gpu else "GPUs, or a smaller size="
     return (
         f"a rank was estimated to need {size(now.total)} ({parts}); {settings or 'most of it is the model itself'}; "
         f"else take {more} (`zoo plan` shows what each needs)"

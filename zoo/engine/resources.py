@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import re
-import traceback
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +26,8 @@ from zoo.errors import UserError, disk, file_error, size
 
 # An OSError without a file's name is one of the run folder's if it is one of these.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
+PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
 _WRITER = re.compile(
     r"inline_container|PytorchStreamWriter|Worker failure"
 )  # torch's own words for a failed write
@@ -49,9 +53,9 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
     for cause in _causes(error):
         text = str(cause)
         if isinstance(cause, torch.OutOfMemoryError):
-            return _gpu(error, text, recipe)
+            return _gpu(text, recipe)
         if ran_out(cause):
-            return _host(error, text, recipe)
+            return _host(text, recipe)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
             return file_error(cause, run_dir, _room(recipe))
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
@@ -72,34 +76,43 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield from _causes(error.__cause__)
 
 
-def _gpu(error: BaseException, text: str, recipe: Recipe) -> UserError:
+def _gpu(text: str, recipe: Recipe) -> UserError:
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
     whole = re.search(r"total capacity of ([\d.]+ \w+)", text)
     facts = [f"{asked[1]} more were asked for"] if asked else []
     facts += [f"it has {whole[1]}"] if whole else []
     told = f" ({', '.join(facts)})" if facts else ""
-    return UserError(f"the GPU's memory is full{told}: {_shortage(error, recipe)}")
+    return UserError(f"the GPU's memory is full{told}: {_shortage(recipe, on_gpu=True)}")
 
 
-def _host(error: BaseException, text: str, recipe: Recipe) -> UserError:
+def _host(text: str, recipe: Recipe) -> UserError:
     asked = re.search(r"tried to allocate (\d+) bytes", text)
     more = f" ({size(int(asked[1]))} more were asked for)" if asked else ""
     bounds = limits()
     where = f"; {bounds[0].name} is {size(bounds[0].total)}" if bounds else ""
     return UserError(
-        f"the host's memory is used up{more}{where}: {_shortage(error, recipe)}; besides, data.cache_mb="
+        f"the host's memory is used up{more}{where}: {_shortage(recipe, on_gpu=False)}; besides, data.cache_mb="
         f"{recipe.data.cache_mb} MiB a rank may go to processed samples"
     )
 
 
-def _shortage(error: BaseException, recipe: Recipe) -> str:
-    traceback.clear_frames(
-        error.__traceback__
-    )  # what was built is let go of, so that there is memory to plan with
+def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
+    """The planner's figures, by a process of its own: this one has no memory to plan with."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    command = [sys.executable, "-m", "zoo.engine.resources", ranks, str(int(on_gpu))]
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    env["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        return shortage(validate(recipe, ranks), ranks)
-    except (MemoryError, RuntimeError, OSError):
+        done = subprocess.run(
+            command,
+            env=env,
+            input=pickle.dumps(recipe),
+            capture_output=True,
+            timeout=PLAN_SECONDS,
+            check=True,
+        )
+        return done.stdout.decode().strip().splitlines()[-1]
+    except (OSError, MemoryError, subprocess.SubprocessError, IndexError):
         return "set packing.budget lower, or engine.recompute=full, or take more GPUs with parallel.tp, pp, cp or ep"
 
 
@@ -133,3 +146,8 @@ def _room(recipe: Recipe) -> str:
         f", or set train.keep lower: a checkpoint takes about {size(one)}, and {keep + 1} are there while one is "
         f"written (train.keep={keep})"
     )
+
+
+if __name__ == "__main__":  # see `_shortage`
+    given = validate(pickle.loads(sys.stdin.buffer.read()), int(sys.argv[1]))
+    print(shortage(given, int(sys.argv[1]), on_gpu=sys.argv[2] == "1"))
