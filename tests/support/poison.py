@@ -67,3 +67,22 @@ def train_poisoned(
         patch.setattr(loop.Run, "_forward_backward", poisoned)
         patch.setattr(loop.Run, "_train_step", watched)
         return {**train(rank, size, overrides), "states": states}
+
+
+def train_out_of_memory(rank: int, size: int, overrides: Sequence[str], culprit: int) -> dict[str, Any]:
+    """`train`, where a rank's GPU has no memory left for the second step's forward pass, in torch's own words."""
+    from zoo.engine import loop
+
+    forward_backward = loop.Run._forward_backward
+
+    def failing(run: Any, batches: Any, scale: Any) -> Any:
+        if run.done == 1 and rank == culprit:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.80 GiB of which "
+                "1.02 GiB is free."
+            )
+        return forward_backward(run, batches, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_forward_backward", failing)
+        return train(rank, size, overrides)
