@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zoo.errors import size
+
 _WORDS = re.compile(r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread")
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
@@ -36,6 +38,24 @@ def host_memory(ranks: int = 1, process: int = 0) -> int:
     return min((limit.left - process if limit.own else limit.left // ranks for limit in limits()), default=0)
 
 
+def kernel_kills() -> int:
+    """How many processes of this machine (or container) the kernel has ended for want of memory, since it started."""
+    found = [_read(PROC / "vmstat"), *(_read(group / "memory.events") for group, _ in _groups())]
+    return sum(int(count) for text in found for count in re.findall(r"^oom_kill (\d+)", text, re.MULTILINE))
+
+
+def killed_for_memory(before: int) -> str:
+    """Why a process was ended by SIGKILL, in words that follow that; `before`: `kernel_kills` when it was started."""
+    if kernel_kills() == before:
+        return " (not by the kernel for want of memory)"
+    bounds = [limit for limit in limits() if not limit.own]
+    bound = f": {bounds[0].name} is {size(bounds[0].total)}" if bounds else ""
+    return (
+        f" of the kernel, for want of memory{bound}; set data.cache_mb or data.workers lower, packing.budget lower, or "
+        f"engine.recompute=full"
+    )
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that the host's memory is used up: Python's, NumPy's, torch's or the system's."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -52,24 +72,24 @@ def _machine() -> Iterator[Limit]:
 
 def _cgroup() -> Iterator[Limit]:
     """Of the groups that the process is in: a container's limit, or a job's."""
+    for group, names in _groups():
+        most, used = (_read(group / name).strip() for name in names)
+        if most.isdecimal() and used.isdecimal() and int(most) < 1 << 60:
+            left = max(int(most) - int(used) + _file_cache(group), 0)
+            yield Limit(int(most), left, "the memory limit of its control group (of a container or a job)")
+
+
+def _groups() -> Iterator[tuple[Path, tuple[str, str]]]:
+    """Folders of the groups that may bound memory, innermost first, with the names of the bound and of what is used."""
     for line in _read(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = CGROUPS / "memory" if controllers else CGROUPS
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
+        older = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
-            most, used = (_read(group / name).strip() for name in names)
-            if most.isdecimal() and used.isdecimal() and int(most) < 1 << 60:
-                left = max(int(most) - int(used) + _file_cache(group), 0)
-                yield Limit(
-                    int(most), left, "the memory limit of its control group (of a container or a job)"
-                )
+            yield group, older if controllers else ("memory.max", "memory.current")
             if group == root:
                 break
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zoo.config import memory
-from zoo.config.memory import host_memory, limits, ran_out
+from zoo.config.memory import host_memory, kernel_kills, killed_for_memory, limits, ran_out
 
 GIB = 2**30
 
@@ -78,3 +78,17 @@ def test_what_says_that_memory_is_used_up() -> None:
         and ran_out(RuntimeError(torch))
     )
     assert not ran_out(RuntimeError("shape")) and not ran_out(OSError(28, "No space left on device"))
+
+
+def test_kills_of_the_kernel_are_told_from_others(system: Path) -> None:
+    write(system / "proc" / "self" / "cgroup", "0::/job\n")
+    write(system / "proc" / "vmstat", "pgfree 7\noom_kill 2\n")
+    group = system / "cgroup" / "job"
+    for name, text in (("max", f"{8 * GIB}\n"), ("current", "0\n"), ("events", "low 0\noom 0\noom_kill 0\n")):
+        write(group / f"memory.{name}", text)
+    before = kernel_kills()
+    assert before == 2 and killed_for_memory(before) == " (not by the kernel for want of memory)"
+    write(group / "memory.events", "low 0\noom 1\noom_kill 1\n")
+    said = killed_for_memory(before)
+    assert said.startswith(" of the kernel, for want of memory: the memory limit of its control group ")
+    assert " is 8.6 GB; set data.cache_mb " in said
