@@ -13,24 +13,26 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which takes its place when all went well; else nothing is left of it."""
+    """A file beside `path` to write to, which takes its place when all went well; else nothing is left of it.
+
+    An OSError names `path`.
+    """
     partial = path.with_name(f".{path.stem}.partial{path.suffix}")
     try:
         yield partial
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
         raise
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or none; OSError, which names the file, where the disk does not take it."""
-    try:
-        with replaced(path) as partial:
-            partial.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    """Write a whole file or none."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 class Lines:

@@ -12,6 +12,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,10 +58,17 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
         if ran_out(cause):
             return _host(text, recipe)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
-            return file_error(cause, run_dir, _room(recipe))
+            return file_error(cause, _full(run_dir), _room(recipe))
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
     return None
+
+
+def _full(run_dir: Path) -> Path:
+    """Where a write may have failed that names no file: the run folder, unless another disk alone has no space."""
+    places = (run_dir, Path(tempfile.gettempdir()), Path.cwd())  # the last: where output may be sent to
+    found = [(place, disk(place)) for place in places]
+    return next((place for place, space in found if space is None or space[0] < 2**24), run_dir)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
