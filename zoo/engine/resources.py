@@ -6,6 +6,7 @@ and however it has put it.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -29,9 +30,8 @@ from zoo.errors import UserError, disk, file_error, size
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
 PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
-_WRITER = re.compile(
-    r"inline_container|PytorchStreamWriter|Worker failure"
-)  # torch's own words for a failed write
+# torch's own words for a failed write
+_WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 
 
 @contextmanager
@@ -58,7 +58,8 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
         if ran_out(cause):
             return _host(text, recipe)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
-            return file_error(cause, _full(run_dir), _room(recipe))
+            mend = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            return file_error(cause, _full(run_dir), mend)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
     return None
@@ -136,7 +137,8 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
         assert found is not None
         return found
     finally:
-        (run_dir / ".probe").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (run_dir / ".probe").unlink()
     found_disk = disk(run_dir)
     free = f" ({size(found_disk[0])} of {size(found_disk[1])} are free now)" if found_disk else ""
     return UserError(
@@ -146,7 +148,10 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
 
 def _room(recipe: Recipe) -> str:
     """What a run needs room for."""
-    one = checkpoint_bytes(recipe)
+    try:
+        one = checkpoint_bytes(recipe)
+    except (RuntimeError, OSError, MemoryError):  # what has failed already is what is told
+        one = None
     if one is None:
         return ""
     keep = recipe.train.keep
