@@ -21,7 +21,7 @@ def surprising(folder: Path) -> Path:
 def spiky(data: Path, *overrides: str) -> list[str]:
     return [
         f"data.train={data}", "data.shuffle=false", "data.lookahead=1", "packing.budget=64", "train.steps=130",
-        "train.lr=3e-3", "train.spike_after=50", "export=false", "train.log_every=100", *overrides,
+        "train.lr=3e-3", "train.spike_after=50", "data.blank_answers=0", "export=false", "train.log_every=100", *overrides,
     ]  # fmt: skip
 
 
