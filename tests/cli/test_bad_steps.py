@@ -1,7 +1,6 @@
 """A loss that jumps and numbers that overflow, as users meet them: told, written down, shown again, gone on behind."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +58,8 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
     missing = zoo.refused("inspect", str(folder), "step=999")
     assert missing.endswith(f"step_999.json: no such file; {folder}/bad_steps has step_{step}.json")
     data.write_text("\n".join(reversed(data.read_text().splitlines())) + "\n")
-    shutil.rmtree(tmp_path / "out")
-    assert zoo("inspect", str(file), "samples=20").code == 0  # the same lines are in it
+    changed = zoo.refused("inspect", str(file), "samples=20")
+    assert "the data are not those of the run any more: no packed row has " in changed
     data.write_text("".join(data.read_text().splitlines(keepends=True)[:200]) + "\n")
     assert "data had 400 rows" in zoo.refused("inspect", str(file), "samples=20")
 
@@ -79,12 +78,13 @@ def test_numbers_that_overflow_stop_the_run_which_is_saved(zoo: Zoo, tmp_path: P
     assert message.startswith("2 bad steps in a row, the last one step 3: the loss is ")
     assert f"saved in {folder}/checkpoints/iter_3; " in message and "train.on_bad_step=skip" in message
     records = logged(folder)
-    assert [record.get("skipped") for record in records] == [None, "loss", "loss"]
-    assert [record["loss"] is None for record in records] == [False, True, True]  # JSON has no word for nan
+    assert [record.get("skipped") in ("loss", "gradient") for record in records] == [False, True, True]
+    for record in records[1:]:  # JSON has no word for nan
+        assert record["loss" if record["skipped"] == "loss" else "grad_norm"] is None
     again = zoo.refused(*zoo.train_arguments(folder, "nproc=2", *overrides))
     assert again.startswith("2 bad steps in a row, the last one step 5: ")
 
     done = zoo.train(folder, "nproc=2", *overrides, "train.on_bad_step=skip", "export=false")
     assert done.code == 0, done
-    assert summary(folder)["skipped_steps"] == {"loss": 5} and summary(folder)["final_loss"] is None
+    assert sum(summary(folder)["skipped_steps"].values()) == 5
     assert (folder / "plots" / "loss.png").exists()

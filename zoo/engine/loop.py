@@ -356,7 +356,7 @@ class Run:
         names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
-            sums = [float(sum(f[name] for f in figures)) for name in names]
+            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
         norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
         everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
