@@ -109,6 +109,10 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
     clip_grad: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    on_bad_step: str = "stop"  # bad loss or gradient: never applied; stop (after bad_steps) | skip (go on)
+    bad_steps: int = 3  # bad steps in a row at which on_bad_step=stop ends the run
+    spike: float = 10.0  # a loss this many spreads above the median of good steps is bad; 0: never
+    spike_after: int = 100  # good steps before the first spike is looked for
     aux_loss: float = 0.0  # coefficient of the router's load-balancing loss
     z_loss: float = 0.0  # coefficient of the router's z-loss
     mtp_loss: float = 0.1  # weight of multi-token prediction, where the model has it; 0 leaves it out
@@ -201,6 +205,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.overlong": ("error", "drop", "truncate_text"),
     "data.labels": ("assistant", "last", "all"),
     "train.keep_best": ("loss", "exact_match"),
+    "train.on_bad_step": ("stop", "skip"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.config.memory import ran_out
 from zoo.data import labels as label_spans
 from zoo.data import plain_turns
 from zoo.data.augment import Augment
@@ -196,6 +197,8 @@ class Processor:
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
+            if ran_out(error):
+                raise
             said = " ".join(str(error).split()).rstrip(".")
             reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
             raise RowError(row.source, "processor_error", reason) from error
@@ -241,7 +244,9 @@ class Processor:
             length = len(self.tokenizer(text)["input_ids"]) + further
         except RowError as error:
             raise error.at(row.source) from error
-        except Exception:  # what it dislikes, encoding says in the words for it
+        except Exception as error:  # what it dislikes, encoding says in the words for it
+            if ran_out(error):
+                raise
             return None
         return SampleSize(length, media)
 

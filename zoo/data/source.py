@@ -31,6 +31,7 @@ from zoo.data.sizes import SampleSize
 from zoo.data.streams import RowStream, is_stream, open_stream
 from zoo.data.tables import open_table
 from zoo.errors import UserError
+from zoo.files import Lines
 
 RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
 BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
@@ -364,8 +365,8 @@ class SampleSource:
             self._listed.add(error.source)
             self._bad_rows.parent.mkdir(parents=True, exist_ok=True)
             entry = {"source": error.source, "cause": error.cause, "message": error.message}
-            with self._bad_rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            with contextlib.closing(Lines(self._bad_rows)) as file:
+                file.write(json.dumps(entry, ensure_ascii=False))
 
     def _taken_row(self, visit: int) -> Row:
         """The row of a visit; RowError where it is bad, or has media that the model doesn't take."""

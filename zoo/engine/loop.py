@@ -9,6 +9,7 @@ cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` =
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -27,7 +28,7 @@ from zoo.data.evaluation import eval_batches
 from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
-from zoo.engine import build, checkpoint, export, lora, lora_files
+from zoo.engine import bad_steps, build, checkpoint, export, guard, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
 from zoo.engine.determinism import refusal
@@ -36,6 +37,7 @@ from zoo.engine.evaluate import evaluate
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
 from zoo.engine.planning import refuse_misfit
+from zoo.engine.resources import explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.saving.choose import Chosen, choose
@@ -51,7 +53,7 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with interrupts() as stop:
+    with interrupts() as stop, explained(recipe):
         _refuse_misfit(recipe)
         check_kernels(recipe)
         return _train(recipe, stop)
@@ -99,6 +101,18 @@ class Counts:
         )
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Figures of one step over all ranks."""
+
+    real: float
+    total: float
+    loss: float
+    labels: float
+    grad_norm: float
+    mtp_loss: float | None
+
+
 class Run:
     """One run on one rank: built once, then `run()`."""
 
@@ -114,6 +128,8 @@ class Run:
         self.state = checkpoint.read_state(self.resume_from, self.description) if self.resume_from else None
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
+        self.guard = guard.Guard(recipe.train)
+        self.guard.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
@@ -282,23 +298,44 @@ class Run:
         return asked + late > 0
 
     def _train_step(self) -> None:
-        """One optimizer step."""
+        """One optimizer step, which is left out where it is a bad one."""
         began = time.monotonic()
+        data = self.loader.state_dict()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
         counts = Counts.of(batches)
         scale = self._loss_scale(counts.weight, len(batches))
         lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(batches, scale)
-        self.trainable.scheduler.step(increment=1)
-        _, grad_norm, _ = self.trainable.optimizer.step()
+        verdict: list[tuple[Totals, guard.Bad | None]] = []
+
+        def good(norm: float) -> bool:
+            totals = self._totals(figures, counts, norm)
+            verdict.append((totals, self.guard.judge(totals.loss, totals.grad_norm)))
+            return verdict[0][1] is None
+
+        guard.step_if(self.trainable.optimizer, self.trainable.scheduler, good)
         for chunk in self.trainable.chunks:
             chunk.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
         self.done += 1
-        self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
+        totals, bad = verdict[0]
+        self._log_step(totals, counts, began, waited, bad)
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
+        if bad is not None:
+            self._leave_out(bad, totals, batches, figures, data)
+
+    def _leave_out(self, bad: guard.Bad, totals: Totals, batches: Any, figures: Any, data: Any) -> None:
+        """Write down a bad step; where it is one too many, save and end the run."""
+        known = {"step": self.done, "loss": totals.loss, "grad_norm": totals.grad_norm}
+        file = bad_steps.write(self.folder, known, bad, batches, figures, data, self.world)
+        self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
+        self.log.say(bad_steps.told(known, bad, self.folder))
+        guard.allocate_state(self.trainable.optimizer)
+        if self.guard.ends:
+            self._save()
+            raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
 
     def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
@@ -325,34 +362,40 @@ class Run:
         )
         return figures
 
-    def _log_step(
-        self, figures: list[dict[str, Any]], counts: Counts, grad_norm: float, began: float, waited: float
-    ) -> None:
-        """Sum the figures of all ranks (the step's one wait for the device) and write them down."""
+    def _totals(self, figures: list[dict[str, Any]], counts: Counts, grad_norm: float) -> Totals:
+        """Sum the figures of all ranks: with the gradient's norm, the step's one wait for the device."""
         world = self.world
         names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
             sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
-        real, total, nll, labels, weight, *further = everything
+        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
+        everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
+        real, total, grad_norm, nll, labels, weight, *further = everything
         weight = weight or 1.0  # no label at all
-        loss = nll / weight
-        self.losses.append(loss)
+        mtp_loss = further[0] / weight if further else None
+        return Totals(real, total, nll / weight, labels, grad_norm, mtp_loss)
+
+    def _log_step(
+        self, totals: Totals, counts: Counts, began: float, waited: float, bad: guard.Bad | None
+    ) -> None:
+        """Write a step's figures down."""
+        self.losses.append(totals.loss)
         seconds, waited = time.monotonic() - began, self._longest(waited)
         record = {
             "step": self.done,
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": totals.loss,
+            "grad_norm": totals.grad_norm,
             "lr": self.trainable.optimizer.param_groups[0]["lr"],
-            "real_tokens": int(real),
-            "pad_fraction": 1.0 - real / max(total, 1),
-            "labels": int(labels),
+            "real_tokens": int(totals.real),
+            "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
+            "labels": int(totals.labels),
             "step_ms": seconds * 1e3,
             "data_ms": waited * 1e3,
             "data_wait": waited / seconds,
-            **({"mtp_loss": further[0] / weight} if further else {}),
+            **({} if totals.mtp_loss is None else {"mtp_loss": totals.mtp_loss}),
+            **({} if bad is None else {"skipped": bad.cause}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
@@ -429,6 +472,7 @@ class Run:
             "step": self.done,
             "total_steps": self.total_steps,
             "data": self.loader.state_dict(),
+            "bad_steps": self.guard.state_dict(),
             "model": self.description,
             "weights": checkpoint.origin(self.recipe),
         }
@@ -496,9 +540,10 @@ class Run:
             "interrupted": self.interrupted,
             "checkpoint": str(self.saved) if self.saved else None,
             "export": self.exported,
-            "final_loss": self.losses[-1] if self.losses else None,
+            "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
             "skipped_rows": dict(self.source.counts + self.held_out.counts),
+            "skipped_steps": dict(self.guard.counts),
             "metrics": metrics,
         }
         self.log.finish(summary)
@@ -508,6 +553,9 @@ class Run:
         if summary["skipped_rows"]:
             rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
             self.log.say(f"rows left out: {rows}; {self.folder / 'bad_rows.jsonl'} lists them")
+        if summary["skipped_steps"]:
+            steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
+            self.log.say(f"steps not applied: {steps}; {self.folder / bad_steps.FOLDER} has their rows")
         if self.losses and not self.interrupted:
             self.log.say(
                 f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {self.done} steps; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +52,12 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def losses_by_step(run_dir: str | Path) -> dict[int, float]:
-    """Step -> training loss from `train.jsonl`; of a step that was done again after a resume, the later line counts."""
-    by_step = {record["step"]: record["loss"] for record in records(run_dir) if "event" not in record}
+    """Step -> training loss from `train.jsonl`, nan where it was not finite; of a step that was done again, the later line."""
+    by_step = {
+        record["step"]: math.nan if record["loss"] is None else record["loss"]
+        for record in records(run_dir)
+        if "event" not in record
+    }
     return dict(sorted(by_step.items()))
 
 
