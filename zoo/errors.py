@@ -11,6 +11,26 @@ class UserError(ValueError):
     """A mistake in what the user gave; the command line prints its message and exits with 2."""
 
 
+def printable(text: str, most: int | None = None) -> str:
+    """The text on one line: what can't be printed (control codes, halves of surrogate pairs, odd bytes of file names) is escaped.
+
+    Args:
+        text: anything, of any length.
+        most: longest result, in characters; of a longer one the beginning and the end are kept.
+    """
+    text = _short(text, most)
+    if text.isprintable():
+        return text
+    escapes = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return _short("".join(escapes), most)
+
+
+def _short(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]}...{text[3 + most * 2 // 3 - most :]}"
+
+
 def file_error(error: OSError) -> UserError | None:
     """What the operating system refuses about a file, as a mistake to mend; None where it names no file."""
     if error.filename is None:
