@@ -250,7 +250,8 @@ def _is_list(path: Path) -> bool:
 def load_line(line: bytes | str, source: str) -> dict[str, Any]:
     """The JSON object of a line; RowError ("bad_json") where there is none."""
     try:
-        item = json.loads((line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip())
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+        item = json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
         raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
     except json.JSONDecodeError as error:
@@ -259,8 +260,19 @@ def load_line(line: bytes | str, source: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
         raise RowError(source, "bad_json", text) from error
+    except ValueError as error:  # a key twice, a whole number of thousands of digits
+        raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
     if not isinstance(item, dict):
         raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
+    return item
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))!r} is there twice")
     return item
 
 
