@@ -36,6 +36,8 @@ MEDIA = {
 }  # placeholder and singular key -> plural key
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
+MAX_KIND = 100  # characters of a label
+TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
 
 
@@ -173,7 +175,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
         images=media["image"],
         videos=media["video"],
         audios=media["audio"],
-        kind=_typed(item, "kind", str, None, source),
+        kind=_kind(item, None, source),
         use_audio_in_video=use_sound,
         source=source,
         root=access.root,
@@ -191,11 +193,13 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+    if _is_torn(text):
+        raise RowError(source, "bad_row", TORN.format("text"))
     if not text.strip():
         raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
     return Row(
         messages=(),
-        kind=_typed(item, "kind", str, "text", source),
+        kind=_kind(item, "text", source),
         source=source,
         root=access.root,
         weight=_weight(item, "the row", source),
@@ -283,6 +287,20 @@ def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str
     return value
 
 
+def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
+    """The row's label, which names a line of figures."""
+    kind: str | None = _typed(item, "kind", str, default, source)
+    if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
+        text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
+        raise RowError(source, "bad_row", text)
+    return kind
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair."""
+    return not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _weight(item: dict[str, Any], what: str, source: str) -> float:
     weight = item.get("weight")
     if weight is None:
@@ -319,9 +337,8 @@ def _message(message: Any, where: str, source: str) -> tuple[str, str]:
     if not isinstance(content, str):
         text = f"{where} has content of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)
-    if not content.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in content):
-        text = f"{where} holds half of a surrogate pair, which is no text; write it as UTF-8."
-        raise RowError(source, "bad_row", text)
+    if _is_torn(content):
+        raise RowError(source, "bad_row", TORN.format(where))
     if role == "assistant" and not content.strip():
         raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
     if role != "assistant" and message.get("weight") is not None:
