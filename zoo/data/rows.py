@@ -283,7 +283,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
     value = item.get(key, default)
     if value is not default and not isinstance(value, kind):
-        raise RowError(source, "bad_row", f"{key} is {value!r}; a {kind.__name__} is wanted.")
+        raise RowError(source, "bad_row", f"{key} is {shown(repr(value))}; a {kind.__name__} is wanted.")
     return value
 
 
@@ -308,7 +308,7 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
     if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
-        text = f"weight of {what} is {weight}; a number from 0 to {MAX_WEIGHT:g} is wanted."
+        text = f"weight of {what} is {shown(weight)}; a number from 0 to {MAX_WEIGHT:g} is wanted."
         raise RowError(source, "bad_row", text)
     return float(weight)
 
@@ -333,7 +333,7 @@ def _message(message: Any, where: str, source: str) -> tuple[str, str]:
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
-        raise RowError(source, "bad_row", f"{where} has role {role!r}; wanted: {', '.join(ROLES)}.")
+        raise RowError(source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}.")
     if not isinstance(content, str):
         text = f"{where} has content of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)

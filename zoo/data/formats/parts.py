@@ -75,13 +75,13 @@ def _content(
             if not isinstance(part.get("text"), str):
                 raise RowError(source, "bad_row", f"{name} has no 'text' of type string.")
             texts.append(part["text"])
-        elif kind in MEDIA_PARTS:
+        elif isinstance(kind, str) and kind in MEDIA_PARTS:
             medium, keys = MEDIA_PARTS[kind]
             inline[medium].append(_medium(part, medium, keys, name, source, left[medium]))
             texts.append(f"<{medium}>")
         else:
             known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
-            raise RowError(source, "bad_row", f"{name} has type {kind!r}; wanted: {known}.")
+            raise RowError(source, "bad_row", f"{name} has type {shown(repr(kind))}; wanted: {known}.")
     return "".join(texts)
 
 
