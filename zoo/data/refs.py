@@ -23,6 +23,7 @@ from zoo.data.errors import RowError
 
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
+MAX_RATE = 10_000_000  # samples a second: more is no sound
 SHOWN = 80  # characters of a reference that a message shows
 
 
@@ -173,7 +174,10 @@ def missing_text(path: Path) -> str:
 
 def shown(value: Any) -> str:
     """A value in a message, not all of it where it is long."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+        text = f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
@@ -187,11 +191,18 @@ def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) ->
         return value["path"]
     elif value.get("array") is not None and kind == "audio":
         rate = value.get("sampling_rate")
-        if isinstance(rate, int) and rate > 0:
-            return Sound(np.asarray(value["array"], np.float32), rate, where)
+        if isinstance(rate, int) and 0 < rate <= MAX_RATE:
+            return Sound(_samples(value["array"], where, source), rate, where)
     keys = ", ".join(map(str, value))
     text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
     raise RowError(source, "bad_row", text)
+
+
+def _samples(array: Any, where: str, source: str) -> np.ndarray:
+    try:
+        return np.asarray(array, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RowError(source, "bad_row", f"{where} has an array that is no list of numbers.") from error
 
 
 def _check_path(value: str, where: str, access: Access, source: str) -> None:

@@ -156,6 +156,13 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
             many media as placeholders ("placeholder_mismatch"), a file that is not there ("missing_file"), out of the data
             root ("outside_root") or at a URL ("url").
     """
+    try:
+        return _made(item, source, access, form)
+    except RecursionError as error:
+        raise RowError(source, "bad_row", "the row is nested too deeply.") from error
+
+
+def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None) -> Row:
     item = to_own(item, form, source)
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
@@ -210,9 +217,10 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
 def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
     for key in item:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+            name = shown(key)
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
-            raise RowError(source, "bad_row", f"unknown key {key!r}; {hint}")
+            raise RowError(source, "bad_row", f"unknown key {name!r}; {hint}")
 
 
 def is_bundled(spec: str) -> bool:
@@ -275,8 +283,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
     item = dict(pairs)
     if len(item) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {shown(next(key for key in keys if keys.count(key) > 1))!r} is there twice")
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)!r} is there twice")
     return item
 
 
