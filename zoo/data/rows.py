@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zoo.data.errors import RowError
 from zoo.data.formats.choose import to_own
@@ -36,6 +36,10 @@ MEDIA = {
 }  # placeholder and singular key -> plural key
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
+LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
+MAX_TEXT = 8_000_000  # characters of a row's texts together, more than any budget holds
+MAX_MESSAGES = 4096  # of a row
+MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
 TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
@@ -110,7 +114,7 @@ def read_rows(
             continue
         try:
             source = f"{spec}:{number}"
-            item = line if isinstance(line, dict) else load_line(line, source)
+            item = load_line(line, source) if isinstance(line, bytes) else _object(line, source)
             rows.append(make_row(item, source, access, form))
         except RowError as error:
             if on_bad is None:
@@ -121,20 +125,32 @@ def read_rows(
     return rows
 
 
-def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
-    """(line number, line) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
+def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
+    """(line number, bytes) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
     if path.suffix == ".json" and _is_list(path):
         try:
-            items = json.loads(path.read_bytes())
+            items = json.loads(path.read_bytes(), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{spec}: no valid JSON: {error}.") from error
-        for number, item in enumerate(items, start=1):
-            yield number, item if isinstance(item, dict) else json.dumps(item).encode()
+        yield from enumerate(items, start=1)
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line
+        number = 0
+        while (line := next_line(file))[1]:
+            number += 1
+            if line[0].strip():
+                yield number, line[0]
+
+
+def next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next line of a file, no more of it than `load_line` needs to refuse it, and how many bytes it has."""
+    limit = LINE_MB * 2**20 + 1
+    line = part = file.readline(limit)
+    size = len(line)
+    while len(part) == limit and not part.endswith(b"\n"):
+        part = file.readline(limit)
+        size += len(part)
+    return line, size
 
 
 def parse_row(line: bytes | str, source: str, root: Path) -> Row:
@@ -168,7 +184,11 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
     messages, weights = _messages(item, source)
+    _check_text(sum(len(content) for _, content in messages), source)
     named = {name: _listed(item, name, source) for name in MEDIA}
+    count = sum(len(found) for _, found in named.values())
+    if count > MAX_MEDIA:
+        raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
     _check_placeholders(messages, {name: len(found) for name, (_, found) in named.items()}, source)
     media = {
         name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
@@ -200,6 +220,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+    _check_text(len(text), source)
     if _is_torn(text):
         raise RowError(source, "bad_row", TORN.format("text"))
     if not text.strip():
@@ -212,6 +233,12 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
         weight=_weight(item, "the row", source),
         text=text,
     )
+
+
+def _check_text(count: int, source: str) -> None:
+    if count > MAX_TEXT:
+        text = f"the texts have {count} characters, over {MAX_TEXT}; cut them into rows."
+        raise RowError(source, "bad_row", text)
 
 
 def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
@@ -260,7 +287,10 @@ def _is_list(path: Path) -> bool:
 
 
 def load_line(line: bytes | str, source: str) -> dict[str, Any]:
-    """The JSON object of a line; RowError ("bad_json") where there is none."""
+    """The JSON object of a line; RowError ("bad_json") where there is none, or the line is over LINE_MB."""
+    if len(line) > LINE_MB * 2**20:
+        text = f"the line is over {LINE_MB} MiB; put media into files of their own."
+        raise RowError(source, "bad_json", text)
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
         item = json.loads(text, object_pairs_hook=_once)
@@ -274,6 +304,10 @@ def load_line(line: bytes | str, source: str) -> dict[str, Any]:
         raise RowError(source, "bad_json", text) from error
     except ValueError as error:  # a key twice, a whole number of thousands of digits
         raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
+    return _object(item, source)
+
+
+def _object(item: Any, source: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
     return item
@@ -329,6 +363,8 @@ def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str],
         seen = "missing" if "messages" not in item else shown(messages)
         text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
         raise RowError(source, "bad_row", text)
+    if len(messages) > MAX_MESSAGES:
+        raise RowError(source, "bad_row", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}.")
     pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
     if all(role != "assistant" for role, _ in pairs):
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")

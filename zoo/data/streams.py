@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.refs import Access
-from zoo.data.rows import Row, load_line, locate, make_row
+from zoo.data.rows import Row, load_line, locate, make_row, next_line
 from zoo.data.tables import held_out, kind_of, without_nones
 from zoo.errors import UserError
 
@@ -53,8 +53,11 @@ class Lines:
     def __next__(self) -> tuple[int, bytes]:
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            while line := file.readline():
-                self.offset += len(line)
+            while True:
+                line, size = next_line(file)
+                if not size:
+                    break
+                self.offset += size
                 self.number += 1
                 if line.strip():
                     return self.number, line
