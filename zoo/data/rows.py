@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -37,7 +37,7 @@ MEDIA = {
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
-MAX_TEXT = 8_000_000  # characters of a row's texts together, more than any budget holds
+TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MESSAGES = 4096  # of a row
 MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
@@ -184,7 +184,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
     messages, weights = _messages(item, source)
-    _check_text(sum(len(content) for _, content in messages), source)
+    _check_texts((content for _, content in messages), source)
     named = {name: _listed(item, name, source) for name in MEDIA}
     count = sum(len(found) for _, found in named.values())
     if count > MAX_MEDIA:
@@ -220,9 +220,9 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
-    _check_text(len(text), source)
     if _is_torn(text):
         raise RowError(source, "bad_row", TORN.format("text"))
+    _check_texts([text], source)
     if not text.strip():
         raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
     return Row(
@@ -235,9 +235,10 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     )
 
 
-def _check_text(count: int, source: str) -> None:
-    if count > MAX_TEXT:
-        text = f"the texts have {count} characters, over {MAX_TEXT}; cut them into rows."
+def _check_texts(texts: Iterable[str], source: str) -> None:
+    size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    if size > TEXT_MB * 2**20:
+        text = f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
         raise RowError(source, "bad_row", text)
 
 

@@ -27,7 +27,7 @@ def from_conversations(item: dict[str, Any], source: str) -> dict[str, Any]:
     """
     turns = item.get("conversations")
     if not isinstance(turns, list) or not turns:
-        seen = "missing" if turns is None else shown(turns)
+        seen = "missing" if turns is None else shown(repr(turns))
         raise RowError(
             source, "bad_row", f"'conversations' is {seen}; a list of {{'from', 'value'}} is wanted."
         )
