@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 CASES = int(os.environ.get("ZOO_FUZZ_CASES", "200"))
@@ -28,6 +28,7 @@ def fuzzed(share: float = 1.0) -> settings:
         deadline=None,
         derandomize=CASES < 10_000,
         database=None,
+        phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )
 
