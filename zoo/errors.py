@@ -7,6 +7,9 @@ The message names the thing, the value seen, the value wanted and the next step.
 from __future__ import annotations
 
 
+LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
+
+
 class UserError(ValueError):
     """A mistake in what the user gave; the command line prints its message and exits with 2."""
 
@@ -40,4 +43,7 @@ def file_error(error: OSError) -> UserError | None:
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a combination of keys that cannot run."""
+    """A recipe, an override or a combination of keys that cannot run; its message has at most about LONGEST characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(printable(line) for line in _short(message, LONGEST).split("\n")))
