@@ -73,12 +73,14 @@ class Access:
         outside: whether paths may lead out of it.
         urls: whether http(s) URLs are downloaded.
         trusted: whether the media are zoo's own, which need no worker to decode them.
+        closed: whether no file may be named at all: media come with the rows, as in tars.
     """
 
     root: Path
     outside: bool = True
     urls: bool = False
     trusted: bool = False
+    closed: bool = False
 
 
 def checked(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
@@ -121,6 +123,9 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
             text = f"{where} is the URL {shown(value)}; download it first, or set data.urls=true."
             raise RowError(source, "url", text)
         return value
+    if access.closed:
+        text = f"{where} is {shown(value)}, a file out of the tar; its rows may name members of their own sample alone."
+        raise RowError(source, "outside_root", text)
     _check_path(value, where, access, source)
     return value
 

@@ -234,7 +234,7 @@ def _of_tars(files: list[Path], name: str, form: str | None, keep: Callable[[int
         len(samples),
         lambda place: _tar_item(samples[place], f"{name}:{place + 1}", form),
         name,
-        Access(files[0].parent, outside=False),
+        Access(files[0].parent, outside=False, closed=True),
         form,
         keep,
     )
