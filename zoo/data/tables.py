@@ -30,6 +30,15 @@ KINDS = {
     **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "m4v", "flv", "ts"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff"), "audio"),
 }  # last part of a tar member's name -> kind of medium
+NAME_TYPES = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
+SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -240,15 +249,29 @@ def _of_tars(files: list[Path], name: str, form: str | None, keep: Callable[[int
     )
 
 
+class _Header(tarfile.TarInfo):
+    """A member's header, within bounds that the standard library does not keep in all its versions."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:  # its reader would go back, and read the same members without end
+            raise tarfile.ReadError(f"a member of {count} bytes")
+        return super()._block(count)  # type: ignore[misc,no-any-return]
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in NAME_TYPES and self.size > LONGEST_NAME:  # they are read whole
+            raise tarfile.ReadError(f"a name of {self.size} bytes")
+        return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
+
+
 def _index(file: Path) -> list[_Members]:
     """The samples of a tar in order: members that have all before the first dot of their names in common."""
     found: list[_Members] = []
     parts: list[tuple[str, int, int]] = []
     last = None
     try:
-        with tarfile.open(file, "r:") as tar:
+        with tarfile.open(file, "r:", tarinfo=_Header) as tar:
             for member in tar:
-                if not member.isfile():
+                if not member.isfile() or member.issparse():  # links, devices, files with holes
                     continue
                 folder, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")
@@ -258,10 +281,8 @@ def _index(file: Path) -> list[_Members]:
                     parts = []
                 last = key
                 parts.append((extension.lower(), member.offset_data, member.size))
-    except (tarfile.TarError, OSError) as error:
-        text = (
-            f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
-        )
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        text = f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
         raise UserError(text) from error
     if parts:
         found.append(_Members(file, str(last), tuple(parts)))
@@ -271,8 +292,14 @@ def _index(file: Path) -> list[_Members]:
 def _tar_item(sample: _Members, source: str, form: str | None) -> dict[str, Any]:
     """A sample as a row: what its .json says, with its media in the place of their names."""
     blobs, texts = {}, {}
+    size = sum(part[2] for part in sample.parts)
+    if size > SAMPLE_MB * 2**20:
+        text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
+        raise RowError(source, "bad_row", text)
     with sample.tar.open("rb") as file:
         for extension, first, size in sample.parts:
+            if extension in blobs or extension in texts:
+                raise RowError(source, "bad_row", f"sample {sample.key} has two members {extension!r}.")
             file.seek(first)
             data = file.read(size)
             if len(data) < size:
