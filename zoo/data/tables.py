@@ -38,6 +38,7 @@ NAME_TYPES = (
     tarfile.SOLARIS_XHDTYPE,
 )
 LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
+MOST_TARS = 100_000  # that braces may stand for
 SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
@@ -223,6 +224,8 @@ def tar_files(path: str, key: str) -> list[Path]:
         found = sorted(place.rglob("*.tar"))
     elif span := BRACES.search(path):
         first, last = span.groups()
+        if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
+            raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
         names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         found = [Path(BRACES.sub(name, path, count=1)).expanduser() for name in names]
     else:
