@@ -261,12 +261,17 @@ def _of_16_bits(image: Image.Image, place: Path | Blob | Picture) -> Image.Image
 # ---------------------------------------------------------------- videos
 
 
+def container_of(place: str | Path | Blob) -> Any:
+    """FFmpeg's container of a file, of a known type and of no other file: `concat:a.mp4|b.mp4` is a name like others."""
+    file = io.BytesIO(place.data) if isinstance(place, Blob) else f"file:{place}"
+    return av.open(file, container_options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"})
+
+
 @contextmanager
 def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
     """An open container; whatever FFmpeg has to say against it becomes a RowError."""
-    file = _file(place) if isinstance(place, Blob) else str(place)
     try:
-        with av.open(file, container_options={"format_whitelist": CONTAINERS}) as container:
+        with container_of(place) as container:
             yield container
     except RowError:
         raise

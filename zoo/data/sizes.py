@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import av
 import av.error
 import numpy as np
 from PIL import Image
 
-from zoo.data.media import CONTAINERS, IMAGE_TYPES, MIN_FRAMES
+from zoo.data.media import IMAGE_TYPES, MIN_FRAMES, container_of
 from zoo.data.refs import Blob, Picture, Sound
 
 ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
@@ -107,7 +106,7 @@ def video_size(source: Any) -> tuple[float, int, int] | None:
     if not isinstance(source, str | Path | Blob):
         return None
     try:
-        with av.open(_file(source), container_options={"format_whitelist": CONTAINERS}) as container:
+        with container_of(source) as container:
             stream = container.streams.video[0] if container.streams.video else None
             if stream is None or stream.duration is None or not container.format.name.startswith("mov"):
                 return None
@@ -123,7 +122,7 @@ def sound_samples(source: Any) -> int | None:
     if not isinstance(source, str | Path | Blob):
         return None
     try:
-        with av.open(_file(source), container_options={"format_whitelist": CONTAINERS}) as container:
+        with container_of(source) as container:
             stream = container.streams.audio[0] if container.streams.audio else None
             if stream is None or stream.duration is None or container.format.name not in EXACT_SOUND:
                 return None
