@@ -40,7 +40,7 @@ def read_wave(
         corrupt: makes the error to raise of a reason.
     """
     try:
-        sound = soundfile.SoundFile(str(file) if isinstance(file, os.PathLike) else file)
+        sound = soundfile.SoundFile(os.fsencode(file) if isinstance(file, os.PathLike) else file)
     except (soundfile.LibsndfileError, TypeError):
         return None  # FFmpeg may know it, and says better what is wrong
     with sound:
