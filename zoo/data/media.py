@@ -316,6 +316,8 @@ class _Frames:
 
     def add(self, frame: Any, times: int = 1) -> None:
         """Keep a frame, turned upright as the container says (phones film sideways)."""
+        if self.pixels is None:  # a stream's header may say less than its frames have
+            _check_size(self.place, self.most, frame.width, frame.height)
         turns = round(getattr(frame, "rotation", 0) / 90) % 4
         pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
         if self.pixels is None:
