@@ -133,6 +133,8 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
     place = source if isinstance(source, Sound) else _existing(source)
     if isinstance(place, Sound):
         sound, given = _mono(place), place.rate
+        if len(sound) > MAX_SOUND_SECONDS * given:
+            raise _corrupt(place, "audio", _too_long())
     elif (
         found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: _corrupt(place, "audio", why))
     ) is None:
