@@ -31,7 +31,13 @@ from zoo.data.sizes import Headers, SampleSize, headers_of, image_size, sound_sa
 
 
 class Decoder(Protocol):
-    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`."""
+    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`.
+
+    Attributes:
+        megabytes: most memory, in MiB, of the media of one row together once they are decoded.
+    """
+
+    megabytes: int
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
         """Rows that will be asked for soon, in this order."""
@@ -56,7 +62,10 @@ class Decoder(Protocol):
 
 
 class Here:
-    """Decodes in this process, without limits of time and memory."""
+    """Decodes in this process, without a limit of time; `Decoder`."""
+
+    def __init__(self, megabytes: int = 8192) -> None:
+        self.megabytes = megabytes
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
         """Nothing: rows are decoded when they are asked for."""
@@ -86,6 +95,25 @@ class Here:
 
 
 HERE = Here()
+
+
+class _Room:
+    """Counts what the media of one row take."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.megabytes, self.taken = megabytes, 0
+
+    def take[T](self, decoded: T) -> T:
+        """What was decoded; RowError ("memory") where the row takes too much with it."""
+        size = decoded.width * decoded.height * 3 if isinstance(decoded, Image.Image) else decoded.nbytes  # type: ignore[attr-defined]
+        self.taken += size
+        if self.taken > self.megabytes * 2**20:
+            text = (
+                f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller, "
+                "or raise data.row_mb."
+            )
+            raise RowError("", "memory", text)
+        return decoded
 
 
 @dataclass(frozen=True)
@@ -329,11 +357,15 @@ class Processor:
     ) -> tuple[dict[str, list], float | None]:
         """The row's media as arguments of the HF processor, and the rate of its videos."""
         media: dict[str, list] = {}
+        room = _Room(decoder.megabytes)
         if row.images:
-            media["images"] = [decoder.image(image, row) for image in row.images]
+            media["images"] = [room.take(decoder.image(image, row)) for image in row.images]
         rate = None
         if row.videos:
-            clips = [decoder.video(video, row, fps, max_frames) for video in row.videos]
+            clips = []
+            for video in row.videos:
+                frames, taken = decoder.video(video, row, fps, max_frames)
+                clips.append((room.take(frames), taken))
             # HF processors take one rate for all videos of a call, so a thinned one thins the others.
             rate = min(clip[1] for clip in clips)
             clips = [
@@ -341,7 +373,7 @@ class Processor:
                 for video, clip in zip(row.videos, clips, strict=True)
             ]
             media["videos"] = [frames for frames, _ in clips]
-        sounds = [decoder.audio(sound, row) for sound in sound_files(row)]
+        sounds = [room.take(decoder.audio(sound, row)) for sound in sound_files(row)]
         if sounds:
             media["audio"] = sounds
         return media, rate

@@ -23,7 +23,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.mixture import Mixture, Part
-from zoo.data.processor import HERE, Decoder, Processor
+from zoo.data.processor import HERE, Decoder, Here, Processor
 from zoo.data.refs import Access
 from zoo.data.rows import Row, is_bundled
 from zoo.data.sample import IGNORE, Sample
@@ -308,7 +308,7 @@ class SampleSource:
 
     def prefetch(self, visits: Iterable[int]) -> None:
         """Let the decoder begin with visits whose samples will be asked for next, in this order."""
-        if self.decoder is HERE:
+        if isinstance(self.decoder, Here):
             return
         with self._lock:
             rows = []

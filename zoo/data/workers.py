@@ -299,9 +299,9 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
     count = max(1, min(8, cores // max(ranks, 1))) if data.workers is None else data.workers
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
-    from zoo.data.processor import HERE
+    from zoo.data.processor import Here
 
-    return HERE
+    return Here(data.row_mb)
 
 
 # ---------------------------------------------------------------- inside a worker
