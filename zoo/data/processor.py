@@ -54,6 +54,9 @@ class Decoder(Protocol):
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """See `zoo.data.media.load_audio`."""
 
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """See `zoo.data.sizes.image_size`."""
+
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """See `zoo.data.sizes.video_size`."""
 
@@ -84,6 +87,10 @@ class Here:
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """(N,) float32 at 16 kHz."""
         return load_audio(opened(medium, row.root))
+
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells."""
+        return image_size(opened(medium, row.root))
 
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """Seconds, height and width, where the header tells."""
@@ -383,7 +390,7 @@ class Processor:
         sounds = sound_files(row)
         if any(is_url(medium) for medium in (*row.images, *row.videos, *sounds)):
             return None
-        sizes = [image_size(opened(image, row.root)) for image in row.images]
+        sizes = [decoder.image_size(image, row) for image in row.images]
         clips = [decoder.video_size(video, row) for video in row.videos]
         samples = [decoder.sound_samples(sound, row) for sound in sounds]
         images = [size for size in sizes if size is not None]

@@ -79,6 +79,14 @@ class Workers:
         sound: np.ndarray = self._result(row, "audio", medium)
         return sound
 
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells; of plain types that is read here."""
+        size = sizes.plain_size(opened(medium, row.root))
+        if size is not None:
+            return size
+        found = self._result(row, "image header", medium)
+        return None if found is None else (found[0], found[1])
+
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """Seconds, height and width, where the header tells."""
         found = self._result(row, "video header", medium)
@@ -333,6 +341,9 @@ def serve(seconds: float, megabytes: int) -> None:
 
 
 def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+    if kind == "image header":
+        size = sizes.image_size(source)
+        return None if size is None else list(size)
     if kind == "video header":
         found = sizes.video_size(source)
         return None if found is None else list(found)
