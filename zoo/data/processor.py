@@ -7,6 +7,7 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -451,7 +452,7 @@ class Processor:
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """(first token of an answer, one past its end-of-turn token) of each assistant's turn."""
         turns = [index for index, token in enumerate(ids) if token == self._header[0]]
-        for turn, limit in zip(turns, [*turns[1:], len(ids)], strict=True):
+        for turn, limit in itertools.pairwise([*turns, len(ids)]):
             start = self._after_header(ids, turn)
             if start is not None and self._end in ids[start:limit]:
                 yield start, ids.index(self._end, start) + 1
