@@ -29,6 +29,7 @@ from zoo.data.refs import Medium, is_url, opened
 from zoo.data.rows import PLACEHOLDER, Row
 from zoo.data.sample import Sample
 from zoo.data.sizes import Headers, SampleSize, headers_of, image_size, sound_samples, video_size
+from zoo.errors import UserError
 
 
 class Decoder(Protocol):
@@ -144,7 +145,7 @@ class Processor:
         markers: how its chat template writes an assistant's turn.
 
     Raises:
-        ValueError: the markers are not what the tokenizer or the template knows.
+        UserError: the markers are not what the tokenizer or the template knows.
     """
 
     modalities: tuple[str, ...] = ("text", "image", "video", "audio")  # what rows may hold
@@ -157,12 +158,12 @@ class Processor:
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         if len(end) != 1 or (self._header and self.tokenizer.decode(self._header[:1]) not in special):
-            raise ValueError(
+            raise UserError(
                 f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
                 "it is not the tokenizer of this family."
             )
         if not getattr(hf, "chat_template", None):
-            raise ValueError("The processor has no chat template; copy chat_template.jinja into its folder.")
+            raise UserError("The processor has no chat template; copy chat_template.jinja into its folder.")
         self._end = end[0]
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
