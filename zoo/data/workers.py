@@ -24,7 +24,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from PIL import Image
 
 from zoo.data import media, sizes
 from zoo.data.errors import RowError
+from zoo.data.limits import limit_memory
 from zoo.data.refs import Medium, opened, shown
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def serve(seconds: float, megabytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     given, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
-    _limit_memory(megabytes)
+    limit_memory(megabytes)
     _send(answers, "ready")
     while len(head := given.read(HEAD.size)) == HEAD.size:
         job = pickle.loads(given.read(HEAD.unpack(head)[0]))
@@ -362,17 +362,6 @@ def _is_memory(error: RowError) -> bool:
 def _too_much(job: Any, megabytes: int) -> RowError:
     text = f"{job[0]} {job[1]} needs over {megabytes} MiB to decode; make it smaller, or raise data.row_mb."
     return RowError("", "memory", text)
-
-
-def _limit_memory(megabytes: int) -> None:
-    import resource
-
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    limit = pages * resource.getpagesize() + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _answer(file: int, found: Any, seconds: float) -> None:

@@ -9,12 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from support.fuzz import memory_below
 
 from zoo.bridge import CheckpointError, SafetensorsFolder
 from zoo.config.compose import load_recipe
+from zoo.config.entries import DataEntry
+from zoo.data import hub
 from zoo.data.refs import Access
 from zoo.data.rows import make_row
+from zoo.data.tables import open_table
 from zoo.errors import ConfigError, UserError
 from zoo.models.qwen3_omni.processor import build_processor
 
@@ -116,3 +123,40 @@ def test_pickles_are_never_read(name: str, tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
     assert not ran.exists()
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_folders_of_a_data_set_name_files_of_their_own(tmp_path: Path) -> None:
+    for name, text in (("mine", "mine"), ("secret", "secret")):
+        datasets.Dataset.from_list([{"text": text}]).save_to_disk(str(tmp_path / name))
+        splits = datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": text}])})
+        splits.save_to_disk(str(tmp_path / f"{name}_splits"))
+    assert opened(tmp_path / "mine")[0].text == opened(tmp_path / "mine_splits")[0].text == "mine"
+    state = tmp_path / "mine" / "state.json"
+    (file,) = (tmp_path / "secret").glob("*.arrow")
+    for stranger in (f"../secret/{file.name}", str(file), "..", "", 7):
+        written = {**json.loads(state.read_text()), "_data_files": [{"filename": stranger}]}
+        state.write_text(json.dumps(written))
+        with pytest.raises(UserError, match="files of the same folder are wanted"):
+            opened(tmp_path / "mine")
+    (tmp_path / "mine_splits" / "dataset_dict.json").write_text('{"splits": ["../secret"]}')
+    with pytest.raises(UserError, match=r"names \.\./secret; files of the same folder"):
+        opened(tmp_path / "mine_splits")
+    state.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="can't be read"):
+        opened(tmp_path / "mine")
+
+
+def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PARQUET_MB", 512)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * 1_000_000]))
+    pq.write_table(pa.table({"text": text}), tmp_path / "bomb.parquet", store_schema=False)
+    assert (tmp_path / "bomb.parquet").stat().st_size < 100_000
+    with memory_below(1024), pytest.raises(UserError, match="it takes over 512 MiB to unpack"):
+        opened(tmp_path / "bomb.parquet")
+    assert sum(file.stat().st_size for file in (tmp_path / "cache").rglob("*") if file.is_file()) < 2**20
+
+
+def opened(path: Path) -> Any:
+    return open_table(DataEntry(path=str(path)), Access, print, evaluation=False, key="data.train")
