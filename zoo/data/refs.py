@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -152,24 +152,37 @@ def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
 
 def download(url: str) -> Blob:
     """What a URL gives, within URL_MB and URL_SECONDS; RowError ("url") where it does not."""
-    limit, parts, size = URL_MB * 2**20, [], 0
+    found: list[bytes | Exception] = []
+    # A server may send its headers a letter at a time, so the time is taken from outside of the call.
+    thread = threading.Thread(target=_download, args=(url, found), daemon=True)
+    thread.start()
+    thread.join(URL_SECONDS)
+    if not found:
+        text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
+        raise RowError("", "url", text)
+    (answer,) = found
+    if isinstance(answer, Exception):
+        raise RowError("", "url", f"{shown(url)} can't be downloaded: {answer}.") from answer
+    if len(answer) > URL_MB * 2**20:
+        raise RowError("", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first.")
+    return Blob(answer, shown(url))
+
+
+def _download(url: str, found: list[bytes | Exception]) -> None:
+    """Put what a URL gives, up to a byte over URL_MB, into `found`, or why there is nothing."""
     deadline = time.monotonic() + URL_SECONDS
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "zoo"})
+        parts, left = [], URL_MB * 2**20 + 1
         with urllib.request.urlopen(request, timeout=URL_SECONDS) as answer:
-            while part := answer.read1(2**16):
+            while left and (part := answer.read1(min(left, 2**16))):
                 parts.append(part)
-                size += len(part)
-                if size > limit:
-                    raise RowError(
-                        "", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first."
-                    )
+                left -= len(part)
                 if time.monotonic() > deadline:
-                    text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
-                    raise RowError("", "url", text)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise RowError("", "url", f"{shown(url)} can't be downloaded: {error}.") from error
-    return Blob(b"".join(parts), url)
+                    return
+        found.append(b"".join(parts))
+    except Exception as error:  # of many kinds: of the name, the connection, what the server says
+        found.append(error)
 
 
 def missing_text(path: Path) -> str:
