@@ -6,7 +6,6 @@ The message names the thing, the value seen, the value wanted and the next step.
 
 from __future__ import annotations
 
-
 LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
 
 

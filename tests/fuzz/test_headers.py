@@ -15,9 +15,21 @@ from support.fuzz import NUMBERS, fuzzed, inside, memory_below, mutated, within
 from zoo.bridge import CheckpointError, SafetensorsFolder
 
 MEMORY_MB = 256
-TENSORS = {"a": torch.arange(15.0).reshape(3, 5), "b": torch.arange(7), "c": torch.tensor(2.5).bfloat16(), "d": torch.empty(0, 4)}
+TENSORS = {
+    "a": torch.arange(15.0).reshape(3, 5),
+    "b": torch.arange(7),
+    "c": torch.tensor(2.5).bfloat16(),
+    "d": torch.empty(0, 4),
+}
 WHOLE = save(TENSORS)
-numbers = st.sampled_from([*NUMBERS, -1, -(2**63), 2**64, 10**400]) | st.integers() | st.floats() | st.none() | st.booleans() | st.text(max_size=3)
+numbers = (
+    st.sampled_from([*NUMBERS, -1, -(2**63), 2**64, 10**400])
+    | st.integers()
+    | st.floats()
+    | st.none()
+    | st.booleans()
+    | st.text(max_size=3)
+)
 sizes = st.lists(numbers, max_size=4) | numbers
 entry = st.fixed_dictionaries(
     {},
@@ -50,7 +62,10 @@ def check(folder: Path) -> None:
         with within(), SafetensorsFolder(folder) as reader:
             for name in reader.names():
                 info, whole = reader.info(name), reader.read(name)
-                assert tuple(whole.shape) == info.shape and whole.nbytes == info.nbytes <= info.file.stat().st_size
+                assert (
+                    tuple(whole.shape) == info.shape
+                    and whole.nbytes == info.nbytes <= info.file.stat().st_size
+                )
                 assert inside(info.file, folder)
     except CheckpointError as error:
         assert len(str(error)) < 3000

@@ -45,7 +45,9 @@ def video(kind: str, codec: str, sound: str | None = None) -> bytes:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(NOISE, format="rgb24")))
         container.mux(stream.encode(None))
         if track is not None:
-            resampler = av.AudioResampler(format=track.format, layout="mono", rate=16_000, frame_size=track.frame_size or 0)
+            resampler = av.AudioResampler(
+                format=track.format, layout="mono", rate=16_000, frame_size=track.frame_size or 0
+            )
             frame = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.int16), format="s16", layout="mono")
             frame.sample_rate = 16_000
             for part in [*resampler.resample(frame), *resampler.resample(None)]:
@@ -56,7 +58,9 @@ def video(kind: str, codec: str, sound: str | None = None) -> bytes:
 
 def sound(kind: str, subtype: str | None = None) -> bytes:
     file = io.BytesIO()
-    soundfile.write(file, np.sin(np.arange(4000) / 9).astype(np.float32), 16_000, format=kind, subtype=subtype)
+    soundfile.write(
+        file, np.sin(np.arange(4000) / 9).astype(np.float32), 16_000, format=kind, subtype=subtype
+    )
     return file.getvalue()
 
 

@@ -22,8 +22,21 @@ from zoo.errors import UserError
 MEMORY_MB = 1024
 TALK = [{"role": "user", "content": "Say 7."}, {"role": "assistant", "content": "7"}]
 COLUMNS: dict[str, list[Any]] = {
-    "messages": [[TALK, TALK], [[TALK[0]], None], ["x", None], [1, 2], [[[1], [2]], [[3]]], [{"role": "user"}, None]],
-    "images": [[["a.png"], []], [["../secret.png"], None], [[b"\x89PNG"], [b""]], [[{"bytes": b"", "path": "../x"}], None], [[1.5], [2.5]]],
+    "messages": [
+        [TALK, TALK],
+        [[TALK[0]], None],
+        ["x", None],
+        [1, 2],
+        [[[1], [2]], [[3]]],
+        [{"role": "user"}, None],
+    ],
+    "images": [
+        [["a.png"], []],
+        [["../secret.png"], None],
+        [[b"\x89PNG"], [b""]],
+        [[{"bytes": b"", "path": "../x"}], None],
+        [[1.5], [2.5]],
+    ],
     "text": [["words", None], [b"\xff\xfe", b""], ["\x00", "\u2028"], [True, False]],
     "conversations": [[[{"from": "human", "value": "?"}, {"from": "gpt", "value": "7"}], None]],
     "kind": [["a", "b" * 500], [1, None]],
@@ -39,7 +52,9 @@ def parquet(columns: dict[str, list[Any]], **metadata: str) -> bytes:
     return file.getvalue()
 
 
-FEATURES = json.dumps({"info": {"features": {"images": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}}}})
+FEATURES = json.dumps(
+    {"info": {"features": {"images": {"_type": "Image"}, "text": {"dtype": "string", "_type": "Value"}}}}
+)
 WHOLES = [
     parquet({"messages": [TALK, TALK], "kind": ["a", "b"]}),
     parquet({"text": ["words"] * 50}, huggingface=FEATURES),
@@ -71,7 +86,9 @@ def check(folder: Path, data: bytes, form: str | None) -> None:
     try:
         with within(20.0):
             entry = DataEntry(path=str(path), format=form)
-            rows = open_table(entry, lambda root: Access(root, outside=False), print, evaluation=False, key="data.train")
+            rows = open_table(
+                entry, lambda root: Access(root, outside=False), print, evaluation=False, key="data.train"
+            )
             for place in range(min(len(rows), 20)):
                 try:
                     row = rows[place]
@@ -79,7 +96,11 @@ def check(folder: Path, data: bytes, form: str | None) -> None:
                     assert str(error).isprintable() and len(str(error)) < 1200
                     continue
                 for medium in (*row.images, *row.videos, *row.audios):
-                    assert not isinstance(medium, str) or medium.startswith("data:") or inside(folder / medium, folder)
+                    assert (
+                        not isinstance(medium, str)
+                        or medium.startswith("data:")
+                        or inside(folder / medium, folder)
+                    )
     except UserError as error:
         assert len(str(error)) < 3000
     finally:
@@ -96,5 +117,9 @@ def test_files_of_bytes(data: bytes, folder: Path) -> None:
 @given(names=st.lists(st.sampled_from([*COLUMNS]), min_size=1, max_size=3, unique=True), data=st.data(), form=st.sampled_from([None, None, "messages", "text", "captions"]))  # fmt: skip
 def test_odd_columns(names: list[str], data: Any, form: str | None, folder: Path) -> None:
     columns = {name: data.draw(st.sampled_from(COLUMNS[name])) for name in names}
-    huggingface = data.draw(st.sampled_from([None, FEATURES, "{", "[]", '{"info": {"features": {"text": {"_type": "os.system"}}}}']))
+    huggingface = data.draw(
+        st.sampled_from(
+            [None, FEATURES, "{", "[]", '{"info": {"features": {"text": {"_type": "os.system"}}}}']
+        )
+    )
     check(folder, parquet(columns, **({"huggingface": huggingface} if huggingface else {})), form)

@@ -118,7 +118,10 @@ def test_lines_of_bytes(line: bytes, root: Path) -> None:
 
 
 @fuzzed()
-@given(item=changed() | st.dictionaries(st.sampled_from(KEYS), values), form=st.sampled_from([None, None, *FORMATS]))
+@given(
+    item=changed() | st.dictionaries(st.sampled_from(KEYS), values),
+    form=st.sampled_from([None, None, *FORMATS]),
+)
 def test_rows_of_any_format(item: dict[str, Any], form: str | None, root: Path) -> None:
     """JSONL, ShareGPT, OpenAI's parts, and the sets with adapters."""
     check(lambda: make_row(item, "x:1", Access(root, outside=False), form), root)

@@ -27,7 +27,23 @@ TYPES = [
     tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE,
     tarfile.CONTTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE, tarfile.XGLTYPE, b"Z",
 ]  # fmt: skip
-NAMES = ["0.json", "0.png", "1.json", "1.txt", "../0.png", "/etc/passwd.png", "a/../../0.png", ".json", "", "0.", "0..png", "x" * 90, "0.mp4", "é.png", "\udcff.png"]
+NAMES = [
+    "0.json",
+    "0.png",
+    "1.json",
+    "1.txt",
+    "../0.png",
+    "/etc/passwd.png",
+    "a/../../0.png",
+    ".json",
+    "",
+    "0.",
+    "0..png",
+    "x" * 90,
+    "0.mp4",
+    "é.png",
+    "\udcff.png",
+]
 LINKS = ["", "/etc/passwd", "../secret.png", "0.png", "0.json"]
 IMAGES = [[], ["0.png"], ["../secret.png"], ["/etc/passwd"], ["secret.png"], [{"path": "secret.png"}], ["png"], ["file:///etc/passwd"], ["http://127.0.0.1:1/x.png"], [7], "png"]  # fmt: skip
 PARTS = [{"type": "image", "image": "secret.png"}, {"type": "image_url", "image_url": {"url": "secret.png"}}]
@@ -57,7 +73,9 @@ member = st.tuples(
         st.binary(max_size=40),
         st.just(PNG),
         st.sampled_from(IMAGES).map(lambda images: json.dumps({"messages": TALK, "images": images}).encode()),
-        st.sampled_from(PARTS).map(lambda part: json.dumps({"messages": [{"role": "user", "content": [part]}, TALK[1]]}).encode()),
+        st.sampled_from(PARTS).map(
+            lambda part: json.dumps({"messages": [{"role": "user", "content": [part]}, TALK[1]]}).encode()
+        ),
         st.sampled_from(NUMBERS).map(lambda number: f"20 size={number}\n".encode()),
     ),
     st.sampled_from(LINKS),
@@ -83,7 +101,9 @@ def check(folder: Path, data: bytes, form: str | None) -> None:
     path.write_bytes(data)
     try:
         with within():
-            rows = open_table(DataEntry(path=str(path), format=form), Access, print, evaluation=False, key="data.train")
+            rows = open_table(
+                DataEntry(path=str(path), format=form), Access, print, evaluation=False, key="data.train"
+            )
             for place in range(len(rows)):
                 try:
                     row = rows[place]

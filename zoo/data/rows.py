@@ -238,7 +238,9 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
 def _check_texts(texts: Iterable[str], source: str) -> None:
     size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if size > TEXT_MB * 2**20:
-        text = f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
+        text = (
+            f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
+        )
         raise RowError(source, "bad_row", text)
 
 
@@ -379,7 +381,9 @@ def _message(message: Any, where: str, source: str) -> tuple[str, str]:
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
-        raise RowError(source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}.")
+        raise RowError(
+            source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}."
+        )
     if not isinstance(content, str):
         text = f"{where} has content of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)

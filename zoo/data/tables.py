@@ -285,7 +285,9 @@ def _index(file: Path) -> list[_Members]:
                 last = key
                 parts.append((extension.lower(), member.offset_data, member.size))
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        text = f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
+        text = (
+            f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
+        )
         raise UserError(text) from error
     if parts:
         found.append(_Members(file, str(last), tuple(parts)))

@@ -28,9 +28,18 @@ from zoo.models.qwen3_omni.processor import build_processor
 ROW = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "7"}]}
 AUTO_MAPS: dict[str, dict[str, Any]] = {
     "processor_config.json": {"processor_class": "Evil", "auto_map": {"AutoProcessor": "evil.Evil"}},
-    "preprocessor_config.json": {"image_processor_type": "Evil", "auto_map": {"AutoImageProcessor": "evil.Evil"}},
-    "tokenizer_config.json": {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
-    "config.json": {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Evil", "AutoProcessor": "evil.Evil"}},
+    "preprocessor_config.json": {
+        "image_processor_type": "Evil",
+        "auto_map": {"AutoImageProcessor": "evil.Evil"},
+    },
+    "tokenizer_config.json": {
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]},
+    },
+    "config.json": {
+        "model_type": "evil",
+        "auto_map": {"AutoConfig": "evil.Evil", "AutoProcessor": "evil.Evil"},
+    },
 }
 TEMPLATES = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -76,7 +85,7 @@ def test_code_of_a_folder_never_runs_and_nobody_is_asked(
 @pytest.mark.parametrize("name", ["tokenizer.json", "processor_config.json"])
 def test_broken_files_are_refused_in_a_sentence(name: str, text: str, folder: Path, arch: dict) -> None:
     (folder / name).write_text(text)
-    with pytest.raises(ConfigError, match="no processor can be loaded|is wanted"):
+    with pytest.raises(ConfigError, match=r"no processor can be loaded|is wanted"):
         build_processor(arch, str(folder))
 
 
@@ -102,7 +111,9 @@ def test_texts_of_a_config_are_no_references(tmp_path: Path, monkeypatch: pytest
     """An environment's secret would go into config.yaml, and into what is exported."""
     monkeypatch.setenv("SECRET", "s3cret")
     text = "${oc.env:SECRET} ${model.init} ${"
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "note": text, "deep": {"er": [text]}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl", "note": text, "deep": {"er": [text]}})
+    )
     recipe = load_recipe("qwen3_vl_sft", [f"model.init={tmp_path}"])
     assert recipe.model.arch["note"] == recipe.model.arch["deep"]["er"][0] == text
 
@@ -147,7 +158,9 @@ def test_folders_of_a_data_set_name_files_of_their_own(tmp_path: Path) -> None:
         opened(tmp_path / "mine")
 
 
-def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hub, "PARQUET_MB", 512)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     text = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * 1_000_000]))
