@@ -60,10 +60,7 @@ def load_image(source: Source) -> Image.Image:
             return _rgb(image, place)
     except RowError:
         raise
-    except (
-        OSError, ValueError, SyntaxError, EOFError, MemoryError, IndexError, TypeError, KeyError, OverflowError,
-        Image.DecompressionBombError,
-    ) as error:  # fmt: skip
+    except Exception as error:  # of many kinds, by what lies in the file
         raise _corrupt(place, "image", _reason(error, place)) from error
 
 
@@ -277,7 +274,7 @@ def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
             yield container
     except RowError:
         raise
-    except (av.error.FFmpegError, OSError, ValueError, EOFError, IndexError, OverflowError) as error:
+    except Exception as error:  # of many kinds, by what lies in the file
         text = getattr(error, "strerror", None) or _reason(error, place)
         if isinstance(error, av.error.ArgumentError):  # what it says of types that are not listed
             text = "Invalid data, or a file of a type that is not opened"
