@@ -128,6 +128,16 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
             MAX_SOUND_SECONDS, or less than a file's header says.
     """
     place = source if isinstance(source, Sound) else _existing(source)
+    try:
+        return _checked(_at_rate(place, rate), place, rate)
+    except RowError:
+        raise
+    except Exception as error:  # of many kinds, by what lies in the file
+        raise _corrupt(place, "audio", _reason(error, place)) from error
+
+
+def _at_rate(place: Path | Blob | Sound, rate: int) -> np.ndarray:
+    """Sound of any kind, resampled."""
     if isinstance(place, Sound):
         sound, given = _mono(place), place.rate
         if len(sound) > MAX_SOUND_SECONDS * given:
@@ -135,10 +145,10 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
     elif (
         found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: _corrupt(place, "audio", why))
     ) is None:
-        return _checked(_decoded_sound(place, rate), place, rate)
+        return _decoded_sound(place, rate)
     else:
         sound, given = found
-    return _checked(_resampled(sound, given, rate), place, rate)
+    return _resampled(sound, given, rate)
 
 
 def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
@@ -170,7 +180,7 @@ def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
     )
     frame.sample_rate = given
     parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
-    return np.concatenate([part.to_ndarray()[0] for part in parts])
+    return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]
 
 
 def _mono(sound: Sound) -> np.ndarray:
@@ -220,7 +230,7 @@ def _corrupt(place: object, what: str, reason: str) -> RowError:
     return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")
 
 
-def _reason(error: BaseException, place: Path | Blob) -> str:
+def _reason(error: BaseException, place: object) -> str:
     text = (str(error) or type(error).__name__).rstrip(".")
     if isinstance(place, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
         return "cannot identify image file"

@@ -247,22 +247,19 @@ def test_plain_sizes_are_those_of_the_whole_file(tmp_path: Path) -> None:
 def test_lines_without_end(kind: str, words: str, tmp_path: Path) -> None:
     answer = '{"role": "assistant", "content": "7"}'
     (tmp_path / "a.png").write_bytes(plain("L", "PNG", 4))
+    marks, images = "<image>" * 500_001, '"a.png",' * 500_000 + '"a.png"'
+    parts = '{"type": "image"},' * 500_000 + '{"type": "image"}'
     lines = {
-        "without end": lambda: b'{"messages": "' + b"x" * 100_000_000 + b'"}',
-        "of objects": lambda: b'{"messages": [' + b"{}," * 4_000_000 + b"{}]}",
-        "of media": lambda: (
-            '{"messages": [{"role": "user", "content": "%s"}, %s], "images": [%s"a.png"]}'
-            % ("<image>" * 500_001, answer, '"a.png",' * 500_000)
-        ).encode(),
-        "of text": lambda: ('{"messages": [%s, {"role": "assistant", "content": "%s"}]}' % (answer, "é" * 10_000_000)).encode(),
-        "of parts": lambda: (
-            '{"messages": [{"role": "user", "content": [%s{"type": "image"}]}, %s], "images": [%s"a.png"]}'
-            % ('{"type": "image"},' * 300_000, answer, '"a.png",' * 300_000)
-        ).encode(),
-        "deep": lambda: b'{"messages": ' + b"[" * 60_000_000,
-    }  # fmt: skip
+        "without end": '{"messages": "' + "x" * 100_000_000 + '"}',
+        "of objects": '{"messages": [' + "{}," * 4_000_000 + "{}]}",
+        "of media": f'{{"messages": [{{"role": "user", "content": "{marks}"}}, {answer}], "images": [{images}]}}',
+        "of text": f'{{"messages": [{answer}, {{"role": "assistant", "content": "{"é" * 10_000_000}"}}]}}',
+        "of parts": f'{{"messages": [{{"role": "user", "content": [{parts}]}}, {answer}], "images": [{images}]}}',
+        "deep": '{"messages": ' + "[" * 60_000_000,
+    }
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(lines[kind]() + b"\n" + b'{"text": "a good one"}\n')
+    path.write_text(lines[kind] + "\n" + '{"text": "a good one"}\n')
+    del lines, marks, images, parts
     bad: list[RowError] = []
     began = time.monotonic()
     with memory_below(40 * LINE_MB):
