@@ -105,7 +105,7 @@ def _tried(key: str, entry: DataEntry, load: Any) -> Any:
         return load()
     except Exception as error:  # of many kinds, by what lies there and what the hub answers
         cause = error.__cause__ or error  # datasets wraps what Arrow says
-        reason = printable(str(cause).strip() or type(cause).__name__, 300)
+        reason = printable([*str(cause).strip().splitlines(), type(cause).__name__][0], 300)
         if isinstance(cause, MemoryError):
             reason = f"it takes over {PARQUET_MB} MiB to unpack ({reason}); write it with smaller row groups"
         raise UserError(f"{key}={entry}: the data set can't be loaded: {reason}") from error

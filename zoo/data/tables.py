@@ -164,6 +164,15 @@ def check_entry(entry: DataEntry, key: str) -> None:
         locate(entry.path, key)
 
 
+def plain_item(table: Any, source: str) -> Mapping[str, Any]:
+    """The row of an Arrow table of one; RowError ("bad_row") where a text of it is no UTF-8, say."""
+    try:
+        item: Mapping[str, Any] = without_nones(table.to_pylist()[0])
+    except (ValueError, OverflowError, IndexError, RecursionError) as error:  # Arrow's errors are ValueErrors
+        raise RowError(source, "bad_row", f"the row can't be read: {error}.") from error
+    return item
+
+
 def without_nones(value: Any) -> Any:
     """A value of a data set without the keys that its table fills up with None."""
     if isinstance(value, dict):
@@ -199,8 +208,7 @@ def _of_dataset(
     stored = dataset.with_format("arrow")
 
     def read(place: int) -> Mapping[str, Any]:
-        item: Mapping[str, Any] = without_nones(stored[place : place + 1].to_pylist()[0])
-        return item
+        return plain_item(stored[place : place + 1], f"{name}:{place + 1}")
 
     return Table(len(dataset), read, name, access, form, keep)
 

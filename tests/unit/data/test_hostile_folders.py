@@ -19,8 +19,10 @@ from zoo.bridge import CheckpointError, SafetensorsFolder
 from zoo.config.compose import load_recipe
 from zoo.config.entries import DataEntry
 from zoo.data import hub
+from zoo.data.errors import RowError
 from zoo.data.refs import Access
 from zoo.data.rows import make_row
+from zoo.data.streams import open_stream
 from zoo.data.tables import open_table
 from zoo.errors import ConfigError, UserError
 from zoo.models.qwen3_omni.processor import build_processor
@@ -173,3 +175,22 @@ def test_a_kilobyte_of_parquet_that_stands_for_gigabytes(
 
 def opened(path: Path) -> Any:
     return open_table(DataEntry(path=str(path)), Access, print, evaluation=False, key="data.train")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_column_of_text_that_is_no_utf8(
+    stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    text = pa.array([b"one", b"\xae\xff", b"three"]).view(pa.string())
+    pq.write_table(pa.table({"text": text}), tmp_path / "x.parquet")
+    entry = DataEntry(path=str(tmp_path / "x.parquet"), stream=stream)
+    open_ = (
+        (lambda: open_stream(entry, Access, evaluation=False, key="data.train"))
+        if stream
+        else lambda: opened(tmp_path / "x.parquet")
+    )
+    rows = open_()
+    assert (rows[0].text, rows[2].text) == ("one", "three")
+    with pytest.raises(RowError, match=r"x\.parquet:2: the row can't be read: 'utf-8' codec"):
+        rows[1]
