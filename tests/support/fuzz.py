@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-CASES = int(os.environ.get("ZOO_FUZZ_CASES", "200"))
+CASES = int(os.environ.get("ZOO_FUZZ_CASES", "400"))
 CASE_SECONDS = 10.0  # longest time that one case may take
 NUMBERS = [
     0,

@@ -449,6 +449,11 @@ def _listed(path: Path | None) -> set[str]:
     """Sources that the file lists already (a resumed run's)."""
     if path is None or not path.is_file():
         return set()
-    return {
-        json.loads(line)["source"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-    }
+    found, written = set(), path.read_bytes()
+    if written and not written.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    for line in written.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a killed run has left half written
+            found.add(str(json.loads(line)["source"]))
+    return found
