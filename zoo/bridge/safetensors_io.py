@@ -46,9 +46,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 
-_MAX_HEADER = (
-    2**25
-)  # bytes of a header or an index, of some 300,000 tensors; what they hold takes up to 30 times as much
+_MAX_HEADER = 2**25  # bytes of a header or an index, for some 300,000 tensors; read, they take 30 times that
 _MAX_RANK = 16  # dimensions of a tensor; more is a damaged header
 
 

@@ -454,6 +454,8 @@ def _listed(path: Path | None) -> set[str]:
         with path.open("ab") as file:
             file.write(b"\n")
     for line in written.splitlines():
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a killed run has left half written
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # a line that a killed run has left half written
             found.add(str(json.loads(line)["source"]))
     return found
