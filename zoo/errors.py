@@ -24,9 +24,31 @@ LOST = (
     "ESHUTDOWN",
 )
 
+LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
+
 
 class UserError(ValueError):
     """A mistake in what the user gave; the command line prints its message and exits with 2."""
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """The text on one line: what can't be printed (control codes, halves of surrogate pairs, odd bytes of file names) is escaped.
+
+    Args:
+        text: anything, of any length.
+        most: longest result, in characters; of a longer one the beginning and the end are kept.
+    """
+    text = _short(text, most)
+    if text.isprintable():
+        return text
+    escapes = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return _short("".join(escapes), most)
+
+
+def _short(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]}...{text[3 + most * 2 // 3 - most :]}"
 
 
 def file_error(error: OSError, place: str | Path | None = None, mend: str = "") -> UserError | None:
@@ -109,4 +131,7 @@ def _limit(name: str) -> str:
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a combination of keys that cannot run."""
+    """A recipe, an override or a combination of keys that cannot run; its message has at most about LONGEST characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(printable(line) for line in _short(message, LONGEST).split("\n")))

@@ -268,7 +268,7 @@ def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Put the config of a Hugging Face folder in the place of the size's architecture."""
     arch = _hf_config(_last(own, "model.init") or tree.model.init)
     if arch is not None:
-        tree.model.arch = arch
+        tree.model.arch = escaped(arch)  # a text of somebody's config.json is no reference
 
 
 def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "model.arch.") -> None:

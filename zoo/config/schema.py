@@ -89,7 +89,7 @@ class DataConfig:
     max_frames: int = 768  # most frames taken of one video
     workers: int | None = None  # processes that decode media, a rank; 0: none; default: by the cores
     row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
-    row_mb: int = 8192  # most memory that decoding a medium may take in a worker, in MiB
+    row_mb: int = 8192  # most MiB that decoding a medium takes in a worker, or a row's media once decoded
 
 
 @dataclass(frozen=True, kw_only=True)
