@@ -31,7 +31,10 @@ KINDS = (
         "delta rule",
         r"delta_rule|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular",
     ),
-    ("matrix products", r"gemm|cutlass|nvjet|xmma|wgmma|grouped_mm|gemv|splitk|convolution|implicit_conv|aten::(mm|addmm|bmm|baddbmm)"),
+    (
+        "matrix products",
+        r"gemm|cutlass|nvjet|xmma|wgmma|grouped_mm|gemv|splitk|convolution|implicit_conv|aten::(mm|addmm|bmm|baddbmm)",
+    ),
     ("loss", r"cross_entropy|nll|logsumexp|softmax"),
     ("norm", r"norm"),
     ("copies and casts", r"memcpy|memset|copy|catarray|aten::(cat|zero_|fill_|clone|contiguous)|FillFunctor"),
