@@ -205,7 +205,7 @@ class Run:
             self._adapt(chunks)
         elif self.resume_from is None:
             build.init_weights(chunks, self.assembly, recipe, world)
-        self.startup.mark("weights")
+        self.startup.mark("weights", build.weight_bytes(self.assembly) if self.resume_from is None else 0)
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
