@@ -1,6 +1,6 @@
 """Parallel equals serial on several GPUs of one host, through NCCL (gloo where there are too few):
 
-    python -m tests.gpu.ranks --ranks 2        # CP2, TP2 + SP, PP2, EP2 against one rank; --ranks 4: TP2 x CP2, EP4, ...
+    python tests/gpu/ranks.py --ranks 2        # CP2, TP2 + SP, PP2, EP2 against one rank; --ranks 4: TP2 x CP2, EP4, ...
 
 Each rank is a process that runs all cases, one after the other, in worlds of their own. fp32 cases are of the models of
 tests/support/matrix.py, whose widths bring mix-ups to light; bf16 cases are of models with widths that the GPU's kernels
