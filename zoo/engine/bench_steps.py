@@ -51,6 +51,10 @@ class Cycle:
     def __init__(self, steps: Sequence[list[MicroBatch]]) -> None:
         self.steps, self.next = steps, 0
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"next": self.next}
+
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
         self.next += 1

@@ -45,6 +45,7 @@ from zoo.engine.saving.saver import Saved, Saver
 from zoo.engine.startup import Startup
 from zoo.engine.world import World, world
 from zoo.errors import UserError
+from zoo.steps.packed_step import Prepared
 
 
 def train(recipe: Recipe) -> TrainResult:
@@ -113,6 +114,16 @@ class Totals:
     mtp_loss: float | None
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A step's micro-batches on this rank, and where the loader stood before them."""
+
+    data: dict[str, Any]
+    batches: list[Any]
+    first: Prepared
+    waited: float  # seconds for the loader
+
+
 class Run:
     """One run on one rank: built once, then `run()`."""
 
@@ -136,6 +147,7 @@ class Run:
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = False
+        self.ahead: Fetched | None = None  # the next step's, where a GPU still worked on the one before
         self.startup.mark("data")
 
     def _choose_checkpoint(self) -> Chosen:
@@ -300,13 +312,14 @@ class Run:
     def _train_step(self) -> None:
         """One optimizer step, which is left out where it is a bad one."""
         began = time.monotonic()
-        data = self.loader.state_dict()
-        batches = self.loader.next_step()
-        waited = time.monotonic() - began
+        fetched, self.ahead = self.ahead or self._fetch(), None
+        data, batches, waited = fetched.data, fetched.batches, fetched.waited
         counts = Counts.of(batches)
         scale = self._loss_scale(counts.weight, len(batches))
         lora.seed_dropout(self.recipe, self.done, self.world)
-        figures = self._forward_backward(batches, scale)
+        figures = self._forward_backward(fetched, scale)
+        if self.world.device.type == "cuda" and self.done + 1 < self.total_steps:
+            self.ahead = self._fetch()  # while the GPU works
         verdict: list[tuple[Totals, guard.Bad | None]] = []
 
         def good(norm: float) -> bool:
@@ -345,15 +358,23 @@ class Run:
         dist.all_reduce(total, group=self.world.groups.dp)
         return self.world.dp_size * micro_batches / total.masked_fill(total == 0, 1.0)
 
+    def _fetch(self) -> Fetched:
+        """The next step's micro-batches, the first of them on its way to the device."""
+        data, began = self.loader.state_dict(), time.monotonic()
+        batches = self.loader.next_step()
+        waited = time.monotonic() - began
+        return Fetched(data, batches, Prepared(*self.step.prepare(batches[0])), waited)
+
     def _forward_backward(
-        self, batches: list[Any], scale: torch.Tensor | float
+        self, fetched: Fetched, scale: torch.Tensor | float
     ) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        chunks = list(self.trainable.chunks)
+        chunks, batches = list(self.trainable.chunks), fetched.batches
+        ready = [fetched.first, *batches[1:]]
         figures: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
             forward_step_func=lambda data, model: self.step(data, model, loss_scale=scale),
-            data_iterator=iter(batches) if len(chunks) == 1 else [iter(batches) for _ in chunks],
+            data_iterator=iter(ready) if len(chunks) == 1 else [iter(ready) for _ in chunks],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
             seq_length=batches[0].input_ids.shape[1],
@@ -471,7 +492,7 @@ class Run:
         state = {
             "step": self.done,
             "total_steps": self.total_steps,
-            "data": self.loader.state_dict(),
+            "data": self.ahead.data if self.ahead else self.loader.state_dict(),
             "bad_steps": self.guard.state_dict(),
             "model": self.description,
             "weights": checkpoint.origin(self.recipe),

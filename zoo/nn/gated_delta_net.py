@@ -203,7 +203,7 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto") -> str:
 
 def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
     """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
-    if fused(x):
+    if fused(x) and weight.shape[1] <= 4:
         from zoo.nn.kernels.conv import causal_conv_silu
 
         return causal_conv_silu(x, weight, layout.positions[0])

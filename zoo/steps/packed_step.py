@@ -81,6 +81,14 @@ class HostBatch:
 
 
 @dataclass(frozen=True)
+class Prepared:
+    """A micro-batch after all host stages, on its way to the device: what `PackedStep.prepare` gives."""
+
+    inputs: ModelInputs
+    facts: StepOutput
+
+
+@dataclass(frozen=True)
 class Parts:
     """A packed micro-batch on the host: rows (R, T') of tokens, R = 1 when packed, B when padded."""
 
@@ -144,7 +152,7 @@ class PackedStep:
 
     def __call__(
         self,
-        batches: Iterator[MicroBatchLike],
+        batches: Iterator[MicroBatchLike | Prepared],
         model: Any,
         *,
         loss_scale: Tensor | float,
@@ -152,9 +160,13 @@ class PackedStep:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """mcore's forward step: (model output, function from it to loss and figures).
 
-        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.loop`).
+        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.loop`). A micro-batch may come prepared.
         """
-        inputs, output_facts = self.prepare(next(batches), evaluate=evaluate)
+        batch = next(batches)
+        if isinstance(batch, Prepared):
+            inputs, output_facts = batch.inputs, batch.facts
+        else:
+            inputs, output_facts = self.prepare(batch, evaluate=evaluate)
         output = self.forward(model, inputs)
 
         def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
