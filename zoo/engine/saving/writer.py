@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zoo.config.compose import save_recipe
 from zoo.config.locate import HF_PART, STATE
 from zoo.config.schema import Recipe
 from zoo.engine.saving import files
@@ -180,7 +180,7 @@ def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, s
     if not order.hf.is_dir():
         _fill(order.hf, order.save_files)
     files.share_files(order.hf, folder / HF_PART)
-    save_recipe(order.recipe, folder / "config.yaml")
+    shutil.copyfile(order.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
     files.sync(folder / "config.yaml")
     files.write(folder / STATE, json.dumps(order.state) + "\n")
     files.write_manifest(folder, {name: value for _, digests in written for name, value in digests.items()})
