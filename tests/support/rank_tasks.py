@@ -408,11 +408,12 @@ def one_step(
     from zoo.config.validate import validate
     from zoo.engine import loop
     from zoo.engine.interrupts import interrupts
+    from zoo.engine.startup import Startup
     from zoo.engine.world import world
 
     recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
     with interrupts() as stop, world(validate(recipe, size)) as here:
-        run = loop.Run(validate(recipe, size), here, stop)
+        run = loop.Run(validate(recipe, size), here, stop, Startup("imports"))
         run._build()
         assert run.adapters is not None
         adapters = run.adapters.named()
