@@ -347,7 +347,8 @@ class Run:
         self.log.say(bad_steps.told(known, bad, self.folder))
         guard.allocate_state(self.trainable.optimizer)
         if self.guard.ends:
-            self._save()
+            self._save(wait=True)
+            self.saver.close()
             raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
 
     def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
