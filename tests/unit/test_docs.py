@@ -11,7 +11,7 @@ import pytest
 
 import zoo
 from zoo.cli.arguments import split_flags, split_recipe, split_values
-from zoo.cli.bench import BENCHES, packing_options
+from zoo.cli.bench import BENCHES, packing_options, train_options
 from zoo.cli.convert import KEYS as CONVERT_KEYS
 from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS
@@ -33,7 +33,7 @@ PAGES = [
 FLAGS = {
     "show": ("--schema", "--json"),
     "list": ("--json",),
-    "bench": ("--json",),
+    "bench": ("--json", "--profile"),
     "verify": ("--json",),
     "plan": ("--json",),
     "inspect": ("--json",),
@@ -165,6 +165,8 @@ def check_zoo(words: list[str]) -> None:
         assert rest[0] in BENCHES, words
         if rest[0] == "packing":
             packing_options(rest[1:])
+        if rest[0] == "train":
+            train_options(rest[1:])
         return
     if verb == "convert":
         split_values(rest, CONVERT_KEYS, verb, ("SOURCE", "TARGET"))

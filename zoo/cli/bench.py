@@ -1,5 +1,5 @@
 """
-usage: zoo bench train | packing | balance | data | convert | saves | soak [key=value ...] [--json]
+usage: zoo bench train | plot | packing | balance | data | convert | saves | soak [key=value ...] [--json]
        zoo bench train [key=value ...] [--profile]
 
 train measures full training steps of random weights on the same samples (an image of 400 to 1,440 tokens and 100 to 600
@@ -13,6 +13,10 @@ processes of its own; --json prints one line for each as soon as it is there, --
   samples=64 passes=2                    how many samples (of a data-parallel rank), and how often they are timed
   longest=2048 out=bench.json            most tokens of a sample; file for the results
   engine.recompute=full parallel.cp=2    any key of the recipe that has a dot
+
+plot draws results of train, ms, real tokens/s and memory against tokens a step, packed and padded.
+
+  results=bench.json out=bench.png       what train wrote; the picture
 
 packing measures what packing costs: layout, packing, context-parallel slicing and unpacking of int64 ids, labels and
 positions, each as milliseconds and bytes and as a ratio to one torch.index_select of the same data.
@@ -61,7 +65,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from zoo.cli.arguments import split_flags
+from zoo.cli.arguments import split_flags, split_values
 from zoo.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,20 +157,29 @@ def _convert(arguments: Sequence[str], flags: set[str]) -> str:
     return json.dumps(report, indent=2) if "--json" in flags else bench_convert.table(report)
 
 
-def _train(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine import bench_train as bench
+def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The options of `zoo bench train`, and what is left for the recipe: keys with a dot.
 
-    own = [argument for argument in arguments if "." not in argument.partition("=")[0]]
-    options = bench.Options(**_values(own, bench.Options))
+    Raises:
+        UserError: a key that it does not have, or a value that is none of its kind.
+    """
+    from zoo.engine.bench_train import Options
+
+    overrides = [argument for argument in arguments if "." in argument.partition("=")[0]]
+    return Options(**_values([a for a in arguments if a not in overrides], Options)), overrides
+
+
+def _train(arguments: Sequence[str], flags: set[str]) -> str:
+    options, overrides = train_options(arguments)
+
+    from zoo.engine import bench_train as bench
 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)
 
     if "--json" not in flags:
         print(bench.HEAD, flush=True)
-    report = bench.run(
-        options, [argument for argument in arguments if argument not in own], tell, "--profile" in flags
-    )
+    report = bench.run(options, overrides, tell, "--profile" in flags)
     if "--json" in flags:
         return json.dumps({key: value for key, value in report.items() if key != "lines"})
     return bench.where(report) + (f"; written to {options.out}" if options.out else "")
@@ -188,8 +201,22 @@ def _soak(arguments: Sequence[str], flags: set[str]) -> str:
     return json.dumps(bench_soak.as_dict(report), indent=2) if "--json" in flags else bench_soak.table(report)
 
 
+def _plot(arguments: Sequence[str], flags: set[str]) -> str:
+    from pathlib import Path
+
+    from zoo.engine import bench_plot
+
+    _, given = split_values(arguments, ("results", "out"), "zoo bench plot results=FILE out=FILE", ())
+    if set(given) != {"results", "out"}:
+        raise UserError(
+            "zoo bench plot: results=FILE, as zoo bench train writes it, and out=FILE.png are wanted"
+        )
+    return f"drawn to {bench_plot.draw(bench_plot.read(given['results']), Path(given['out']))}"
+
+
 BENCHES = {
     "train": _train,
+    "plot": _plot,
     "packing": _packing,
     "balance": _balance,
     "data": _data,

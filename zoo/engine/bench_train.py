@@ -23,8 +23,8 @@ from zoo.config.validate import data_parallel, text_config
 from zoo.engine import bench_profile
 from zoo.engine.bench_setting import Setting, as_dict, missing
 from zoo.engine.launch import WorkerError, run_task
-from zoo.engine.runlog import write_atomically
 from zoo.errors import UserError
+from zoo.files import write_atomically
 
 SETTINGS = (
     "hf:4", "hf:2x2048", "padded:4", "padded:8", "padded:2x2048",
