@@ -398,7 +398,7 @@ def _check_engine(recipe: Recipe) -> None:
 
 
 def _check_fp8(recipe: Recipe) -> None:
-    engine, parallel, align = recipe.engine, recipe.parallel, recipe.packing.align or 1
+    engine = recipe.engine
     if engine.precision != "bf16":
         raise ConfigError(
             f"engine.fp8=true with engine.precision={engine.precision}: what is not in FP8 is in bf16; "
@@ -408,11 +408,6 @@ def _check_fp8(recipe: Recipe) -> None:
         raise ConfigError(
             f"engine.fp8=true with engine.backend={engine.backend}: FP8 is Transformer Engine's; install it and set "
             f"engine.backend=te, or leave engine.fp8 out"
-        )
-    if align % (16 * parallel.cp):
-        raise ConfigError(
-            f"engine.fp8=true with packing.align={align}: FP8 wants a multiple of {16 * parallel.cp} here; "
-            f"leave packing.align open"
         )
 
 

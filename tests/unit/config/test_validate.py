@@ -317,3 +317,17 @@ def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
 )
 def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) -> None:
     assert words in error_of(MOE, changes)
+
+
+# --- FP8
+
+
+def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = {"engine.fp8": True, "engine.precision": "bf16"}
+    assert "what is not in FP8 is in bf16" in error_of(MOE, {"engine.fp8": True})
+    assert "FP8 is Transformer Engine's" in error_of(MOE, fp8)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    assert "FP8 is Transformer Engine's" in error_of(MOE, {**fp8, "engine.backend": "torch"})
+    assert validate(replace_in(MOE, fp8), 1).packing.align == 16
+    assert validate(replace_in(MOE, {**fp8, "parallel.cp": 2}), 2).packing.align == 32
+    assert "wanted a multiple of 16" in error_of(MOE, {**fp8, "packing.align": 8})

@@ -16,8 +16,10 @@ from zoo.engine.doctor import references
 from zoo.engine.doctor.measure import Check, Trial
 from zoo.engine.doctor.subject import Subject, TowerHeads
 from zoo.nn import gated_delta_net
-from zoo.nn.attention import SeqParams, has_flash
+from zoo.nn.attention import SeqParams, has_flash, has_flash4
+from zoo.nn.kernels import fused
 from zoo.nn.rotary import apply_rotary, axis_of_frequency
+from zoo.nn.swiglu import swiglu
 from zoo.nn.tower_attention import NAME as VARLEN_TOWER
 from zoo.packing import PackedLayout
 
@@ -38,6 +40,7 @@ def checks(subject: Subject) -> Iterator[Check]:
     yield from _experts(subject)
     yield from _norms(subject)
     yield from _rotary(subject)
+    yield _swiglu(subject)
     yield _loss(subject)
     for tower in subject.towers:
         yield _tower(subject, tower)
@@ -146,9 +149,21 @@ def core_name(core: Any, subject: Subject) -> str:
     name = type(core).__name__
     if name.startswith("TE"):
         return name
-    width = subject.config.kv_channels
-    flash = has_flash(torch.empty(0, width, dtype=subject.dtype, device=subject.device))
-    return "torch varlen flash" if flash else "torch sdpa"
+    assert subject.config.kv_channels is not None
+    return _varlen_name(subject, subject.config.kv_channels)
+
+
+def _varlen_name(subject: Subject, width: int) -> str:
+    """What attention within segments runs as for heads of a width."""
+    probe = torch.empty(0, width, dtype=subject.dtype, device=subject.device)
+    if not has_flash(probe):
+        return "torch sdpa"
+    return "FlashAttention 4" if has_flash4(probe) else "torch varlen flash"
+
+
+def _fused_name(subject: Subject) -> str:
+    """What zoo's own operations between matrix products run as."""
+    return "zoo's Triton" if fused(torch.empty(0, dtype=subject.dtype, device=subject.device)) else "torch"
 
 
 def _linear_attention(subject: Subject) -> Iterator[Check]:
@@ -179,7 +194,7 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
 
     yield Check(
         "convolution",
-        kernel,
+        _fused_name(subject),
         f"{channels} channels, width {taps}, {where}",
         subject.precision,
         BOUNDS[subject.precision],
@@ -303,7 +318,9 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
         return Trial(lambda x, gate: module(x, gate), exact, given, {"weight": module.weight})
 
     sizes = f"{rows} x {heads} x {width}"
-    return Check("gated_norm", "zoo", sizes, subject.precision, BOUNDS[subject.precision], KEEP, prepare)
+    return Check(
+        "gated_norm", _fused_name(subject), sizes, subject.precision, BOUNDS[subject.precision], KEEP, prepare
+    )
 
 
 def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:
@@ -360,7 +377,24 @@ def _rotary(subject: Subject) -> Iterator[Check]:
     bound = {"bf16": 1e-2, "fp32": 1e-3}[
         subject.precision
     ]  # angles are fp32: 1e-7 of a position in the thousands
-    yield Check("rotary", "zoo", sizes, subject.precision, bound, KEEP, prepare)
+    yield Check("rotary", _fused_name(subject), sizes, subject.precision, bound, KEEP, prepare)
+
+
+def _swiglu(subject: Subject) -> Check:
+    """Of the dense MLP, each row times a probability as experts have it."""
+    rows, width = min(subject.recipe.packing.budget, MOST_TOKENS), subject.config.ffn_hidden_size
+    assert width is not None
+
+    def prepare() -> Trial:
+        def exact(x: Tensor, probs: Tensor) -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate) * up * probs[:, None]
+
+        given = {"x": _randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
+        return Trial(swiglu, exact, given)
+
+    bound = BOUNDS[subject.precision]
+    return Check("swiglu", _fused_name(subject), f"{rows} x {width}", subject.precision, bound, KEEP, prepare)
 
 
 def _loss(subject: Subject) -> Check:
@@ -385,7 +419,7 @@ def _loss(subject: Subject) -> Check:
 
     return Check(
         "loss",
-        "zoo",
+        _fused_name(subject),
         f"vocabulary {vocab}, hidden {hidden}, {len(rows)} labels",
         subject.precision,
         LOSS_BOUNDS[subject.precision],
@@ -431,8 +465,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
         q, k, v = (_randn(subject, layout.total, heads, width) for _ in range(3))
         return Trial(run, exact, {"q": q, "k": k, "v": v})
 
-    probe = torch.empty(0, width, dtype=subject.dtype, device=subject.device)
-    kernel = ("torch varlen flash" if has_flash(probe) else "torch sdpa") if varlen else tower.implementation
+    kernel = _varlen_name(subject, width) if varlen else tower.implementation
     return Check(
         f"{tower.tower}_attention",
         kernel,

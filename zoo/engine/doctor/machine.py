@@ -17,6 +17,7 @@ PACKAGES = {
     "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
     "flash-linear-attention": ("flash-linear-attention", "fla-core"),
     "triton": ("triton",),
+    "flash-attn": ("flash-attn-4", "flash-attn"),
 }
 
 

@@ -74,16 +74,18 @@ def _refusal(verdict: Any) -> str:
 
 def _asked(recipe: Recipe, facts: dict[str, str]) -> dict[str, Any]:
     """All that kernels, shapes and versions follow from, the code of `zoo.nn` included."""
+    from zoo.nn import backend
 
-    engine = asdict(replace(recipe.engine, threads=None, doctor=True))
-    sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")}
-    packing = asdict(recipe.packing)
+    code = hashlib.sha256()
+    for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
     return {
         "machine": facts,
         "arch": recipe.model.arch,
-        "engine": engine,
-        "parallel": sizes,
-        "packing": packing,
+        "engine": asdict(replace(recipe.engine, threads=None, doctor=True)),
+        "parallel": {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")},
+        "packing": asdict(recipe.packing),
+        "code": code.hexdigest(),
     }
 
 
