@@ -40,7 +40,7 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: BinaryIO = path.open("ab", buffering=0)  # type: ignore[assignment]
+        self._file: BinaryIO = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
         """Append a line; OSError, which names the file, where the disk does not take it."""
