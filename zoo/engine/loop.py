@@ -32,12 +32,15 @@ from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
+from zoo.engine.heartbeat import Watch
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
+from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.startup import Startup
+from zoo.engine.steptimes import StepTimes
 from zoo.engine.world import World, world
 from zoo.errors import UserError
 
@@ -66,12 +69,8 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
     startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        try:
-            return Run(recipe, here, stop, startup).run()
-        except RuntimeError:
-            if stop.asked:  # a rank that was stopped too has left a collective
-                raise KeyboardInterrupt from None
-            raise
+        with Watch(recipe, here, stop) as watch:
+            return Run(recipe, here, stop, startup, watch.phases).run()
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,11 @@ class Counts:
 class Run:
     """One run on one rank: built once, then `run()`."""
 
-    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup) -> None:
+    def __init__(
+        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, phases: Phases | None = None
+    ) -> None:
         assert recipe.run.dir is not None
-        self.recipe, self.world, self.stop = recipe, world, stop
+        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Phases()
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe)
@@ -113,7 +114,9 @@ class Run:
         self.saved: Path | None = self.resume_from
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
-        self.interrupted = False
+        self.interrupted = self.preempted = False
+        self.phases.step = self.done
+        self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
     def _find_checkpoint(self) -> Path | None:
@@ -187,6 +190,7 @@ class Run:
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
+        self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
         if self.resume_from is not None and self.state is not None:
             checkpoint.load(self.trainable, self.resume_from, world)
@@ -222,6 +226,7 @@ class Run:
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._ends():
             together = self._export_or_stop()
+        self.phases.enter("end")
         self._summarise(metrics, seconds)
         if together:
             dist.barrier()
@@ -264,26 +269,32 @@ class Run:
 
     def _ends(self, out_of_time: bool = False) -> bool:
         """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
-        flags = [float(self.stop.asked), float(out_of_time)]
-        asked, late = flags if self.world.size == 1 else self.world.sum(flags)
-        self.interrupted = asked > 0
+        stop = self.stop
+        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time)]
+        asked, preempted, late = flags if self.world.size == 1 else self.world.sum(flags)
+        self.interrupted, self.preempted = asked > 0, preempted > 0
         return asked + late > 0
 
     def _train_step(self) -> None:
         """One optimizer step."""
         began = time.monotonic()
+        self.times.begin()
+        self.phases.enter("data")
         batches = self.loader.next_step()
         waited = time.monotonic() - began
+        self.phases.enter("compute")
         counts = Counts.of(batches)
         scale = self._loss_scale(counts.weight, len(batches))
         lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(batches, scale)
+        self.phases.enter("update")
         self.trainable.scheduler.step(increment=1)
         _, grad_norm, _ = self.trainable.optimizer.step()
         for chunk in self.trainable.chunks:
             chunk.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
         self.done += 1
+        self.phases.enter("figures")
         self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
@@ -302,8 +313,12 @@ class Run:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         chunks = list(self.trainable.chunks)
+        def forward(data: Any, model: Any) -> Any:
+            self.phases.tick()
+            return self.step(data, model, loss_scale=scale)
+
         figures: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-            forward_step_func=lambda data, model: self.step(data, model, loss_scale=scale),
+            forward_step_func=forward,
             data_iterator=iter(batches) if len(chunks) == 1 else [iter(batches) for _ in chunks],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
@@ -328,7 +343,8 @@ class Run:
         weight = weight or 1.0  # no label at all
         loss = nll / weight
         self.losses.append(loss)
-        seconds, waited = time.monotonic() - began, self._longest(waited)
+        seconds, parts = time.monotonic() - began, self._parts(waited)
+        waited = max(mine[0] for mine in parts)  # of the rank that waited longest: the others waited for it
         record = {
             "step": self.done,
             "loss": loss,
@@ -344,6 +360,10 @@ class Run:
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
+        self.phases.step = self.done
+        slow = self.times.judge(seconds, parts)
+        if slow is not None:
+            self.log.event("slow_step", self.done, **slow)
         self._tell_bad_rows()
 
     def _tell_bad_rows(self) -> None:
@@ -353,12 +373,13 @@ class Run:
             self.log.event("rows_left_out", self.done, counts=counts)
             self.bad_rows_told = counts
 
-    def _longest(self, waited: float) -> float:
-        """Seconds that the rank waited for its batches that waited longest: the others waited for it."""
-        world = self.world
+    def _parts(self, waited: float) -> list[list[float]]:
+        """By rank: seconds of the parts of the step; `waited`: this rank's for its batches."""
+        world, mine = self.world, self.times.take(waited)
         if world.size == 1:
-            return waited
-        return max(world.sum([waited * (rank == world.rank) for rank in range(world.size)]))
+            return [mine]
+        flat = world.sum([x * (rank == world.rank) for rank in range(world.size) for x in mine])
+        return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
@@ -391,6 +412,7 @@ class Run:
 
     def _evaluate(self) -> dict[str, Any]:
         """Figures of the held-out rows; none when it was interrupted."""
+        self.phases.enter("eval")
         self.log.note(f"evaluating on {len(self.held_out)} rows ...")
         figures = evaluate(
             self.step,
@@ -406,11 +428,14 @@ class Run:
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
+            self.phases.tick()
             if self._ends():
                 return
             yield batch
 
     def _save(self) -> None:
+        self.phases.enter("save")
+        began = time.monotonic()
         self.log.note("saving ...")
         state = {
             "step": self.done,
@@ -422,6 +447,7 @@ class Run:
         folder = self.folder / "checkpoints"
         keep, beside = self.recipe.train.keep, self.assembly.save_files
         self.saved = checkpoint.save(self.trainable, folder, state, self.world, keep, beside)
+        self.times.save += time.monotonic() - began
         self.log.event("save", self.done, path=str(self.saved))
 
     def _export_or_stop(self) -> bool:
@@ -431,10 +457,11 @@ class Run:
         except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
             if not self.stop.asked:
                 raise
-            self.interrupted = True
+            self.interrupted, self.preempted = True, self.stop.preempted
         return not self.interrupted
 
     def _export(self) -> None:
+        self.phases.enter("export")
         self.log.note("exporting ...")
         target, what = self.folder / "export", "a Hugging Face folder"
         if self.adapters is not None:
@@ -473,6 +500,7 @@ class Run:
             "steps": self.done,
             "total_steps": self.total_steps,
             "interrupted": self.interrupted,
+            "preempted": self.preempted,
             "checkpoint": str(self.saved) if self.saved else None,
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses else None,
@@ -480,8 +508,14 @@ class Run:
             "skipped_rows": dict(self.source.counts + self.held_out.counts),
             "metrics": metrics,
         }
-        self.log.finish(summary)
+        self.log.finish(summary, self._reason())
         self._say_end(summary)
+
+    def _reason(self) -> str:
+        """Why the run ends here."""
+        if self.interrupted:
+            return "preempted" if self.preempted else "interrupted"
+        return "finished" if self.done >= self.total_steps else "out of time"
 
     def _say_end(self, summary: dict[str, Any]) -> None:
         if summary["skipped_rows"]:
@@ -507,4 +541,5 @@ class Run:
             metrics=metrics,
             run_dir=str(self.folder),
             interrupted=self.interrupted,
+            preempted=self.preempted,
         )
