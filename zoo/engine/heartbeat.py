@@ -10,7 +10,7 @@ others, and judges them. The first to see that the run can't go on writes the on
     no rank gets any further               run.hang_timeout + 5 s
     SIGTERM or SIGUSR1, and no save yet    run.save_within (without saving, exit code 75)
 
-Beats come every second, and with over 64 ranks in proportion less often.
+Beats come twice a second, and with over 32 ranks in proportion less often.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -56,7 +56,7 @@ class Watch:
         self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
-        self._rank, self._size, self._every = world.rank, world.size, max(1.0, world.size / 64)
+        self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 64)
         self._beat = Beat(
             world.rank, 0, self.phases.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
         )
@@ -64,6 +64,7 @@ class Watch:
         self._error: BaseException | None = None  # an exchange broke; whose fault it is, is to be found out
         self._unheard = 0.0  # since when the store does not answer
         self._store: Any = None
+        self._asking: threading.Thread | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zoo-watch", daemon=True)
 
@@ -76,7 +77,6 @@ class Watch:
             if self._rank == 0:
                 self._store.set("verdict", "")
             dist.barrier()
-            self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self._thread.start()
         return self
 
@@ -144,17 +144,39 @@ class Watch:
         )
         self._seen[self._rank].update(self._beat)
         if self._store is not None:
-            self._store.set(f"beat{self._rank}", json.dumps(self._beat.to_json()))
+            told = json.dumps(self._beat.to_json())
+            self._ask(lambda: self._store.set(f"beat{self._rank}", told))
 
     def _read(self) -> Verdict | None:
         """Take in the others' beats; the verdict, where one has fallen."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        *values, verdict = self._store.multi_get([*(f"beat{rank}" for rank in others), "verdict"])
+        keys = [*(f"beat{rank}" for rank in others), "verdict"]
+        *values, verdict = self._ask(lambda: self._store.multi_get(keys))
         self._unheard = 0.0
         for rank, value in zip(others, values, strict=True):
             beat = Beat.from_json(json.loads(value))
             self._seen.setdefault(rank, Seen(beat)).update(beat)
         return Verdict(**json.loads(verdict)) if verdict else None
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """What the store answers; RuntimeError where it does not in time (a call of its own would wait for good)."""
+        answer: list[Any] = []
+
+        def ask() -> None:
+            try:
+                answer.append(question())
+            except RuntimeError as error:
+                answer.append(error)
+
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=ask, name="zoo-store", daemon=True)
+            self._asking.start()
+        self._asking.join(_STORE_SECONDS)
+        if not answer:
+            raise RuntimeError("the store does not answer")
+        if isinstance(answer[0], RuntimeError):
+            raise answer[0]
+        return answer[0]
 
     def _alive(self) -> dict[int, bool]:
         """Of the ranks on this machine: whether the process is there."""
@@ -167,7 +189,9 @@ class Watch:
     def _convict(self, reason: str, ranks: list[int]) -> None:
         """Tell why the run can't go on, and leave; another rank may have been first."""
         if self._store is not None:
-            time.sleep((2 if reason == "failed" else 1) * self._every)  # all say where they stand; who failed, why
+            time.sleep(
+                (2 if reason == "failed" else 1) * self._every
+            )  # all say where they stand; who failed, why
             self._publish()
             verdict = self._read()
             if verdict is not None:
@@ -182,7 +206,7 @@ class Watch:
             return verdict
         mine = json.dumps(asdict(verdict))
         try:
-            stands = self._store.compare_set("verdict", "", mine).decode()
+            stands = self._ask(lambda: self._store.compare_set("verdict", "", mine)).decode()
         except RuntimeError:
             return verdict
         return verdict if stands == mine else replace(Verdict(**json.loads(stands)), message="")
@@ -194,12 +218,15 @@ class Watch:
         now = time.monotonic()
         self._unheard = self._unheard or now
         first = self._seen.get(0)
-        gone = not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
+        gone = (
+            not self._alive().get(0, True) or self._error is not None or now - self._unheard > self._silence
+        )
         if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
             return
-        told = describe("died", [0], self._seen, limit=self._silence, checkpoint=self._newest())
+        reason = "silent" if self._alive().get(0, True) else "died"
+        told = describe(reason, [0], self._seen, limit=self._silence, checkpoint=self._newest())
         living = min(rank for rank, one in self._seen.items() if rank and one.beat.state == "alive")
-        self._leave(Verdict(told if living == self._rank else "", "died", ranks=(0,)))
+        self._leave(Verdict(told if living == self._rank else "", reason, ranks=(0,)))
 
     # --- the end
 
@@ -221,7 +248,9 @@ class Watch:
                 time.sleep(0 if mistake else self._every)
                 self._read()
         told = describe("failed", [self._rank], self._seen, limit=0.0, checkpoint=self._newest())
-        verdict = self._post(Verdict("" if mistake or self._size == 1 else told, "failed", ranks=(self._rank,)))
+        verdict = self._post(
+            Verdict("" if mistake or self._size == 1 else told, "failed", ranks=(self._rank,))
+        )
         if verdict.ranks == (self._rank,):
             self._record(verdict, said)
             _tell(verdict.message)
@@ -242,7 +271,12 @@ class Watch:
         reason = "preempted" if verdict.code == PREEMPTED else verdict.reason
         with contextlib.suppress(OSError):
             append_event(
-                self.folder, "end", step, reason=reason, ranks=list(verdict.ranks), message=verdict.message or said
+                self.folder,
+                "end",
+                step,
+                reason=reason,
+                ranks=list(verdict.ranks),
+                message=verdict.message or said,
             )
             self._write_health()
 

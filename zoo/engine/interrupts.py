@@ -67,7 +67,9 @@ class Interrupts:
             raise self.error()
         if os.environ.get("RANK", "0") == "0":
             what, again = (signal.Signals(number).name, "another") if request else ("", "Ctrl-C again")
-            _say(f"zoo: {what}{': ' * request}ending this step and saving; {again} stops at once, without saving\n")
+            _say(
+                f"zoo: {what}{': ' * request}ending this step and saving; {again} stops at once, without saving\n"
+            )
 
 
 def _say(text: str) -> None:

@@ -41,7 +41,11 @@ _POLL_SECONDS = 0.05
 _MISTAKE_SECONDS = 1.0  # after a rank has found a user's mistake: time for the others to find it too
 _SETTLE_SECONDS = 8.0  # after any other failure: time for the others to say who failed, and to leave
 _TAIL_LINES = 20
-_STOPPED = (INTERRUPTED, PREEMPTED, *(-number for number in SIGNALS))  # exit codes of a rank that a signal ended
+_STOPPED = (
+    INTERRUPTED,
+    PREEMPTED,
+    *(-number for number in SIGNALS),
+)  # exit codes of a rank that a signal ended
 
 
 class WorkerError(RuntimeError):

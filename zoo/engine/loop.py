@@ -313,6 +313,7 @@ class Run:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         chunks = list(self.trainable.chunks)
+
         def forward(data: Any, model: Any) -> Any:
             self.phases.tick()
             return self.step(data, model, loss_scale=scale)

@@ -13,8 +13,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _PACKAGE = str(Path(__file__).parents[1])
+_THIN = str(Path(__file__).with_name("cpu_host.py"))  # stands between torch and who calls it
 _DATA_THREAD = "zoo-data"  # prepares the next step while the main thread trains
-_UNTICKED = ("build", "save", "export")  # long phases without ticks: there a stack that moves is a sign of life
+_UNTICKED = (
+    "build",
+    "save",
+    "export",
+)  # long phases without ticks: there a stack that moves is a sign of life
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,7 @@ class Phases:
             stacks = [_lines(frame) for frame in busy] or stacks
         found = [where(lines) for lines in stacks]
         place, waits_in = next((one for one in found if not one[1]), found[0])
-        return Moment(
-            self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in
-        )
+        return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
 
 
 Line = tuple[str, int, str]  # file, line, function
@@ -101,7 +104,7 @@ def where(stack: list[Line]) -> tuple[str, str]:
     """The innermost line of zoo's as file:line, and the torch.distributed call below it, "" where there is none."""
     place, call = "", ""
     for file, line, function in stack:
-        if file.startswith(_PACKAGE):
+        if file.startswith(_PACKAGE) and file != _THIN:
             place, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
         elif "/torch/distributed/" in file:
             call = call or (function if function != "wrapper" else "")

@@ -15,7 +15,7 @@ from zoo.engine.phases import Moment
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank tells of itself about once a second."""
+    """What a rank tells of itself, over and over."""
 
     rank: int
     count: int  # of its beats
@@ -107,18 +107,22 @@ def describe(
     beats = {rank: one.beat for rank, one in seen.items()}
     others = [beat for rank, beat in beats.items() if rank not in blamed and beat.state == "alive"]
     what = {
-        "died": "died",
-        "silent": f"gave no sign of life for {limit:.0f} s",
+        "died": "died, last seen",
+        "silent": f"gave no sign of life for {limit:.0f} s, last seen",
         "failed": "failed",
         "hangs": f"got no further for {limit:.0f} s (run.hang_timeout)",
     }[reason]
-    stands = "; ".join(f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([beats[r] for r in blamed]))
+    stands = "; ".join(
+        f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([beats[r] for r in blamed])
+    )
     errors = "".join(f": {beats[rank].error}" for rank in blamed if beats[rank].error)
     waiting = "; ".join(f"{_ranks(group)} was {_wait(at)}" for at, group in _grouped(others))
     after = (
-        f"the same command goes on from {checkpoint}" if checkpoint else "there is no checkpoint to go on from"
+        f"the same command goes on from {checkpoint}"
+        if checkpoint
+        else "there is no checkpoint to go on from"
     )
-    return ". ".join(part for part in (stands + errors, waiting, after) if part)
+    return "; ".join(part for part in (stands + errors, waiting, after) if part)
 
 
 def _stand(moment: Moment) -> str:
