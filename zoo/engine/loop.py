@@ -480,7 +480,13 @@ class Run:
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
         adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
         share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-        self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
+        self.log.event(
+            "resume" if self.done else "start",
+            self.done,
+            parameters_of_rank=parameters,
+            total_steps=self.total_steps,
+            ranks=self.world.size,
+        )
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         train, evals = (
