@@ -120,9 +120,10 @@ export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 # Ranks leave by themselves when one of them does: srun waits a minute for them before it ends the rest.
 srun --kill-on-bad-exit=0 --wait=60 zoo train {command} &
 ranks=$!
-trap 'kill -USR1 $ranks' USR1 TERM
-code=-1
-while kill -0 $ranks 2>/dev/null; do  # a signal ends a wait, not what it waits for
+trap 'told=1; kill -USR1 $ranks' USR1 TERM
+told=1
+while [ "$told" ]; do  # a signal ends a wait, not what it waits for
+    told=
     wait $ranks
     code=$?
 done

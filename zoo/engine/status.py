@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def _state(
 def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
     """From one step's end to the next, the median: a save or an evaluation between two of them is not typical."""
     times = [r["time"] for r in recent if "time" in r]
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False) if b >= a]
+    gaps = [b - a for a, b in pairwise(times) if b >= a]
     if gaps:
         return statistics.median(gaps) or None
     return statistics.median(r["step_ms"] for r in recent) / 1e3 if recent else None
