@@ -65,11 +65,8 @@ class Interrupts:
         self.asked, self.preempted, self.since = True, request, now
         if not self._deferring:
             raise self.error()
-        if os.environ.get("RANK", "0") == "0":
-            what, again = (signal.Signals(number).name, "another") if request else ("", "Ctrl-C again")
-            _say(
-                f"zoo: {what}{': ' * request}ending this step and saving; {again} stops at once, without saving\n"
-            )
+        if os.environ.get("RANK", "0") == "0" and not request:
+            _say("zoo: ending this step and saving; Ctrl-C again stops at once, without saving\n")
 
 
 def _say(text: str) -> None:
