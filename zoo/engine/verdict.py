@@ -116,7 +116,9 @@ def describe(
         f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([beats[r] for r in blamed])
     )
     errors = "".join(f": {beats[rank].error}" for rank in blamed if beats[rank].error)
-    waiting = "; ".join(f"{_ranks(group)} was {_wait(at)}" for at, group in _grouped(others))
+    waiting = "; ".join(
+        f"{_ranks(group)} {'were' if len(group) > 1 else 'was'} {_wait(at)}" for at, group in _grouped(others)
+    )
     after = (
         f"the same command goes on from {checkpoint}"
         if checkpoint
