@@ -85,7 +85,8 @@ class Watch:
     ) -> None:
         stopped = isinstance(error, KeyboardInterrupt)
         if isinstance(error, Exception):
-            stopped = self._end_badly(error)
+            with self._stop.deferred():  # torchrun sends SIGTERM to the ranks that a failure drags along
+                stopped = self._end_badly(error)
         if stopped:
             self._post(Verdict("", "stopped", PREEMPTED if self._stop.preempted else INTERRUPTED))
         self._closing.set()
