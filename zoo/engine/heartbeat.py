@@ -65,6 +65,7 @@ class Watch:
         self._unheard = 0.0  # since when the store does not answer
         self._store: Any = None
         self._asking: threading.Thread | None = None
+        self._turn = threading.Lock()  # the watching thread and the one that trains both ask
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zoo-watch", daemon=True)
 
@@ -169,10 +170,11 @@ class Watch:
             except RuntimeError as error:
                 answer.append(error)
 
-        if self._asking is None or not self._asking.is_alive():
-            self._asking = threading.Thread(target=ask, name="zoo-store", daemon=True)
-            self._asking.start()
-        self._asking.join(_STORE_SECONDS)
+        with self._turn:
+            if self._asking is None or not self._asking.is_alive():
+                self._asking = threading.Thread(target=ask, name="zoo-store", daemon=True)
+                self._asking.start()
+            self._asking.join(_STORE_SECONDS)
         if not answer:
             raise RuntimeError("the store does not answer")
         if isinstance(answer[0], RuntimeError):
