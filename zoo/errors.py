@@ -1,23 +1,137 @@
 """Errors that are the user's to mend: shown as one sentence, without a traceback, with exit code 2.
 
-Raise a subclass of :class:`UserError` where the cause is something a person typed or a file they gave.
-The message names the thing, the value seen, the value wanted and the next step.
+Raise a subclass of :class:`UserError` where the cause is something a person typed, a file they gave, or what the machine
+has to give. The message names the thing, the value seen, the value wanted and the next step.
 """
 
 from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+# What the system says of a file system that is gone, by its name in `errno`: not every system has all of them.
+LOST = (
+    "EIO",
+    "ESTALE",
+    "ENOTCONN",
+    "ETIMEDOUT",
+    "EHOSTDOWN",
+    "EHOSTUNREACH",
+    "EREMOTEIO",
+    "ENODEV",
+    "ENXIO",
+    "ESHUTDOWN",
+)
+
+LONGEST = 1500  # characters of a message about a recipe, which may hold more than anybody wants to read
 
 
 class UserError(ValueError):
     """A mistake in what the user gave; the command line prints its message and exits with 2."""
 
 
-def file_error(error: OSError) -> UserError | None:
-    """What the operating system refuses about a file, as a mistake to mend; None where it names no file."""
-    if error.filename is None:
+def printable(text: str, most: int | None = None) -> str:
+    """The text on one line: what can't be printed (control codes, halves of surrogate pairs, odd bytes of file names) is escaped.
+
+    Args:
+        text: anything, of any length.
+        most: longest result, in characters; of a longer one the beginning and the end are kept.
+    """
+    text = _short(text, most)
+    if text.isprintable():
+        return text
+    escapes = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return _short("".join(escapes), most)
+
+
+def _short(text: str, most: int | None) -> str:
+    if most is None or len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]}...{text[3 + most * 2 // 3 - most :]}"
+
+
+def file_error(error: OSError, place: str | Path | None = None, mend: str = "") -> UserError | None:
+    """What the operating system refuses about a file, as a mistake to mend.
+
+    Args:
+        place: the file or folder, where the error names none. With neither there is nothing to say: None.
+        mend: what else would help where there is no space.
+    """
+    name = error.filename if error.filename is not None else place
+    if name is None:
         return None
-    reasons = {FileNotFoundError: "no such file or folder", PermissionError: "no permission"}
-    return UserError(f"{error.filename}: {reasons.get(type(error), error.strerror)}")
+    code = errno.errorcode.get(error.errno or 0, "")
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"{name}: no such file or folder")
+    if isinstance(error, PermissionError):
+        return UserError(f"{name}: no permission")
+    if code in ("ENOSPC", "EDQUOT", "EFBIG"):
+        return UserError(f"{name}: can't be written: {_no_space(code, Path(os.fsdecode(name)))}{mend}")
+    if code == "EROFS":
+        return UserError(
+            f"{name}: can't be written: its file system is read-only; give a place that can be written to"
+        )
+    if code in LOST:
+        return UserError(
+            f"{name}: its file system does not answer ({error.strerror}): the disk or its server is lost; what was "
+            f"written whole is still good once it is back"
+        )
+    if code in ("EMFILE", "ENFILE"):
+        return UserError(f"{name}: can't be opened: {_files()}")
+    return UserError(f"{name}: {error.strerror}")
+
+
+def _no_space(code: str, path: Path) -> str:
+    if code == "EFBIG":
+        return f"files may have {_limit('RLIMIT_FSIZE')} bytes here (ulimit -f); raise that"
+    what = "the quota is used up" if code == "EDQUOT" else "no space left on the disk"
+    found = disk(path)
+    if found is None:
+        return f"{what}; free some, or give a place on another disk"
+    free, total, nodes = found
+    if code == "ENOSPC" and not nodes:
+        return "no more files fit on the disk (its inodes are used up); delete some, or give a place on another disk"
+    return f"{what} ({size(free)} of {size(total)} are free); free some, or give a place on another disk"
+
+
+def disk(path: Path) -> tuple[int, int, bool] | None:
+    """(bytes free, bytes in all, whether more files fit) of the disk that a file lies on or would; None if it is lost."""
+    for folder in (path, *path.absolute().parents):
+        try:
+            found = os.statvfs(folder)
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        return (
+            found.f_bavail * found.f_frsize,
+            found.f_blocks * found.f_frsize,
+            found.f_favail > 0 or not found.f_files,
+        )
+    return None
+
+
+def size(number: float) -> str:
+    """Bytes as a person reads them."""
+    for unit, step in (("GB", 1e9), ("MB", 1e6)):
+        if number >= step:
+            return f"{number / step:.1f} {unit}"
+    return f"{number / 1e3:.0f} kB"
+
+
+def _files() -> str:
+    return f"this process may have {_limit('RLIMIT_NOFILE')} files open (ulimit -n); raise that"
+
+
+def _limit(name: str) -> str:
+    import resource
+
+    return f"{resource.getrlimit(getattr(resource, name))[0]:,}"
 
 
 class ConfigError(UserError):
-    """A recipe, an override or a combination of keys that cannot run."""
+    """A recipe, an override or a combination of keys that cannot run; its message has at most about LONGEST characters."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("\n".join(printable(line) for line in _short(message, LONGEST).split("\n")))

@@ -39,7 +39,7 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     wanted = {"loss", "grad_norm", "lr", "real_tokens", "pad_fraction", "step_ms", "moe_load_balancing_loss"}
     assert all(wanted <= record.keys() for record in steps)
     assert events(folder) == ["start", *["step"] * STEPS, "save", "eval", "export", "end"]
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"iter_{STEPS}"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", f"iter_{STEPS}"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((folder / "env.json").read_text())["packages"]["megatron-core"]
@@ -68,7 +68,7 @@ def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
         logged(copied)[-1]["lr"] < logged(copied)[-2]["lr"] < 1e-3
     )  # the schedule is that of the recipe as it is now
     assert summary(copied)["steps"] == STEPS + 2
-    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["iter_6", "iter_8"]
+    assert sorted(path.name for path in (copied / "checkpoints").iterdir()) == ["best", "iter_6", "iter_8"]
 
 
 def test_the_saved_config_repeats_the_run_to_the_bit(

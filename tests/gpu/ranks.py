@@ -1,6 +1,6 @@
 """Parallel equals serial on several GPUs of one host, through NCCL (gloo where there are too few):
 
-    python -m tests.gpu.ranks --ranks 2        # CP2, TP2 + SP, PP2, EP2 against one rank; --ranks 4: TP2 x CP2, EP4, ...
+    python tests/gpu/ranks.py --ranks 2        # CP2, TP2 + SP, PP2, EP2 against one rank; --ranks 4: TP2 x CP2, EP4, ...
 
 Each rank is a process that runs all cases, one after the other, in worlds of their own. fp32 cases are of the models of
 tests/support/matrix.py, whose widths bring mix-ups to light; bf16 cases are of models with widths that the GPU's kernels
@@ -100,21 +100,23 @@ def prepare(case: Case, root: Path) -> Any:
 
     if case.kind == "run":
         return [*SHORT, *case.overrides, f"run.dir={root / case.name.replace(' ', '_').replace(':', '')}"]
-    folder, batches = root / case.kind / case.model, root / case.kind / f"{case.model}.pickle"
+    kept = root / f"{case.kind} {case.model}"
     given = MODELS[case.model] if case.kind == "fp32" else STACKS[case.model]
     more = given.overrides if case.kind == "fp32" else ("train.mtp_loss=0", "engine.precision=bf16")
-    if not batches.exists():
-        given.write(folder)
+    if not kept.exists():
+        kept.mkdir()
+        folder = given.write(kept / "model")
         processor = assemble(recipe_for(folder, recipe=given.recipe)).processor
         samples = [example.sample for example in given.examples(processor).values()]
-        groups = [samples[0::2], samples[1::2]]
-        made = [packed_batch(group) for group in groups]
-        batches.write_bytes(pickle.dumps((made, sum(sample.num_labels for sample in samples))))
-        (root / case.kind / f"{case.model}.batches").write_bytes(pickle.dumps(made))
-    _, labels = pickle.loads(batches.read_bytes())
-    stored = str(root / case.kind / f"{case.model}.batches")
+        (kept / "batches").write_bytes(
+            pickle.dumps([packed_batch(samples[0::2]), packed_batch(samples[1::2])])
+        )
+        labels = sum(sample.num_labels for sample in samples)
+        (kept / "facts").write_bytes(pickle.dumps((str(folder), labels)))
+    folder, labels = pickle.loads((kept / "facts").read_bytes())
+    stored = str(kept / "batches")
     return Plan(
-        folder=str(folder),
+        folder=folder,
         batches=stored,
         labels=labels,
         overrides=(*more, *case.overrides),

@@ -72,7 +72,15 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     from zoo.config.validate import validate
     from zoo.engine import build
 
-    overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", "train.lr=1e-6", f"run.dir={tmp_path}"]
+    overrides = [
+        "size=tiny",
+        "hardware=cpu",
+        "engine.precision=bf16",
+        "train.lr=1e-6",
+        "train.min_lr=0",
+        "train.warmup_steps=0",
+        f"run.dir={tmp_path}",
+    ]
     recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
     with single_process_world() as here:
         assembly = build.assemble(recipe)

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,11 +57,11 @@ class Zoo:
     def __init__(self, server: subprocess.Popen[str], folder: Path, data: Path) -> None:
         self.server, self.folder, self.data, self.count = server, folder, data, 0
 
-    def start(self, *argv: str, tty: bool = False) -> Running:
+    def start(self, *argv: str, tty: bool = False, limits: Mapping[str, int] | None = None) -> Running:
         self.count += 1
         out = self.folder / f"out{self.count}"
         assert self.server.stdin is not None
-        request = {"argv": argv, "cwd": str(self.folder), "out": str(out), "tty": tty}
+        request = {"argv": argv, "cwd": str(self.folder), "out": str(out), "tty": tty, "limits": limits or {}}
         self.server.stdin.write(json.dumps(request) + "\n")
         self.server.stdin.flush()
         pid = self.answer()["pid"]
@@ -73,8 +73,8 @@ class Zoo:
         assert self.server.stdout is not None
         return json.loads(self.server.stdout.readline())
 
-    def __call__(self, *argv: str, tty: bool = False) -> Ended:
-        return self.start(*argv, tty=tty).ended()
+    def __call__(self, *argv: str, tty: bool = False, limits: Mapping[str, int] | None = None) -> Ended:
+        return self.start(*argv, tty=tty, limits=limits).ended()
 
     def train_arguments(self, run_dir: Path, *overrides: str) -> list[str]:
         """The small run: STEPS steps of one short packed row, evaluated on two rows."""
@@ -92,9 +92,9 @@ class Zoo:
     def start_training(self, run_dir: Path, *overrides: str) -> Running:
         return self.start(*self.train_arguments(run_dir, *overrides))
 
-    def refused(self, *argv: str) -> str:
+    def refused(self, *argv: str, limits: Mapping[str, int] | None = None) -> str:
         """The one sentence that a mistake gets."""
-        done = self(*argv)
+        done = self(*argv, limits=limits)
         assert done.code == 2, done
         assert done.err.startswith("zoo: error: ") and done.err.count("\n") == 1, done.err
         return done.err.removeprefix("zoo: error: ").strip()

@@ -241,6 +241,38 @@ def train(
     return {"losses": list(result.losses), "steps": steps, "metrics": result.metrics}
 
 
+def train_with_small_files(
+    rank: int, size: int, overrides: Sequence[str], culprit: int, largest: int
+) -> tuple[str, str | None, int]:
+    """A run in which one rank can't write files of over `largest` bytes: what each rank raises, of which file, at which step."""
+    import resource
+
+    from zoo.config.compose import load_recipe
+    from zoo.engine import loop
+
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
+    steps = 0
+    step = loop.Run._train_step
+
+    def counted(self: loop.Run) -> None:
+        nonlocal steps
+        step(self)
+        steps = self.done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Run, "_train_step", counted)
+        try:
+            if rank == culprit:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+            loop.train(recipe)
+        except OSError as error:
+            return type(error).__name__, error.filename, steps
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return "", None, steps
+
+
 def place(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Enter a world and say what it is; for tests of the pool itself."""
     from zoo.config.compose import load_recipe

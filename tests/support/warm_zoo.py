@@ -1,14 +1,15 @@
 """Runs `zoo` commands in forks of one process that has imported everything: seconds less for each command.
 
-Reads one JSON object a line, {"argv", "cwd", "out", "tty"}; answers {"pid"} when the command has started and {"code"} when
+Reads one JSON object a line, {"argv", "cwd", "out", "tty", "limits"}; answers {"pid"} when the command has started and {"code"} when
 it has ended. stdout goes to the file `out`, stderr to `out` + ".err"; with `tty` both go to a terminal of 100 columns
-that is read into `out`.
+that is read into `out`; `limits` has values of resource.setrlimit by name.
 """
 
 import fcntl
 import json
 import os
 import pty
+import resource
 import signal
 import struct
 import sys
@@ -29,6 +30,8 @@ def command(request: dict) -> NoReturn:
         os.dup2(os.open(request["out"] + ".err", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(request["cwd"])
+    for name, value in request["limits"].items():
+        resource.setrlimit(getattr(resource, name), (value, value))
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code = 1

@@ -38,8 +38,13 @@ FLAGS = {
     "plan": ("--json",),
     "inspect": ("--json",),
     "train": ("--slurm-template",),
+    "doctor": ("--json", "--known-wrong"),
 }
-OWN = {"plan": PLAN_KEYS, "inspect": INSPECT_KEYS}  # keys of verbs, beside the recipe's
+OWN = {
+    "plan": PLAN_KEYS,
+    "inspect": INSPECT_KEYS,
+    "doctor": ("kernels",),
+}  # keys of verbs, beside the recipe's
 FOLDERS = (
     "bridges",
     "docs",

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge.safetensors_io import DTYPES, INDEX_NAME, SINGLE_NAME
-from zoo.errors import UserError
+from zoo.errors import UserError, file_error
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use
@@ -33,11 +33,7 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-        free = shutil.disk_usage(place).free
-        raise UserError(
-            f"{path}: cannot be written ({error}); {free:,} bytes are free on the disk"
-        ) from error
+        raise file_error(error, path) or error from error
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from zoo.errors import UserError
+from zoo.errors import LONGEST, UserError, printable
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -46,12 +46,15 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 
-_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+_MAX_HEADER = 2**25  # bytes of a header or an index, for some 300,000 tensors; read, they take 30 times that
 _MAX_RANK = 16  # dimensions of a tensor; more is a damaged header
 
 
 class CheckpointError(UserError):
-    """A folder that is no whole safetensors checkpoint."""
+    """A folder that is no whole safetensors checkpoint; its message has at most LONGEST characters, on one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message, LONGEST))
 
 
 @dataclass(frozen=True)
@@ -249,14 +252,16 @@ def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> shard file name; the names must be plain file names, so that nothing leaves the folder."""
+    if index.stat().st_size > _MAX_HEADER:
+        raise CheckpointError(f"{index}: over {_MAX_HEADER // 2**20} MiB, which is no index")
     weight_map = _load_json(index.read_bytes(), index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map in it")
     for name, file in weight_map.items():
         plain = isinstance(file, str) and file == Path(file).name and "\\" not in file and "\0" not in file
-        if not plain or not file.endswith(".safetensors"):
+        if not plain or not file.endswith(".safetensors") or len(file.encode(errors="replace")) > 255:
             raise CheckpointError(
-                f"{index}: {name!r} is in {file!r}, wanted a .safetensors file of this folder"
+                f"{index}: {name[:200]!r} is in {str(file)[:200]!r}, wanted a .safetensors file of this folder"
             )
     return weight_map
 

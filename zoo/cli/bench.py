@@ -1,5 +1,5 @@
 """
-usage: zoo bench train | packing | balance | data | convert [key=value ...] [--json]
+usage: zoo bench train | packing | balance | data | convert | saves | soak [key=value ...] [--json]
        zoo bench train [key=value ...] [--profile]
 
 train measures full training steps of random weights on the same samples (an image of 400 to 1,440 tokens and 100 to 600
@@ -41,6 +41,16 @@ beside a plain copy of its files.
 
   recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
   folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
+
+saves tells what the saves of a run cost its steps, from its log.
+
+  run=runs/demo                          the folder of the run
+
+soak watches a long run of small steps, with evaluations and saves, for memory, open files and step times that grow.
+
+  recipe=qwen3_vl_sft size=tiny nproc=1  what is trained; further keys of the recipe (with a dot) can be given
+  steps=10000 every=500 after=1000       steps, between two evaluations or saves, and before growth is counted
+  folder=soak                            where the run, soak.json and soak.png (a plot) go
 """
 
 from __future__ import annotations
@@ -162,4 +172,28 @@ def _train(arguments: Sequence[str], flags: set[str]) -> str:
     return bench.where(report) + (f"; written to {options.out}" if options.out else "")
 
 
-BENCHES = {"train": _train, "packing": _packing, "balance": _balance, "data": _data, "convert": _convert}
+def _saves(arguments: Sequence[str], flags: set[str]) -> str:
+    from zoo.engine import bench_saves
+
+    found = bench_saves.run(bench_saves.Options(**_values(arguments, bench_saves.Options)))
+    return bench_saves.as_json(found) if "--json" in flags else bench_saves.table(found)
+
+
+def _soak(arguments: Sequence[str], flags: set[str]) -> str:
+    from zoo.engine import bench_soak
+
+    overrides = [text for text in arguments if "." in text.partition("=")[0]]
+    own = [text for text in arguments if text not in overrides]
+    report = bench_soak.run(bench_soak.Options(**_values(own, bench_soak.Options)), overrides)
+    return json.dumps(bench_soak.as_dict(report), indent=2) if "--json" in flags else bench_soak.table(report)
+
+
+BENCHES = {
+    "train": _train,
+    "packing": _packing,
+    "balance": _balance,
+    "data": _data,
+    "convert": _convert,
+    "saves": _saves,
+    "soak": _soak,
+}

@@ -1,11 +1,15 @@
 """
 usage: zoo inspect recipe=NAME [key=value ...] [out=FOLDER] [rows=4] [samples=1000] [budgets=4096,8192] [--json]
+       zoo inspect RUN step=N [out=FOLDER] [samples=1000] [budgets=4096,8192] [--json]
 
 Shows real packed rows of a recipe's data as training gets them: segments, media, labels, padding and position ids, as a
 picture (rows.png) and as a page (rows.html) that has every sample's text. Prints how long samples are, and how much of a
 row is expected to stay empty under several budgets.
 
-  out=FOLDER           where both files go; default: the run folder's `inspect`
+With a run folder and the number of a bad step (or the step's file, RUN/bad_steps/step_N.json) it shows the rows of exactly
+that step, packed again, with the rank and the loss of each and where their samples stand.
+
+  out=FOLDER           where both files go; default: the run folder's `inspect`, of a step `inspect/step_N`
   rows=4               rows that are drawn
   samples=1000         most samples that are read for the figures, evenly over all rows of the data
   budgets=4096,8192    budgets that are tried; default: a quarter of the recipe's to four times as much
@@ -24,6 +28,7 @@ from zoo.errors import UserError
 
 if TYPE_CHECKING:
     from zoo.inspection.lengths import Lengths
+    from zoo.inspection.replay import Step
 
 KEYS = ("out", "rows", "samples", "budgets")
 
@@ -32,12 +37,17 @@ def run(arguments: Sequence[str]) -> int:
     """Write picture and page, and print the figures."""
     flags, rest = split_flags(arguments, ("--json",))
     own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
-    name, overrides = split_recipe([text for text in rest if text not in own], "zoo inspect recipe=NAME")
+    others = [text for text in rest if text not in own]
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
     count, most = (
         _number(key, given.get(key, default)) for key, default in (("rows", "4"), ("samples", "1000"))
     )
     budgets = tuple(_number("budgets", text) for text in given.get("budgets", "").split(",") if text)
+    step = _step(others)
+    if step is None:
+        name, overrides = split_recipe(others, "zoo inspect recipe=NAME, or zoo inspect RUN step=N")
+    else:
+        name, overrides = str(step.run_dir / "config.yaml"), []
 
     from zoo.config.compose import load_recipe
     from zoo.config.validate import alignment, validate
@@ -45,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page
     from zoo.inspection.picture import draw
+    from zoo.inspection.replay import replayed
+    from zoo.inspection.replay import table as table_of_step
     from zoo.inspection.rows import packed_rows
 
     recipe = load_recipe(name, overrides)
@@ -55,17 +67,43 @@ def run(arguments: Sequence[str]) -> int:
     lengths = lengths_of(
         recipe, assembly.processor, assembly.config, most, budgets or default_budgets(recipe.packing.budget)
     )
-    rows = packed_rows(recipe, assembly, count)
-    title = f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
-    folder = Path(given.get("out", f"{recipe.run.dir}/inspect"))
+    if step is None:
+        rows = packed_rows(recipe, assembly, count)
+        title = (
+            f"{recipe.recipe} {recipe.size or ''}: {len(rows)} rows at packing.budget={recipe.packing.budget}"
+        )
+        folder = Path(given.get("out", f"{recipe.run.dir}/inspect"))
+    else:
+        rows, title = replayed(step, recipe, assembly), step.title
+        folder = Path(given.get("out", step.run_dir / "inspect" / f"step_{step.number}"))
     picture = draw(rows, lengths, title, folder / "rows.png")
     page = write_page(rows, lengths, title, picture.name, folder / "rows.html")
     if "--json" in flags:
         found = {"picture": str(picture), "page": str(page), **lengths.as_dict()}
+        if step is not None:
+            found["step"] = {key: value for key, value in step.facts.items() if key != "data"}
         print(json.dumps(found, indent=2))
     else:
-        print(f"{table(lengths)}\n{picture}\n{page}")
+        print(f"{table(lengths) if step is None else table_of_step(step)}\n{picture}\n{page}")
     return 0
+
+
+def _step(arguments: Sequence[str]) -> Step | None:
+    """The bad step that `RUN step=N` or a step's file names; None where a recipe is meant."""
+    places = [text for text in arguments if "=" not in text]
+    number = next((text for text in arguments if text.removeprefix("--").startswith("step=")), None)
+    if number is None and not (len(places) == 1 and places[0].endswith(".json")):
+        return None
+    over = [text for text in arguments if text not in (number, *places[:1])]
+    if over or not places:
+        raise UserError(
+            f"{over[0] if over else number}: a step is shown by zoo inspect RUN step=N, and as it was"
+        )
+
+    from zoo.inspection.replay import Step
+
+    path = Path(places[0])
+    return Step.read(path, None if number is None else _number("step", number.partition("=")[2]))
 
 
 def _number(key: str, text: str) -> int:

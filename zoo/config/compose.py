@@ -36,6 +36,7 @@ from zoo.config.overrides import layer_of, override_layer
 from zoo.config.schema import Recipe
 from zoo.config.tree import apply, deepest, leaves_of, schema_tree, set_key, to_recipe
 from zoo.errors import ConfigError
+from zoo.files import write_atomically
 from zoo.registry import get_family
 
 __all__ = [
@@ -140,7 +141,7 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
     """Write `recipe` as a YAML file that :func:`load_recipe` resolves to an equal recipe."""
     text = OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(recipe))))
-    Path(path).write_text(f"{_SAVED}\nresolved: true\n{text}", encoding="utf-8")
+    write_atomically(Path(path), f"{_SAVED}\nresolved: true\n{text}")
 
 
 def is_saved_recipe(path: str | Path) -> bool:
@@ -267,7 +268,7 @@ def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Put the config of a Hugging Face folder in the place of the size's architecture."""
     arch = _hf_config(_last(own, "model.init") or tree.model.init)
     if arch is not None:
-        tree.model.arch = arch
+        tree.model.arch = escaped(arch)  # a text of somebody's config.json is no reference
 
 
 def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "model.arch.") -> None:

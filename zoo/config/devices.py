@@ -45,16 +45,6 @@ def gpu_memory() -> int:
     return min((_driver_memory(index) for index in range(gpu_count())), default=0)
 
 
-def host_memory() -> int:
-    """Bytes of this machine's memory that programs may still take; 0 where the system does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return 0
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
-
-
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 

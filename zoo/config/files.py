@@ -23,6 +23,12 @@ from omegaconf.errors import OmegaConfBaseException
 from zoo.config.reference import nearest
 from zoo.errors import ConfigError
 
+# What reading YAML may raise: tags such as `!!int` are given any text, and raise what int() raises.
+_UNREADABLE = (
+    yaml.YAMLError, OmegaConfBaseException, ValueError, KeyError, IndexError, TypeError, AttributeError,
+    AssertionError, RecursionError,
+)  # fmt: skip
+_TEXT_MB = 1  # MiB of a file
 _COUNTED = re.compile(r"(?:(\d+)x)?(\d+)x(\w+)")
 _REFERENCE = re.compile(r"(\\?)\$\{([^{}]*)\}?")
 _VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
@@ -108,7 +114,7 @@ def parse_value(key: str, text: str) -> Any:
     """The value of an override's text, read as YAML: ``2``, ``1e-4``, ``[a, b]``, ``null``."""
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{key}={text}: the value is no valid YAML ({_problem(error)}); quote it") from None
     assert isinstance(parsed, dict)
     return _filled(parsed["value"], key, "")
@@ -129,7 +135,7 @@ def _as_path(name: str) -> Path | None:
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
-    near = nearest(name, known)
+    near = nearest(name[:100], known)
     hint = f"nearest: {', '.join(near)}" if near else "`zoo list` shows them"
     return f"no such {kind}; {hint}"
 
@@ -148,15 +154,21 @@ def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable, g
 def _read(file: Traversable) -> Layer:
     """The file's keys as plain dicts; raises ConfigError with file and line where it is no YAML mapping."""
     try:
-        parsed = OmegaConf.create(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            raw = stream.read(_TEXT_MB * 2**20 + 1)
+        if len(raw) > _TEXT_MB * 2**20:
+            raise ConfigError(f"{file}: over {_TEXT_MB} MiB, which is no recipe")
+        parsed = OmegaConf.create(raw.decode("utf-8"))  # which bounds what aliases stand for
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark is not None else str(file)
         raise ConfigError(f"{where}: no valid YAML: {_problem(error)}") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{file}: {_problem(error)}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{file}: no text in UTF-8, so no YAML") from None
+    except ConfigError:
+        raise
+    except _UNREADABLE as error:
+        raise ConfigError(f"{file}: {_problem(error)}") from None
     if not isinstance(parsed, DictConfig):
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found a list")
     tree = OmegaConf.to_container(parsed, resolve=False)
@@ -206,4 +218,5 @@ def _texts(value: Any, change: Callable[[str], str]) -> Any:
 
 def _problem(error: Exception) -> str:
     """What a parser had to say, on one line."""
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+    lines = str(error).splitlines() or [type(error).__name__]
+    return getattr(error, "problem", None) or lines[0]

@@ -48,7 +48,7 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
         raise ConfigError(f"{where}{path}: no such file; wanted a Hugging Face checkpoint folder")
     try:
         arch = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}{path} is no valid JSON ({error})") from None
     if not isinstance(arch, dict):
         raise ConfigError(f"{where}{path} holds no JSON object")

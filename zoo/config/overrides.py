@@ -9,7 +9,7 @@ from typing import Any
 from zoo.config.files import Edit, Layer, parse_value
 from zoo.errors import ConfigError
 
-_ENTRY = re.compile(r"([\w.]+)\[(\d+)\]((?:\.\w+)*)")  # data.train[0].weight
+_ENTRY = re.compile(r"([\w.]+)\[(\d{1,9})\]((?:\.\w+)*)")  # data.train[0].weight
 
 
 def override_layer(overrides: Sequence[str]) -> Layer:

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
 from zoo.config.schema import CHOICES, Recipe
+from zoo.errors import printable
 
 _WORDS = {
     "int": "a whole number",
@@ -25,6 +26,7 @@ _WORDS = {
     "list[str]": "a text or a list of texts",
     "list[Any]": "a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
     "dict[str, Any]": "a mapping",
+    "dict[str, float]": "a mapping of names to numbers",
 }
 
 
@@ -72,6 +74,11 @@ def show_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(show_value(item) for item in value)}]"
     return str(value)
+
+
+def shown_value(value: Any) -> str:
+    """`show_value` for a message: on one line, not all of it where it is long."""
+    return printable(show_value(value), 200)
 
 
 def nearest(name: str, known: list[str], count: int = 3) -> list[str]:

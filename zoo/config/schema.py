@@ -18,7 +18,8 @@ class RunConfig:
 
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
     seed: int = 1234  # seeds weights, data order and dropout
-    resume: bool = True  # go on from the newest checkpoint of run.dir when there is one
+    resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
+    deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
     hang_timeout: float = 10.0  # minutes in which some rank must get on, else all leave; 0: not watched
     save_within: float = 110.0  # seconds from SIGTERM or SIGUSR1 in which a run saves, else it leaves unsaved
 
@@ -90,7 +91,7 @@ class DataConfig:
     max_frames: int = 768  # most frames taken of one video
     workers: int | None = None  # processes that decode media, a rank; 0: none; default: by the cores
     row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
-    row_mb: int = 8192  # most memory that decoding a medium may take in a worker, in MiB
+    row_mb: int = 8192  # most MiB that decoding a medium takes in a worker, or a row's media once decoded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +111,10 @@ class TrainConfig:
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
     clip_grad: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    on_bad_step: str = "stop"  # bad loss or gradient: never applied; stop (after bad_steps) | skip (go on)
+    bad_steps: int = 3  # bad steps in a row at which on_bad_step=stop ends the run
+    spike: float = 10.0  # a loss this many spreads above the median of good steps is bad; 0: never
+    spike_after: int = 100  # good steps before the first spike is looked for
     aux_loss: float = 0.0  # coefficient of the router's load-balancing loss
     z_loss: float = 0.0  # coefficient of the router's z-loss
     mtp_loss: float = 0.1  # weight of multi-token prediction, where the model has it; 0 leaves it out
@@ -117,6 +122,7 @@ class TrainConfig:
     eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
     save_every: int = 0  # steps between checkpoints; 0: only at the end
     keep: int = 2  # checkpoints kept, newest first
+    keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too
     log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = None  # stop (save, evaluate, export) after this long
 
@@ -141,12 +147,9 @@ class EngineConfig:
 
     backend: str = "auto"  # auto | te | torch
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
-    fp8: bool = (
-        False  # linears of the decoder in FP8, each tensor scaled by its largest value; needs te and bf16
-    )
+    fp8: bool = False  # linears of the decoder in FP8, scaled tensor by tensor; needs te and bf16
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = None  # CPU threads a rank; default: cores / ranks
-    deterministic: bool = False  # deterministic kernels on a GPU (the CPU always is)
     delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
@@ -202,6 +205,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.on_error": ("raise", "skip"),
     "data.overlong": ("error", "drop", "truncate_text"),
     "data.labels": ("assistant", "last", "all"),
+    "train.keep_best": ("loss", "exact_match"),
+    "train.on_bad_step": ("stop", "skip"),
     "engine.backend": ("auto", "te", "torch"),
     "engine.precision": ("fp32", "bf16"),
     "engine.recompute": ("none", "selective", "full"),

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.files import Edit, Layer
 from zoo.config.overrides import merge_into, nested
-from zoo.config.reference import keys, nearest_keys, sections, show_value, wanted
+from zoo.config.reference import keys, nearest_keys, sections, shown_value, wanted
 from zoo.config.schema import CHOICES, Recipe
 from zoo.errors import ConfigError
 
@@ -68,7 +68,7 @@ def leaves_of(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tupl
         if key in sections():
             if value is not None and not isinstance(value, dict):
                 raise ConfigError(
-                    f"{where}{key}={show_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
+                    f"{where}{key}={shown_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
                 )
             yield from leaves_of(value or {}, f"{key}.", where)
         elif key in keys() and (
@@ -95,7 +95,10 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
     kind = keys()[key].type
     if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
-    odd = kind == "list[Any]" and not all(isinstance(entry, str | dict) for entry in value or ())
+    entries = () if value is None else value
+    odd = kind == "list[Any]" and not (
+        isinstance(entries, list | tuple) and all(isinstance(entry, str | dict) for entry in entries)
+    )
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
     outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
     try:
@@ -103,7 +106,7 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
     except (OmegaConfBaseException, ValueError, TypeError):
-        raise ConfigError(f"{where}{key}={show_value(value)}: wanted {wanted(key)}") from None
+        raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {wanted(key)}") from None
 
 
 def to_recipe(tree: DictConfig) -> Recipe:

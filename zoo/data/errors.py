@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
+
+LONGEST = 1000  # characters of a message; rows may hold more than anybody wants to read
 
 
 class RowError(UserError):
@@ -12,9 +14,12 @@ class RowError(UserError):
         source: where the row stands, as "train.jsonl:17"; empty where only a media file is known.
         cause: a short slug to count by, such as "missing_file", "corrupt_media" or "overlong".
         message: what was seen, what was wanted and what to do, without the source.
+
+    Source and message are one printable line each, of at most LONGEST characters, whatever the row holds.
     """
 
     def __init__(self, source: str, cause: str, message: str) -> None:
+        source, message = printable(source, LONGEST), printable(message, LONGEST)
         super().__init__(source, cause, message)
         self.source = source
         self.cause = cause

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import DataEntry
-from zoo.errors import UserError
+from zoo.data.limits import memory_limited
+from zoo.errors import UserError, printable
+
+PARQUET_MB = 8192  # MiB that the rank may take to unpack parquet files; a row group is held whole
 
 
 def load_local(entry: DataEntry, kind: str, key: str) -> Any:
@@ -20,12 +24,40 @@ def load_local(entry: DataEntry, kind: str, key: str) -> Any:
     assert entry.path is not None
     path = Path(entry.path).expanduser()
     if kind == "disk":
+        _check_names(path, f"{key}={entry}")
         return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
     if entry.split is not None and path.is_file():
         raise UserError(
             f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out."
         )
-    return _split(_load("parquet", entry, key, data_files=parquet_files(path, entry, key)), entry, key)
+    files = parquet_files(path, entry, key)
+    return _split(_tried(key, entry, lambda: _unpacked(files)), entry, key)
+
+
+def _unpacked(files: dict[str, list[str]]) -> Any:
+    """The data set of parquet files: of a kilobyte that stands for gigabytes, no more than PARQUET_MB are held."""
+    import datasets
+
+    builder = datasets.load_dataset_builder("parquet", data_files=files)
+    with memory_limited(PARQUET_MB):
+        builder.download_and_prepare()
+    return builder.as_dataset()  # mapped from disk, and no part of the limit
+
+
+def _check_names(folder: Path, given: str) -> None:
+    """That the files which a folder of `save_to_disk` names lie in it; UserError where not."""
+    try:
+        for file in (folder / "dataset_dict.json", *folder.glob("state.json"), *folder.glob("*/state.json")):
+            about = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+            names = [*about.get("splits", []), *(one["filename"] for one in about.get("_data_files", []))]
+            for name in names:
+                if not isinstance(name, str) or name in ("", ".", "..") or name != Path(name).name:
+                    text = f"{given}: {file} names {printable(str(name), 200)}; files of the same folder are wanted"
+                    raise UserError(text)
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{given}: the folder's state.json can't be read: {error}") from error
 
 
 def load_hub(entry: DataEntry, key: str) -> Any:
@@ -72,7 +104,10 @@ def _tried(key: str, entry: DataEntry, load: Any) -> Any:
     try:
         return load()
     except Exception as error:  # of many kinds, by what lies there and what the hub answers
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        cause = error.__cause__ or error  # datasets wraps what Arrow says
+        reason = printable([*str(cause).strip().splitlines(), type(cause).__name__][0], 300)
+        if isinstance(cause, MemoryError):
+            reason = f"it takes over {PARQUET_MB} MiB to unpack ({reason}); write it with smaller row groups"
         raise UserError(f"{key}={entry}: the data set can't be loaded: {reason}") from error
     finally:
         if not bars:

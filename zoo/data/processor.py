@@ -7,6 +7,7 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from zoo.config.memory import ran_out
 from zoo.data import labels as label_spans
 from zoo.data import plain_turns
 from zoo.data.augment import Augment
@@ -28,10 +30,17 @@ from zoo.data.refs import Medium, is_url, opened
 from zoo.data.rows import PLACEHOLDER, Row
 from zoo.data.sample import Sample
 from zoo.data.sizes import Headers, SampleSize, headers_of, image_size, sound_samples, video_size
+from zoo.errors import UserError
 
 
 class Decoder(Protocol):
-    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`."""
+    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.workers`.
+
+    Attributes:
+        megabytes: most memory, in MiB, of the media of one row together once they are decoded.
+    """
+
+    megabytes: int
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
         """Rows that will be asked for soon, in this order."""
@@ -48,6 +57,9 @@ class Decoder(Protocol):
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """See `zoo.data.media.load_audio`."""
 
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """See `zoo.data.sizes.image_size`."""
+
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """See `zoo.data.sizes.video_size`."""
 
@@ -56,7 +68,10 @@ class Decoder(Protocol):
 
 
 class Here:
-    """Decodes in this process, without limits of time and memory."""
+    """Decodes in this process, without a limit of time; `Decoder`."""
+
+    def __init__(self, megabytes: int = 8192) -> None:
+        self.megabytes = megabytes
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
         """Nothing: rows are decoded when they are asked for."""
@@ -76,6 +91,10 @@ class Here:
         """(N,) float32 at 16 kHz."""
         return load_audio(opened(medium, row.root))
 
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells."""
+        return image_size(opened(medium, row.root))
+
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """Seconds, height and width, where the header tells."""
         return video_size(opened(medium, row.root))
@@ -86,6 +105,25 @@ class Here:
 
 
 HERE = Here()
+
+
+class _Room:
+    """Counts what the media of one row take."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.megabytes, self.taken = megabytes, 0
+
+    def take[T](self, decoded: T) -> T:
+        """What was decoded; RowError ("memory") where the row takes too much with it."""
+        size = decoded.width * decoded.height * 3 if isinstance(decoded, Image.Image) else decoded.nbytes  # type: ignore[attr-defined]
+        self.taken += size
+        if self.taken > self.megabytes * 2**20:
+            text = (
+                f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller, "
+                "or raise data.row_mb."
+            )
+            raise RowError("", "memory", text)
+        return decoded
 
 
 @dataclass(frozen=True)
@@ -108,7 +146,7 @@ class Processor:
         markers: how its chat template writes an assistant's turn.
 
     Raises:
-        ValueError: the markers are not what the tokenizer or the template knows.
+        UserError: the markers are not what the tokenizer or the template knows.
     """
 
     modalities: tuple[str, ...] = ("text", "image", "video", "audio")  # what rows may hold
@@ -121,12 +159,12 @@ class Processor:
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
         special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
         if len(end) != 1 or (self._header and self.tokenizer.decode(self._header[:1]) not in special):
-            raise ValueError(
+            raise UserError(
                 f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
                 "it is not the tokenizer of this family."
             )
         if not getattr(hf, "chat_template", None):
-            raise ValueError("The processor has no chat template; copy chat_template.jinja into its folder.")
+            raise UserError("The processor has no chat template; copy chat_template.jinja into its folder.")
         self._end = end[0]
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
@@ -196,6 +234,8 @@ class Processor:
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
+            if ran_out(error):
+                raise
             said = " ".join(str(error).split()).rstrip(".")
             reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
             raise RowError(row.source, "processor_error", reason) from error
@@ -241,7 +281,9 @@ class Processor:
             length = len(self.tokenizer(text)["input_ids"]) + further
         except RowError as error:
             raise error.at(row.source) from error
-        except Exception:  # what it dislikes, encoding says in the words for it
+        except Exception as error:  # what it dislikes, encoding says in the words for it
+            if ran_out(error):
+                raise
             return None
         return SampleSize(length, media)
 
@@ -329,11 +371,15 @@ class Processor:
     ) -> tuple[dict[str, list], float | None]:
         """The row's media as arguments of the HF processor, and the rate of its videos."""
         media: dict[str, list] = {}
+        room = _Room(decoder.megabytes)
         if row.images:
-            media["images"] = [decoder.image(image, row) for image in row.images]
+            media["images"] = [room.take(decoder.image(image, row)) for image in row.images]
         rate = None
         if row.videos:
-            clips = [decoder.video(video, row, fps, max_frames) for video in row.videos]
+            clips = []
+            for video in row.videos:
+                frames, taken = decoder.video(video, row, fps, max_frames)
+                clips.append((room.take(frames), taken))
             # HF processors take one rate for all videos of a call, so a thinned one thins the others.
             rate = min(clip[1] for clip in clips)
             clips = [
@@ -341,7 +387,7 @@ class Processor:
                 for video, clip in zip(row.videos, clips, strict=True)
             ]
             media["videos"] = [frames for frames, _ in clips]
-        sounds = [decoder.audio(sound, row) for sound in sound_files(row)]
+        sounds = [room.take(decoder.audio(sound, row)) for sound in sound_files(row)]
         if sounds:
             media["audio"] = sounds
         return media, rate
@@ -351,7 +397,7 @@ class Processor:
         sounds = sound_files(row)
         if any(is_url(medium) for medium in (*row.images, *row.videos, *sounds)):
             return None
-        sizes = [image_size(opened(image, row.root)) for image in row.images]
+        sizes = [decoder.image_size(image, row) for image in row.images]
         clips = [decoder.video_size(video, row) for video in row.videos]
         samples = [decoder.sound_samples(sound, row) for sound in sounds]
         images = [size for size in sizes if size is not None]
@@ -412,7 +458,7 @@ class Processor:
     def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
         """(first token of an answer, one past its end-of-turn token) of each assistant's turn."""
         turns = [index for index, token in enumerate(ids) if token == self._header[0]]
-        for turn, limit in zip(turns, [*turns[1:], len(ids)], strict=True):
+        for turn, limit in itertools.pairwise([*turns, len(ids)]):
             start = self._after_header(ids, turn)
             if start is not None and self._end in ids[start:limit]:
                 yield start, ids.index(self._end, start) + 1

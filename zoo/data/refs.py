@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from zoo.data.errors import RowError
 
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
+MAX_RATE = 10_000_000  # samples a second: more is no sound
 SHOWN = 80  # characters of a reference that a message shows
 
 
@@ -72,12 +73,14 @@ class Access:
         outside: whether paths may lead out of it.
         urls: whether http(s) URLs are downloaded.
         trusted: whether the media are zoo's own, which need no worker to decode them.
+        closed: whether no file may be named at all: media come with the rows, as in tars.
     """
 
     root: Path
     outside: bool = True
     urls: bool = False
     trusted: bool = False
+    closed: bool = False
 
 
 def checked(value: Any, kind: str, where: str, access: Access, source: str) -> Medium:
@@ -120,6 +123,9 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
             text = f"{where} is the URL {shown(value)}; download it first, or set data.urls=true."
             raise RowError(source, "url", text)
         return value
+    if access.closed:
+        text = f"{where} is {shown(value)}, a file out of the tar; its rows may name members of their own sample alone."
+        raise RowError(source, "outside_root", text)
     _check_path(value, where, access, source)
     return value
 
@@ -146,24 +152,37 @@ def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
 
 def download(url: str) -> Blob:
     """What a URL gives, within URL_MB and URL_SECONDS; RowError ("url") where it does not."""
-    limit, parts, size = URL_MB * 2**20, [], 0
+    found: list[bytes | Exception] = []
+    # A server may send its headers a letter at a time, so the time is taken from outside of the call.
+    thread = threading.Thread(target=_download, args=(url, found), daemon=True)
+    thread.start()
+    thread.join(URL_SECONDS)
+    if not found:
+        text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
+        raise RowError("", "url", text)
+    (answer,) = found
+    if isinstance(answer, Exception):
+        raise RowError("", "url", f"{shown(url)} can't be downloaded: {answer}.") from answer
+    if len(answer) > URL_MB * 2**20:
+        raise RowError("", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first.")
+    return Blob(answer, shown(url))
+
+
+def _download(url: str, found: list[bytes | Exception]) -> None:
+    """Put what a URL gives, up to a byte over URL_MB, into `found`, or why there is nothing."""
     deadline = time.monotonic() + URL_SECONDS
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "zoo"})
+        parts, left = [], URL_MB * 2**20 + 1
         with urllib.request.urlopen(request, timeout=URL_SECONDS) as answer:
-            while part := answer.read1(2**16):
+            while left and (part := answer.read1(min(left, 2**16))):
                 parts.append(part)
-                size += len(part)
-                if size > limit:
-                    raise RowError(
-                        "", "url", f"{shown(url)} is over {URL_MB} MiB; download and shrink it first."
-                    )
+                left -= len(part)
                 if time.monotonic() > deadline:
-                    text = f"{shown(url)} takes longer than {URL_SECONDS:g} s to download; download it first."
-                    raise RowError("", "url", text)
-    except (OSError, ValueError, urllib.error.URLError) as error:
-        raise RowError("", "url", f"{shown(url)} can't be downloaded: {error}.") from error
-    return Blob(b"".join(parts), url)
+                    return
+        found.append(b"".join(parts))
+    except Exception as error:  # of many kinds: of the name, the connection, what the server says
+        found.append(error)
 
 
 def missing_text(path: Path) -> str:
@@ -173,7 +192,10 @@ def missing_text(path: Path) -> str:
 
 def shown(value: Any) -> str:
     """A value in a message, not all of it where it is long."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists in lists
+        text = f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
@@ -187,11 +209,18 @@ def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) ->
         return value["path"]
     elif value.get("array") is not None and kind == "audio":
         rate = value.get("sampling_rate")
-        if isinstance(rate, int) and rate > 0:
-            return Sound(np.asarray(value["array"], np.float32), rate, where)
+        if isinstance(rate, int) and 0 < rate <= MAX_RATE:
+            return Sound(_samples(value["array"], where, source), rate, where)
     keys = ", ".join(map(str, value))
     text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
     raise RowError(source, "bad_row", text)
+
+
+def _samples(array: Any, where: str, source: str) -> np.ndarray:
+    try:
+        return np.asarray(array, np.float32)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RowError(source, "bad_row", f"{where} has an array that is no list of numbers.") from error
 
 
 def _check_path(value: str, where: str, access: Access, source: str) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zoo.data.errors import RowError
 from zoo.data.formats.choose import to_own
@@ -36,6 +36,12 @@ MEDIA = {
 }  # placeholder and singular key -> plural key
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
+LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
+TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
+MAX_MESSAGES = 4096  # of a row
+MAX_MEDIA = 4096  # of a row
+MAX_KIND = 100  # characters of a label
+TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
 
 
@@ -108,7 +114,7 @@ def read_rows(
             continue
         try:
             source = f"{spec}:{number}"
-            item = line if isinstance(line, dict) else load_line(line, source)
+            item = load_line(line, source) if isinstance(line, bytes) else _object(line, source)
             rows.append(make_row(item, source, access, form))
         except RowError as error:
             if on_bad is None:
@@ -119,20 +125,32 @@ def read_rows(
     return rows
 
 
-def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
-    """(line number, line) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
+def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
+    """(line number, bytes) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
     if path.suffix == ".json" and _is_list(path):
         try:
-            items = json.loads(path.read_bytes())
+            items = json.loads(path.read_bytes(), object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{spec}: no valid JSON: {error}.") from error
-        for number, item in enumerate(items, start=1):
-            yield number, item if isinstance(item, dict) else json.dumps(item).encode()
+        yield from enumerate(items, start=1)
         return
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line
+        number = 0
+        while (line := next_line(file))[1]:
+            number += 1
+            if line[0].strip():
+                yield number, line[0]
+
+
+def next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next line of a file, no more of it than `load_line` needs to refuse it, and how many bytes it has."""
+    limit = LINE_MB * 2**20 + 1
+    line = part = file.readline(limit)
+    size = len(line)
+    while len(part) == limit and not part.endswith(b"\n"):
+        part = file.readline(limit)
+        size += len(part)
+    return line, size
 
 
 def parse_row(line: bytes | str, source: str, root: Path) -> Row:
@@ -154,12 +172,23 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
             many media as placeholders ("placeholder_mismatch"), a file that is not there ("missing_file"), out of the data
             root ("outside_root") or at a URL ("url").
     """
+    try:
+        return _made(item, source, access, form)
+    except RecursionError as error:
+        raise RowError(source, "bad_row", "the row is nested too deeply.") from error
+
+
+def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None) -> Row:
     item = to_own(item, form, source)
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
     messages, weights = _messages(item, source)
+    _check_texts((content for _, content in messages), source)
     named = {name: _listed(item, name, source) for name in MEDIA}
+    count = sum(len(found) for _, found in named.values())
+    if count > MAX_MEDIA:
+        raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
     _check_placeholders(messages, {name: len(found) for name, (_, found) in named.items()}, source)
     media = {
         name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
@@ -173,7 +202,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
         images=media["image"],
         videos=media["video"],
         audios=media["audio"],
-        kind=_typed(item, "kind", str, None, source),
+        kind=_kind(item, None, source),
         use_audio_in_video=use_sound,
         source=source,
         root=access.root,
@@ -191,11 +220,14 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+    if _is_torn(text):
+        raise RowError(source, "bad_row", TORN.format("text"))
+    _check_texts([text], source)
     if not text.strip():
         raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
     return Row(
         messages=(),
-        kind=_typed(item, "kind", str, "text", source),
+        kind=_kind(item, "text", source),
         source=source,
         root=access.root,
         weight=_weight(item, "the row", source),
@@ -203,12 +235,22 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     )
 
 
+def _check_texts(texts: Iterable[str], source: str) -> None:
+    size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    if size > TEXT_MB * 2**20:
+        text = (
+            f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
+        )
+        raise RowError(source, "bad_row", text)
+
+
 def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
     for key in item:
         if key not in known:
-            near = get_close_matches(str(key), known, n=1, cutoff=0.5)
+            name = shown(key)
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
-            raise RowError(source, "bad_row", f"unknown key {key!r}; {hint}")
+            raise RowError(source, "bad_row", f"unknown key {name!r}; {hint}")
 
 
 def is_bundled(spec: str) -> bool:
@@ -248,9 +290,13 @@ def _is_list(path: Path) -> bool:
 
 
 def load_line(line: bytes | str, source: str) -> dict[str, Any]:
-    """The JSON object of a line; RowError ("bad_json") where there is none."""
+    """The JSON object of a line; RowError ("bad_json") where there is none, or the line is over LINE_MB."""
+    if len(line) > LINE_MB * 2**20:
+        text = f"the line is over {LINE_MB} MiB; put media into files of their own."
+        raise RowError(source, "bad_json", text)
     try:
-        item = json.loads((line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip())
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+        item = json.loads(text, object_pairs_hook=_once)
     except RecursionError as error:
         raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
     except json.JSONDecodeError as error:
@@ -259,16 +305,46 @@ def load_line(line: bytes | str, source: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
         raise RowError(source, "bad_json", text) from error
+    except ValueError as error:  # a key twice, a whole number of thousands of digits
+        raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
+    return _object(item, source)
+
+
+def _object(item: Any, source: str) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
+    return item
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)!r} is there twice")
     return item
 
 
 def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
     value = item.get(key, default)
     if value is not default and not isinstance(value, kind):
-        raise RowError(source, "bad_row", f"{key} is {value!r}; a {kind.__name__} is wanted.")
+        raise RowError(source, "bad_row", f"{key} is {shown(repr(value))}; a {kind.__name__} is wanted.")
     return value
+
+
+def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
+    """The row's label, which names a line of figures."""
+    kind: str | None = _typed(item, "kind", str, default, source)
+    if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
+        text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
+        raise RowError(source, "bad_row", text)
+    return kind
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair."""
+    return not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _weight(item: dict[str, Any], what: str, source: str) -> float:
@@ -278,7 +354,7 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
     if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
-        text = f"weight of {what} is {weight}; a number from 0 to {MAX_WEIGHT:g} is wanted."
+        text = f"weight of {what} is {shown(weight)}; a number from 0 to {MAX_WEIGHT:g} is wanted."
         raise RowError(source, "bad_row", text)
     return float(weight)
 
@@ -290,6 +366,8 @@ def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str],
         seen = "missing" if "messages" not in item else shown(messages)
         text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
         raise RowError(source, "bad_row", text)
+    if len(messages) > MAX_MESSAGES:
+        raise RowError(source, "bad_row", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}.")
     pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
     if all(role != "assistant" for role, _ in pairs):
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
@@ -303,13 +381,14 @@ def _message(message: Any, where: str, source: str) -> tuple[str, str]:
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
-        raise RowError(source, "bad_row", f"{where} has role {role!r}; wanted: {', '.join(ROLES)}.")
+        raise RowError(
+            source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}."
+        )
     if not isinstance(content, str):
         text = f"{where} has content of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)
-    if not content.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in content):
-        text = f"{where} holds half of a surrogate pair, which is no text; write it as UTF-8."
-        raise RowError(source, "bad_row", text)
+    if _is_torn(content):
+        raise RowError(source, "bad_row", TORN.format(where))
     if role == "assistant" and not content.strip():
         raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
     if role != "assistant" and message.get("weight") is not None:

@@ -23,7 +23,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.augment import Augment
 from zoo.data.errors import RowError
 from zoo.data.mixture import Mixture, Part
-from zoo.data.processor import HERE, Decoder, Processor
+from zoo.data.processor import HERE, Decoder, Here, Processor
 from zoo.data.refs import Access
 from zoo.data.rows import Row, is_bundled
 from zoo.data.sample import IGNORE, Sample
@@ -31,6 +31,7 @@ from zoo.data.sizes import SampleSize
 from zoo.data.streams import RowStream, is_stream, open_stream
 from zoo.data.tables import open_table
 from zoo.errors import UserError
+from zoo.files import Lines
 
 RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
 BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
@@ -308,7 +309,7 @@ class SampleSource:
 
     def prefetch(self, visits: Iterable[int]) -> None:
         """Let the decoder begin with visits whose samples will be asked for next, in this order."""
-        if self.decoder is HERE:
+        if isinstance(self.decoder, Here):
             return
         with self._lock:
             rows = []
@@ -364,8 +365,8 @@ class SampleSource:
             self._listed.add(error.source)
             self._bad_rows.parent.mkdir(parents=True, exist_ok=True)
             entry = {"source": error.source, "cause": error.cause, "message": error.message}
-            with self._bad_rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            with contextlib.closing(Lines(self._bad_rows)) as file:
+                file.write(json.dumps(entry, ensure_ascii=False))
 
     def _taken_row(self, visit: int) -> Row:
         """The row of a visit; RowError where it is bad, or has media that the model doesn't take."""
@@ -449,6 +450,13 @@ def _listed(path: Path | None) -> set[str]:
     """Sources that the file lists already (a resumed run's)."""
     if path is None or not path.is_file():
         return set()
-    return {
-        json.loads(line)["source"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()
-    }
+    found, written = set(), path.read_bytes()
+    if written and not written.endswith(b"\n"):
+        with path.open("ab") as file:
+            file.write(b"\n")
+    for line in written.splitlines():
+        with contextlib.suppress(
+            ValueError, KeyError, TypeError
+        ):  # a line that a killed run has left half written
+            found.add(str(json.loads(line)["source"]))
+    return found

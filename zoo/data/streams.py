@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.refs import Access
-from zoo.data.rows import Row, load_line, locate, make_row
-from zoo.data.tables import held_out, kind_of, without_nones
+from zoo.data.rows import Row, load_line, locate, make_row, next_line
+from zoo.data.tables import held_out, kind_of, plain_item, without_nones
 from zoo.errors import UserError
 
 MARK_EVERY = 64  # rows between places that a stream can go back to
@@ -31,8 +31,8 @@ class Reader(Protocol):
     def state(self) -> Any:
         """Where it stands, as plain values."""
 
-    def __next__(self) -> tuple[int, Mapping[str, Any] | bytes]:
-        """(number from 1, item) of the next row."""
+    def __next__(self) -> tuple[int, Mapping[str, Any] | bytes | RowError]:
+        """(number from 1, item) of the next row, or why it can't be read."""
 
 
 class Lines:
@@ -53,8 +53,11 @@ class Lines:
     def __next__(self) -> tuple[int, bytes]:
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            while line := file.readline():
-                self.offset += len(line)
+            while True:
+                line, size = next_line(file)
+                if not size:
+                    break
+                self.offset += size
                 self.number += 1
                 if line.strip():
                     return self.number, line
@@ -80,10 +83,15 @@ class Examples:
         """Rows read, and the data set's own state."""
         return [self.number, copy.deepcopy(self.dataset.state_dict())]
 
-    def __next__(self) -> tuple[int, Mapping[str, Any]]:
+    def __next__(self) -> tuple[int, Mapping[str, Any] | RowError]:
         item = next(self.rows)
         self.number += 1
-        return self.number, without_nones(item.to_pylist()[0] if hasattr(item, "to_pylist") else item)
+        if not hasattr(item, "to_pylist"):
+            return self.number, without_nones(item)
+        try:
+            return self.number, plain_item(item, "")
+        except RowError as error:
+            return self.number, error
 
 
 class RowStream:
@@ -155,6 +163,8 @@ class RowStream:
             for number, item in self._items():
                 if self.keep is None or self.keep(number):
                     source = f"{self.name}:{number}"
+                    if isinstance(item, RowError):
+                        return item.at(source)
                     try:
                         whole = item if isinstance(item, Mapping) else load_line(item, source)
                         return make_row(whole, source, self.access, self.form)
@@ -163,7 +173,7 @@ class RowStream:
             self.reader.start(None)
         raise UserError(f"{self.name}: the stream has no rows.")
 
-    def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes]]:
+    def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes | RowError]]:
         while True:
             try:
                 item = next(self.reader)

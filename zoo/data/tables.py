@@ -30,6 +30,16 @@ KINDS = {
     **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "m4v", "flv", "ts"), "video"),
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff"), "audio"),
 }  # last part of a tar member's name -> kind of medium
+NAME_TYPES = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
+MOST_TARS = 100_000  # that braces may stand for
+SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
 BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 
 
@@ -154,6 +164,15 @@ def check_entry(entry: DataEntry, key: str) -> None:
         locate(entry.path, key)
 
 
+def plain_item(table: Any, source: str) -> Mapping[str, Any]:
+    """The row of an Arrow table of one; RowError ("bad_row") where a text of it is no UTF-8, say."""
+    try:
+        item: Mapping[str, Any] = without_nones(table.to_pylist()[0])
+    except (ValueError, OverflowError, IndexError, RecursionError) as error:  # Arrow's errors are ValueErrors
+        raise RowError(source, "bad_row", f"the row can't be read: {error}.") from error
+    return item
+
+
 def without_nones(value: Any) -> Any:
     """A value of a data set without the keys that its table fills up with None."""
     if isinstance(value, dict):
@@ -189,8 +208,7 @@ def _of_dataset(
     stored = dataset.with_format("arrow")
 
     def read(place: int) -> Mapping[str, Any]:
-        item: Mapping[str, Any] = without_nones(stored[place : place + 1].to_pylist()[0])
-        return item
+        return plain_item(stored[place : place + 1], f"{name}:{place + 1}")
 
     return Table(len(dataset), read, name, access, form, keep)
 
@@ -214,6 +232,8 @@ def tar_files(path: str, key: str) -> list[Path]:
         found = sorted(place.rglob("*.tar"))
     elif span := BRACES.search(path):
         first, last = span.groups()
+        if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
+            raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
         names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         found = [Path(BRACES.sub(name, path, count=1)).expanduser() for name in names]
     else:
@@ -234,10 +254,24 @@ def _of_tars(files: list[Path], name: str, form: str | None, keep: Callable[[int
         len(samples),
         lambda place: _tar_item(samples[place], f"{name}:{place + 1}", form),
         name,
-        Access(files[0].parent, outside=False),
+        Access(files[0].parent, outside=False, closed=True),
         form,
         keep,
     )
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header, within bounds that the standard library does not keep in all its versions."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:  # its reader would go back, and read the same members without end
+            raise tarfile.ReadError(f"a member of {count} bytes")
+        return super()._block(count)  # type: ignore[misc,no-any-return]
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in NAME_TYPES and self.size > LONGEST_NAME:  # they are read whole
+            raise tarfile.ReadError(f"a name of {self.size} bytes")
+        return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
 
 
 def _index(file: Path) -> list[_Members]:
@@ -246,9 +280,9 @@ def _index(file: Path) -> list[_Members]:
     parts: list[tuple[str, int, int]] = []
     last = None
     try:
-        with tarfile.open(file, "r:") as tar:
+        with tarfile.open(file, "r:", tarinfo=_Header) as tar:
             for member in tar:
-                if not member.isfile():
+                if not member.isfile() or member.issparse():  # links, devices, files with holes
                     continue
                 folder, _, base = member.name.rpartition("/")
                 stem, _, extension = base.partition(".")
@@ -258,7 +292,7 @@ def _index(file: Path) -> list[_Members]:
                     parts = []
                 last = key
                 parts.append((extension.lower(), member.offset_data, member.size))
-    except (tarfile.TarError, OSError) as error:
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         text = (
             f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
         )
@@ -271,8 +305,14 @@ def _index(file: Path) -> list[_Members]:
 def _tar_item(sample: _Members, source: str, form: str | None) -> dict[str, Any]:
     """A sample as a row: what its .json says, with its media in the place of their names."""
     blobs, texts = {}, {}
+    size = sum(part[2] for part in sample.parts)
+    if size > SAMPLE_MB * 2**20:
+        text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
+        raise RowError(source, "bad_row", text)
     with sample.tar.open("rb") as file:
         for extension, first, size in sample.parts:
+            if extension in blobs or extension in texts:
+                raise RowError(source, "bad_row", f"sample {sample.key} has two members {extension!r}.")
             file.seek(first)
             data = file.read(size)
             if len(data) < size:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zoo.data.processor import ChatMarkers, as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, printable
 
 MARKERS = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
 PARTS = ("image_processor", "video_processor")
@@ -56,10 +56,12 @@ def load_processor(source: str, kind: str, wanted: Mapping[str, Any]) -> Any:
     from transformers import AutoProcessor
 
     try:
-        hf = AutoProcessor.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
+        hf = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # of many kinds, by what lies in the folder
+        said = printable(" ".join(str(error).split()), 400)
         raise ConfigError(
-            f"model.init: no processor can be loaded from {Path(source)}: {error}; its folder should hold "
+            f"model.init: no processor can be loaded from {Path(source)}: {said}; its folder should hold "
             "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
         ) from error
     if type(hf).__name__ != kind:

@@ -13,7 +13,7 @@ import numpy as np
 import soundfile
 
 FORMATS = {"WAV", "WAVEX", "FLAC", "AIFF", "AU", "W64", "RF64", "CAF", "NIST"}
-BLOCK = 2**20  # frames read at a time: what the header says is not believed
+BLOCK = 2**21  # samples read at a time, of all channels: what the header says is not believed
 BYTES = {
     "PCM_U8": 1,
     "PCM_16": 2,
@@ -24,6 +24,7 @@ BYTES = {
     "ULAW": 1,
     "ALAW": 1,
 }  # of a sample
+MOST = 2**30  # samples of a file, whatever their rate: 4 GiB
 UNKNOWN = (
     0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
 )
@@ -40,7 +41,7 @@ def read_wave(
         corrupt: makes the error to raise of a reason.
     """
     try:
-        sound = soundfile.SoundFile(str(file) if isinstance(file, os.PathLike) else file)
+        sound = soundfile.SoundFile(os.fsencode(file) if isinstance(file, os.PathLike) else file)
     except (soundfile.LibsndfileError, TypeError):
         return None  # FFmpeg may know it, and says better what is wrong
     with sound:
@@ -50,11 +51,13 @@ def read_wave(
         kind, width = sound.format, sound.channels * BYTES.get(sound.subtype, 0)
         parts, count = [], 0
         try:
-            while len(part := sound.read(BLOCK, dtype="float32", always_2d=True)):
+            while len(part := sound.read(max(BLOCK // sound.channels, 1), dtype="float32", always_2d=True)):
                 parts.append(part.mean(axis=1))
                 count += len(part)
                 if count > max_seconds * rate:
                     raise corrupt(f"it is over {max_seconds:g} s long; cut it into pieces")
+                if count > MOST:
+                    raise corrupt(f"it has over {MOST} samples, {rate} a second; save it with fewer")
         except soundfile.LibsndfileError as error:
             why = f"{str(error).rstrip('.')} at {count / rate:.1f} s of the {claimed / rate:.1f} s that its header says"
             raise corrupt(why) from error

@@ -24,7 +24,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from PIL import Image
 
 from zoo.data import media, sizes
 from zoo.data.errors import RowError
+from zoo.data.limits import limit_memory
 from zoo.data.refs import Medium, opened, shown
 
 if TYPE_CHECKING:
@@ -78,6 +78,14 @@ class Workers:
         """(N,) float32 at 16 kHz."""
         sound: np.ndarray = self._result(row, "audio", medium)
         return sound
+
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells; of plain types that is read here."""
+        size = sizes.plain_size(opened(medium, row.root))
+        if size is not None:
+            return size
+        found = self._result(row, "image header", medium)
+        return None if found is None else (found[0], found[1])
 
     def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
         """Seconds, height and width, where the header tells."""
@@ -299,9 +307,9 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
     count = max(1, min(8, cores // max(ranks, 1))) if data.workers is None else data.workers
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
-    from zoo.data.processor import HERE
+    from zoo.data.processor import Here
 
-    return HERE
+    return Here(data.row_mb)
 
 
 # ---------------------------------------------------------------- inside a worker
@@ -312,7 +320,7 @@ def serve(seconds: float, megabytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     given, answers = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # what a library prints is no answer
-    _limit_memory(megabytes)
+    limit_memory(megabytes)
     _send(answers, "ready")
     while len(head := given.read(HEAD.size)) == HEAD.size:
         job = pickle.loads(given.read(HEAD.unpack(head)[0]))
@@ -333,6 +341,9 @@ def serve(seconds: float, megabytes: int) -> None:
 
 
 def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+    if kind == "image header":
+        size = sizes.image_size(source)
+        return None if size is None else list(size)
     if kind == "video header":
         found = sizes.video_size(source)
         return None if found is None else list(found)
@@ -351,17 +362,6 @@ def _is_memory(error: RowError) -> bool:
 def _too_much(job: Any, megabytes: int) -> RowError:
     text = f"{job[0]} {job[1]} needs over {megabytes} MiB to decode; make it smaller, or raise data.row_mb."
     return RowError("", "memory", text)
-
-
-def _limit_memory(megabytes: int) -> None:
-    import resource
-
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    limit = pages * resource.getpagesize() + megabytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _answer(file: int, found: Any, seconds: float) -> None:

@@ -99,6 +99,13 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 
 
+def weight_bytes(assembly: Assembly) -> int:
+    """Bytes of the safetensors files that weights come from; 0 where they come from elsewhere, or nowhere."""
+    if assembly.source is None or assembly.source.kind == "run":
+        return 0
+    return sum(file.stat().st_size for file in assembly.source.weights.glob("*.safetensors"))
+
+
 def load_run(
     chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
 ) -> lora.Adapters | None:
@@ -131,7 +138,8 @@ def model_dims(assembly: Assembly) -> Dims:
 def randomise(chunks: list[Any], bridge: Any, dims: Dims, shard: ShardInfo, seed: int, std: float) -> None:
     """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
 
-    So a run from random weights starts from the same model under any parallel layout. A parameter may bring its
+    So a run from random weights starts from the same model under any parallel layout of GPUs of one model, or of CPUs:
+    the numbers are drawn where the parameter lies (a core makes some 50 million a second). A parameter may bring its
     own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with.
     """
     parameters = dict(model_parameters(chunks))
@@ -146,20 +154,20 @@ def randomise(chunks: list[Any], bridge: Any, dims: Dims, shard: ShardInfo, seed
             parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), how, shard))
             continue
         if not entry.rule.stacked:
-            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}"), how, shard))
+            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}", parameter.device), how, shard))
             continue
         first = shard.ep_rank * parameter.shape[0]
         for local in range(parameter.shape[0]):
-            full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}")
+            full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}", parameter.device)
             parameter[local].copy_(cut(full, how, shard))
 
 
-def _normal(shape: Any, std: float, name: str) -> Tensor:
-    return torch.randn(*shape, generator=_generator(name)) * std
+def _normal(shape: Any, std: float, name: str, device: torch.device) -> Tensor:
+    return torch.randn(*shape, generator=_generator(name, device), device=device).mul_(std)
 
 
-def _generator(name: str) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(name.encode()))
+def _generator(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
 
 
 def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:

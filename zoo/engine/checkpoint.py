@@ -1,28 +1,24 @@
 """Checkpoints to resume from: `checkpoints/iter_N/` in the run folder, sharded, published whole or not at all.
 
-Weights and optimizer state go through megatron-core's dist_checkpointing; step, data position, schedule and the
-model's description lie beside them in `state.json`. A folder is written under another name and renamed when
-every rank is done; `latest` is the folder with the highest step.
+Weights, optimizer state, schedule and random states are in megatron-core's torch_dist format; step, data position and
+the model's description lie beside them in `state.json`. This file reads them; `zoo.engine.saving` writes them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, locate, look
+from zoo.config.locate import BASE, STATE, Place, locate, look
 from zoo.config.schema import Recipe
 from zoo.engine import compat
 from zoo.engine.lora import Adapters, settings_of
-from zoo.engine.runlog import write_atomically
+from zoo.engine.saving.choose import refuse_faults
+from zoo.engine.saving.random_state import set_random_state
 from zoo.engine.world import World
 from zoo.errors import UserError
 
@@ -100,52 +96,18 @@ def _differences(theirs: Any, ours: Any, prefix: str = "") -> Any:
         yield prefix.rstrip("."), theirs, ours
 
 
-def save(
-    trainable: Trainable,
-    folder: Path,
-    state: dict[str, Any],
-    world: World,
-    keep: int,
-    beside: Callable[[Path], None],
-) -> Path:
-    """Write `folder`/iter_N with N = state["step"], then drop all but the `keep` newest.
+def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
+    """Put a checkpoint's weights, optimizer state and schedule into what was built for this run.
 
-    `beside` writes config.json and the processor's files into a folder that it is given.
+    The random generators go on from their states where it was written by so many `ranks` as there are now.
     """
-    from megatron.core import dist_checkpointing
-
-    target = folder / f"iter_{state['step']}"
-    partial = folder / f".partial-{target.name}"
-    if world.is_main:
-        for left in folder.glob(".partial-*"):  # of a save that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        metadata = _metadata(world)
-        dist_checkpointing.save(_sharded(trainable, metadata, False), str(partial), content_metadata=metadata)
-    dist.barrier()
-    if world.is_main:
-        (partial / HF_PART).mkdir()
-        beside(partial / HF_PART)
-        write_atomically(partial / STATE, json.dumps(state) + "\n")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(partial, target)
-        for old in checkpoints(folder.parent)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    dist.barrier()
-    return target
-
-
-def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
-    """Put a checkpoint's weights, optimizer state and schedule into what was built for this run."""
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedObject
 
     compat.allocate_optimizer_state(trainable.optimizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = dist_checkpointing.load(_sharded(trainable, _metadata(world), True), str(checkpoint))
+    wanted = _wanted(trainable, world)
+    if ranks == world.size:
+        wanted["random"] = ShardedObject("random", None, (world.size,), (world.rank,), replica_id=0)
+    loaded = _load(wanted, checkpoint)
     if trainable.adapters is not None:
         trainable.adapters.load(loaded["adapters"])
     else:
@@ -154,46 +116,66 @@ def load(trainable: Trainable, checkpoint: Path, world: World) -> None:
     step = loaded["scheduler"]["num_steps"]
     compat.load_optimizer_state(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
+    if "random" in loaded:
+        set_random_state(loaded["random"])
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
     """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has."""
-    from megatron.core import dist_checkpointing
-
+    refuse_faults(checkpoint)
     wanted = {f"model{i}": c.sharded_state_dict(metadata=_metadata(world)) for i, c in enumerate(chunks)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = dist_checkpointing.load(wanted, str(checkpoint))
+    loaded = _load(wanted, checkpoint)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{index}"], strict=True)
 
 
 def load_adapters(adapters: Adapters, checkpoint: Path) -> None:
     """Put a checkpoint's adapters into those of a model, under whatever parallel layout either has."""
+    refuse_faults(checkpoint)
+    adapters.load(_load({"adapters": adapters.sharded()}, checkpoint)["adapters"])
+
+
+def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """Raises UserError where a file is not what it should be, though its sum is right."""
     from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        loaded = dist_checkpointing.load({"adapters": adapters.sharded()}, str(checkpoint))
-    adapters.load(loaded["adapters"])
+    from zoo.engine.saving.safe import SafeReader
+
+    SafeReader(str(checkpoint)).read_metadata()  # torch only warns of what it raises
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint))
+    except CheckpointException as error:
+        cause = next((one for one, _ in error.failures.values()), error)
+        why = str(cause).partition("\n")[0]
+        raise UserError(f"{checkpoint} can't be read: {why}; take another checkpoint") from error
+    return loaded
 
 
-def _metadata(world: World) -> dict[str, Any]:
+def sharding() -> dict[str, Any]:
+    """How megatron-core is to describe the state: so that it loads under other parallel sizes."""
+    return {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def weights_of(trainable: Trainable, world: World) -> dict[str, Any]:
+    """megatron-core's sharded state of the model chunks, or of the adapters alone where there are some."""
+    if trainable.adapters is not None:
+        return {"adapters": trainable.adapters.sharded()}
     return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "chained_optim_avoid_prefix": True,  # so that a checkpoint loads under other parallel sizes
-        "dp_cp_group": world.groups.dp_cp,
+        f"model{i}": c.module.sharded_state_dict(metadata=_metadata(world))
+        for i, c in enumerate(trainable.chunks)
     }
 
 
-def _sharded(trainable: Trainable, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-    if trainable.adapters is not None:
-        parts = {"adapters": trainable.adapters.sharded()}
-    else:
-        parts = {
-            f"model{i}": c.module.sharded_state_dict(metadata=metadata)
-            for i, c in enumerate(trainable.chunks)
-        }
+def _metadata(world: World) -> dict[str, Any]:
+    return {**sharding(), "dp_cp_group": world.groups.dp_cp}
+
+
+def _wanted(trainable: Trainable, world: World) -> dict[str, Any]:
+    """What is to be loaded; the schedule comes along with megatron-core's common state."""
+    parts = weights_of(trainable, world)
     everything = next(iter(parts.values())) if len(parts) == 1 else parts
-    optimizer = trainable.optimizer.sharded_state_dict(everything, is_loading=is_loading, metadata=metadata)
+    optimizer = trainable.optimizer.sharded_state_dict(everything, is_loading=True, metadata=_metadata(world))
     return {**parts, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}

@@ -66,6 +66,19 @@ def _save_without_a_manager() -> None:
     module._results_queue = queue.Queue()
 
 
+def _load_without_pickles() -> None:
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    from zoo.engine.saving import safe
+
+    modules: tuple[Any, Any] = (serialization, torch_dist)
+    for module in modules:
+        module._get_filesystem_reader = safe.reader
+    modules[0].load_common_state_dict = safe.common_state
+    modules[1].MCoreLoadPlanner = safe.SafePlanner
+
+
 def _build_gated_delta_net_without_fla() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
@@ -110,6 +123,13 @@ SHIMS = (
         "a rank, and EOFError in a script without `if __name__ == '__main__':`, which the process imports again",
         last_broken="0.19.2",
         apply=_save_without_a_manager,
+    ),
+    Shim(
+        name="checkpoints-run-pickles",
+        fault="loading a checkpoint unpickles whatever its index, its common state and its objects hold, so a file can "
+        "run anything",
+        last_broken="0.19.2",
+        apply=_load_without_pickles,
     ),
     Shim(
         name="gated-delta-net-needs-fla",

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.runlog import write_atomically
 from zoo.engine.verdict import Seen, birth, machine
+from zoo.files import write_atomically
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
 HEALTH = "health.json"

@@ -27,6 +27,7 @@ from typing import Any
 from zoo.config.compose import is_saved_recipe, save_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.entries import parse_entry
+from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.tables import check_entry
@@ -255,6 +256,7 @@ class _Group:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self._kills = kernel_kills()
         self._folder = tempfile.TemporaryDirectory(prefix="zoo-ranks-")
 
     def __enter__(self) -> _Group:
@@ -330,9 +332,11 @@ class _Group:
         log = self._log(rank)
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
         if code == 2:
-            return "\n".join(lines[-1:]) or f"zoo: rank {rank} {_ending(code)}"
+            return "\n".join(lines[-1:]) or f"zoo: rank {rank} {_ending(code, self._kills)}"
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-        return f"zoo: rank {rank} {_ending(code)}" + (f"; its last lines:\n{tail}" if tail else "")
+        return f"zoo: rank {rank} {_ending(code, self._kills)}" + (
+            f"; its last lines:\n{tail}" if tail else ""
+        )
 
     def _log(self, rank: int) -> Path:
         return Path(self._folder.name) / f"rank{rank}.stderr"
@@ -363,11 +367,11 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _ending(code: int) -> str:
-    """How a process ended, in words."""
+def _ending(code: int, kills: int) -> str:
+    """How a process ended, in words; `kills`: `kernel_kills` when it was started."""
     if code >= 0:
         return f"failed with exit code {code}"
-    why = " (out of memory?)" if code == -signal.SIGKILL else ""
+    why = killed_for_memory(kills) if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{why}"
 
 

@@ -9,6 +9,7 @@ cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` =
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -27,9 +28,10 @@ from zoo.data.evaluation import eval_batches
 from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
-from zoo.engine import build, checkpoint, export, lora, lora_files
+from zoo.engine import bad_steps, build, checkpoint, export, guard, lora, lora_files
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.costs import training_cost
+from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
 from zoo.engine.heartbeat import Watch
@@ -37,8 +39,11 @@ from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
 from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
+from zoo.engine.resources import explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
+from zoo.engine.saving.choose import Chosen, choose
+from zoo.engine.saving.saver import Saved, Saver
 from zoo.engine.startup import Startup
 from zoo.engine.steptimes import StepTimes
 from zoo.engine.world import World, world
@@ -51,7 +56,7 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with interrupts() as stop:
+    with interrupts() as stop, explained(recipe):
         _refuse_misfit(recipe)
         check_kernels(recipe)
         return _train(recipe, stop)
@@ -69,8 +74,13 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
     startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        with Watch(recipe, here, stop) as watch:
-            return Run(recipe, here, stop, startup, watch.phases).run()
+        with Watch(recipe, here, stop) as watch, explained(recipe):  # mistakes are told as such
+            try:
+                return Run(recipe, here, stop, startup, watch.phases).run()
+            except RuntimeError as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from None
+                raise
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,18 @@ class Counts:
         )
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Figures of one step over all ranks."""
+
+    real: float
+    total: float
+    loss: float
+    labels: float
+    grad_norm: float
+    mtp_loss: float | None
+
+
 class Run:
     """One run on one rank: built once, then `run()`."""
 
@@ -105,10 +127,13 @@ class Run:
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe)
         self.description = checkpoint.describe(recipe, self.assembly.config.hf)
-        self.resume_from = self._find_checkpoint()
+        self.chosen = self._choose_checkpoint()
+        self.resume_from = self.chosen.folder
         self.state = checkpoint.read_state(self.resume_from, self.description) if self.resume_from else None
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
+        self.guard = guard.Guard(recipe.train)
+        self.guard.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
@@ -119,14 +144,14 @@ class Run:
         self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
-    def _find_checkpoint(self) -> Path | None:
+    def _choose_checkpoint(self) -> Chosen:
         found = checkpoints(self.folder)
         if found and not self.recipe.run.resume:
             raise UserError(
                 f"run.resume=false: {self.folder} holds {found[-1].name} of an earlier run; "
                 "give another run.dir, or move that folder away"
             )
-        return found[-1] if found else None
+        return choose(self.folder)
 
     def _open_data(self) -> None:
         recipe, world, processor = self.recipe, self.world, self.assembly.processor
@@ -186,14 +211,15 @@ class Run:
             self._adapt(chunks)
         elif self.resume_from is None:
             build.init_weights(chunks, self.assembly, recipe, world)
-        self.startup.mark("weights")
+        self.startup.mark("weights", build.weight_bytes(self.assembly) if self.resume_from is None else 0)
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
+        self.saver = Saver(recipe, world, self.assembly.save_files)
         if self.resume_from is not None and self.state is not None:
-            checkpoint.load(self.trainable, self.resume_from, world)
+            checkpoint.load(self.trainable, self.resume_from, world, self.state["ranks"])
             self.loader.load_state_dict(self.state["data"])
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
@@ -213,16 +239,19 @@ class Run:
         if self._is_complete():
             return self._leave_as_it_is()
         self._build()
-        with self.stop.deferred():
+        with self.stop.deferred(), self.saver:
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self._say_start()
             started = time.monotonic()
             metrics = self._steps(started)
             seconds = time.monotonic() - started
+            self.phases.enter("save")
+            self._note_saved(self.saver.wait())
             if self.saved is None or self.saved.name != f"iter_{self.done}":
-                self._save()
+                self._save(wait=True)
             if not self.interrupted:
                 metrics = self._evaluate()
+            self.saver.close()
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._ends():
             together = self._export_or_stop()
@@ -254,17 +283,20 @@ class Run:
         metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
             self._train_step()
+            self._note_saved(self.saver.poll())
             out_of_time = (
                 train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
             )
             if self._ends(out_of_time):
                 break
-            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
-                self._save()
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
-                metrics = self._evaluate()
+                metrics = (
+                    self._evaluate()
+                )  # before the save, so that a run that goes on from there has had it
                 if self.interrupted:
                     break
+            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
+                self._save()
         return metrics
 
     def _ends(self, out_of_time: bool = False) -> bool:
@@ -276,10 +308,11 @@ class Run:
         return asked + late > 0
 
     def _train_step(self) -> None:
-        """One optimizer step."""
+        """One optimizer step, which is left out where it is a bad one."""
         began = time.monotonic()
         self.times.begin()
         self.phases.enter("data")
+        data = self.loader.state_dict()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
         self.phases.enter("compute")
@@ -288,16 +321,36 @@ class Run:
         lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(batches, scale)
         self.phases.enter("update")
-        self.trainable.scheduler.step(increment=1)
-        _, grad_norm, _ = self.trainable.optimizer.step()
+        verdict: list[tuple[Totals, guard.Bad | None]] = []
+
+        def good(norm: float) -> bool:
+            totals = self._totals(figures, counts, norm)
+            verdict.append((totals, self.guard.judge(totals.loss, totals.grad_norm)))
+            return verdict[0][1] is None
+
+        guard.step_if(self.trainable.optimizer, self.trainable.scheduler, good)
         for chunk in self.trainable.chunks:
             chunk.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
         self.done += 1
         self.phases.enter("figures")
-        self._log_step(figures, counts, float(grad_norm or 0.0), began, waited)
+        totals, bad = verdict[0]
+        self._log_step(totals, counts, began, waited, bad)
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
+        if bad is not None:
+            self._leave_out(bad, totals, batches, figures, data)
+
+    def _leave_out(self, bad: guard.Bad, totals: Totals, batches: Any, figures: Any, data: Any) -> None:
+        """Write down a bad step; where it is one too many, save and end the run."""
+        known = {"step": self.done, "loss": totals.loss, "grad_norm": totals.grad_norm}
+        file = bad_steps.write(self.folder, known, bad, batches, figures, data, self.world)
+        self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
+        self.log.say(bad_steps.told(known, bad, self.folder))
+        guard.allocate_state(self.trainable.optimizer)
+        if self.guard.ends:
+            self._save()
+            raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
 
     def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
         """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
@@ -329,35 +382,41 @@ class Run:
         )
         return figures
 
-    def _log_step(
-        self, figures: list[dict[str, Any]], counts: Counts, grad_norm: float, began: float, waited: float
-    ) -> None:
-        """Sum the figures of all ranks (the step's one wait for the device) and write them down."""
+    def _totals(self, figures: list[dict[str, Any]], counts: Counts, grad_norm: float) -> Totals:
+        """Sum the figures of all ranks: with the gradient's norm, the step's one wait for the device."""
         world = self.world
         names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
         sums = [0.0] * len(names)
         if world.counts_loss and figures:
-            sums = [float(sum(f[name] for f in figures)) for name in names]
+            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        everything = world.sum([*host, *sums]) if world.size > 1 else [*host, *sums]
-        real, total, nll, labels, weight, *further = everything
+        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
+        everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
+        real, total, grad_norm, nll, labels, weight, *further = everything
         weight = weight or 1.0  # no label at all
-        loss = nll / weight
-        self.losses.append(loss)
+        mtp_loss = further[0] / weight if further else None
+        return Totals(real, total, nll / weight, labels, grad_norm, mtp_loss)
+
+    def _log_step(
+        self, totals: Totals, counts: Counts, began: float, waited: float, bad: guard.Bad | None
+    ) -> None:
+        """Write a step's figures down."""
+        self.losses.append(totals.loss)
         seconds, parts = time.monotonic() - began, self._parts(waited)
         waited = max(mine[0] for mine in parts)  # of the rank that waited longest: the others waited for it
         record = {
             "step": self.done,
-            "loss": loss,
-            "grad_norm": grad_norm,
+            "loss": totals.loss,
+            "grad_norm": totals.grad_norm,
             "lr": self.trainable.optimizer.param_groups[0]["lr"],
-            "real_tokens": int(real),
-            "pad_fraction": 1.0 - real / max(total, 1),
-            "labels": int(labels),
+            "real_tokens": int(totals.real),
+            "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
+            "labels": int(totals.labels),
             "step_ms": seconds * 1e3,
             "data_ms": waited * 1e3,
             "data_wait": waited / seconds,
-            **({"mtp_loss": further[0] / weight} if further else {}),
+            **({} if totals.mtp_loss is None else {"mtp_loss": totals.mtp_loss}),
+            **({} if bad is None else {"skipped": bad.cause}),
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
@@ -434,7 +493,8 @@ class Run:
                 return
             yield batch
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = False) -> None:
+        """Save beside the steps that come, or, with `wait`, before anything else."""
         self.phases.enter("save")
         began = time.monotonic()
         self.log.note("saving ...")
@@ -442,14 +502,21 @@ class Run:
             "step": self.done,
             "total_steps": self.total_steps,
             "data": self.loader.state_dict(),
+            "bad_steps": self.guard.state_dict(),
             "model": self.description,
             "weights": checkpoint.origin(self.recipe),
         }
-        folder = self.folder / "checkpoints"
-        keep, beside = self.recipe.train.keep, self.assembly.save_files
-        self.saved = checkpoint.save(self.trainable, folder, state, self.world, keep, beside)
+        self._note_saved(self.saver.start(self.trainable, state))
+        if wait:
+            self._note_saved(self.saver.wait())
         self.times.save += time.monotonic() - began
-        self.log.event("save", self.done, path=str(self.saved))
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        """Tell of a checkpoint that has been published."""
+        if saved is not None:
+            self.saved = saved.folder
+            waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
+            self.log.event("save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote)
 
     def _export_or_stop(self) -> bool:
         """Export, which an interrupt ends at once and on each rank by itself; whether it was left to end."""
@@ -489,6 +556,8 @@ class Run:
         )
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+        for name, why in self.chosen.passed_over.items():
+            self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
         train, evals = (
             ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
             for specs in (recipe.data.train, recipe.data.eval)
@@ -510,9 +579,10 @@ class Run:
             "preempted": self.preempted,
             "checkpoint": str(self.saved) if self.saved else None,
             "export": self.exported,
-            "final_loss": self.losses[-1] if self.losses else None,
+            "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
             "skipped_rows": dict(self.source.counts + self.held_out.counts),
+            "skipped_steps": dict(self.guard.counts),
             "metrics": metrics,
         }
         self.log.finish(summary, self._reason())
@@ -528,6 +598,9 @@ class Run:
         if summary["skipped_rows"]:
             rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
             self.log.say(f"rows left out: {rows}; {self.folder / 'bad_rows.jsonl'} lists them")
+        if summary["skipped_steps"]:
+            steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
+            self.log.say(f"steps not applied: {steps}; {self.folder / bad_steps.FOLDER} has their rows")
         if self.losses and not self.interrupted:
             self.log.say(
                 f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {self.done} steps; "

@@ -6,22 +6,26 @@ ranks are started (zoo.engine.settle), and the first rank refuses what cannot fi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.config.devices import gpu_count, gpu_memory, host_memory
+from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.locate import is_hub_id, read_arch
+from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
 from zoo.planner.layouts import settle, spare
-from zoo.planner.memory import Model
+from zoo.planner.memory import Memory, Model
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
+
+PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
 
 
 def model_of(recipe: Recipe) -> Model:
@@ -79,6 +83,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
     keeps. Nothing is said where the memory is not known.
     """
+    _refuse_small_process()
     limit, planned = _limit_here(local_ranks), as_planned(recipe)
     if limit is None or planned is None:
         return
@@ -87,6 +92,58 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
     if not found.fits:
         raise ConfigError(_misfit(found, gpu_count() > 0))
+
+
+def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
+    """Of a validated recipe that has run out of memory: what a rank was estimated to need, and what needs less.
+
+    Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
+    architecture is not known.
+    """
+    planned = as_planned(recipe)
+    if planned is None:
+        return ""
+    model, fused = model_of(planned), on_gpu and recipe.engine.precision == "bf16"
+
+    def needs(one: Recipe) -> Memory:
+        row = typical_row(one, model.cost)
+        return make_plan(model, one, ranks, row, fused=fused, limit=None).worst
+
+    now = needs(planned)
+    found = {text: needs(other).total for text, other in _leaner(planned)}
+    better = sorted((need, text) for text, need in found.items() if need < 0.9 * now.total)
+    parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
+    settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
+    more = "more GPUs with parallel.tp, pp, cp or ep" if on_gpu else "GPUs, or a smaller size="
+    return (
+        f"a rank was estimated to need {size(now.total)} ({parts}); {settings or 'most of it is the model itself'}; "
+        f"else take {more} (`zoo plan` shows what each needs)"
+    )
+
+
+def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that take less memory for the same model on the same ranks."""
+    levels = ("none", "selective", "full")
+    for level in levels[levels.index(recipe.engine.recompute) + 1 :]:
+        yield f"engine.recompute={level}", replace(recipe, engine=replace(recipe.engine, recompute=level))
+    packing, train = recipe.packing, recipe.train
+    if packing.mode == "thd":
+        half = packing.budget // 2
+        pad_to = None if packing.pad_to is None else packing.pad_to // 2
+        yield f"packing.budget={half}", replace(recipe, packing=replace(packing, budget=half, pad_to=pad_to))
+    elif train.micro_batch > 1:
+        half = train.micro_batch // 2
+        yield f"train.micro_batch={half}", replace(recipe, train=replace(train, micro_batch=half))
+
+
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """About how large a checkpoint of a recipe is: weights, and AdamW's state of those that are trained."""
+    planned = as_planned(recipe)
+    if planned is None:
+        return None
+    census, half = model_of(planned).census, recipe.engine.precision == "bf16"
+    kept = census.trained if recipe.lora.rank else sum(census.by_part().values())
+    return kept * (2 if half else 4) + census.trained * (12 if half else 8)
 
 
 def _least_row(recipe: Recipe) -> Row:
@@ -118,8 +175,18 @@ def _limit_here(local_ranks: int) -> float | None:
     """Bytes that a rank may fill on this machine; None where they are not known."""
     if gpu_count():
         return spare(gpu_memory())
-    memory = host_memory()
-    return memory * 0.95 / local_ranks if memory else None
+    memory = host_memory(local_ranks, PROCESS)
+    return memory * 0.95 if memory else None
+
+
+def _refuse_small_process() -> None:
+    """Process groups that get no address space for their threads hang, or end the process: said before there are any."""
+    for limit in limits():
+        if limit.own and limit.left < PROCESS:
+            raise ConfigError(
+                f"{limit.name} is {size(limit.total)} and {size(limit.left)} of it are left; a rank takes "
+                f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
+            )
 
 
 def settle_here(recipe: Recipe, ranks: int) -> Recipe:

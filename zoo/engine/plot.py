@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zoo.files import replaced
+
 
 def plot_losses(folder: Path) -> Path | None:
     """Draw `folder`/plots/loss.png from its train.jsonl; returns the file, or None where no step was logged."""
@@ -28,15 +30,22 @@ def plot_losses(folder: Path) -> Path | None:
     figure.suptitle(folder.resolve().name)
     path = folder / "plots" / "loss.png"
     path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as partial:
+        figure.savefig(partial, dpi=120)
     pyplot.close(figure)
     return path
 
 
 def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
-    x, y = [r["step"] for r in steps], [r["loss"] for r in steps]
+    good = [r for r in steps if "skipped" not in r]
+    x, y = [r["step"] for r in good], [r["loss"] for r in good]
     axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
     axis.plot(x, _smooth(y), color="tab:blue", linewidth=2, label="training, smoothed")
+    if len(good) < len(steps):
+        axis.plot(
+            [r["step"] for r in steps if "skipped" in r], [0] * (len(steps) - len(good)), "x", color="tab:red",
+            label="not applied", clip_on=False,
+        )  # fmt: skip
     if evals:
         axis.plot(
             [r["step"] for r in evals], [r["loss"] for r in evals], "o-", color="tab:orange", label="held out"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,14 +62,25 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def losses_by_step(run_dir: str | Path) -> dict[int, float]:
-    """Step -> training loss from `train.jsonl`; of a step that was done again after a resume, the later line counts."""
+    """Step -> training loss from `train.jsonl`, nan where it was not finite; of a step that was done again, the later line."""
+    by_step = {
+        record["step"]: math.nan if record["loss"] is None else record["loss"]
+        for record in records(run_dir)
+        if "event" not in record
+    }
+    return dict(sorted(by_step.items()))
+
+
+def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
+    """Step -> held-out figures (`loss`, `exact_match` and so on) from `train.jsonl`."""
+    return {record["step"]: record for record in records(run_dir) if record.get("event") == "eval"}
+
+
+def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of `train.jsonl`: steps, and events by `event`."""
     log = Path(run_dir) / "train.jsonl"
-    by_step: dict[int, float] = {}
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
         try:
-            record = json.loads(line)
+            yield json.loads(line)
         except ValueError:  # a line that a killed run left half-written
             continue
-        if "event" not in record:
-            by_step[record["step"]] = record["loss"]
-    return dict(sorted(by_step.items()))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shutil
 import sys
@@ -15,18 +14,12 @@ from typing import Any, TextIO
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.engine.plot import plot_losses
+from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "triton",
     "safetensors", "omegaconf", "numpy", "av",
 )  # fmt: skip
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or none."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def environment() -> dict[str, Any]:
@@ -53,12 +46,12 @@ def append_event(folder: Path, name: str, step: int, **facts: Any) -> None:
     path = folder / "train.jsonl"
     if path.is_file():
         with path.open("a", encoding="utf-8") as file:
-            file.write(_timed({"event": name, "step": step, **facts}))
+            file.write(_timed({"event": name, "step": step, **facts}) + "\n")
 
 
 def _timed(record: dict[str, Any]) -> str:
     """A line of train.jsonl; `time` is in seconds since 1970."""
-    return json.dumps({**record, "time": round(time.time(), 3)}) + "\n"
+    return json.dumps(finite({**record, "time": round(time.time(), 3)}))
 
 
 class RunLog:
@@ -80,7 +73,7 @@ class RunLog:
         save_recipe(recipe, self.folder / "config.yaml")
         write_atomically(self.folder / "env.json", json.dumps(environment(), indent=2) + "\n")
         self._forget_after(done)
-        self._file = (self.folder / "train.jsonl").open("a", encoding="utf-8")
+        self._file = Lines(self.folder / "train.jsonl")
         self._open_trackers(done)
 
     def _forget_after(self, done: int) -> None:
@@ -140,7 +133,6 @@ class RunLog:
 
     def _line(self, record: dict[str, Any]) -> None:
         self._file.write(_timed(record))
-        self._file.flush()
 
     def _track(self, prefix: str, figures: dict[str, Any]) -> None:
         numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}

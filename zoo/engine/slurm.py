@@ -11,6 +11,7 @@ from pathlib import Path
 from zoo.config.schema import Recipe
 from zoo.engine.interrupts import LOST, PREEMPTED
 from zoo.errors import ConfigError, UserError
+from zoo.files import write_atomically
 
 _PORTS = 20000  # a job's port is one of so many, from as many on
 _NAMES = {"SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
@@ -76,18 +77,10 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     each = ranks // nodes
     gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
     command = " ".join(_quoted(argument) for argument in arguments)
-    path.write_text(
-        _TEMPLATE.format(
-            name=name,
-            nodes=nodes,
-            each=each,
-            gpus=gpus,
-            command=command,
-            preempted=PREEMPTED,
-            lost=LOST,
-        ),
-        encoding="utf-8",
+    text = _TEMPLATE.format(
+        name=name, nodes=nodes, each=each, gpus=gpus, command=command, preempted=PREEMPTED, lost=LOST
     )
+    write_atomically(path, text)
     return path
 
 

@@ -17,13 +17,16 @@ class Startup:
         """`phase`: what has passed so far."""
         self.began = self._last = float(os.environ.pop(STARTED, 0)) or time.time()
         self.phases: dict[str, float] = {}
+        self.rates: dict[str, float] = {}  # GB/s of phases that read files
         self.done = False
         self.mark(phase)
 
-    def mark(self, phase: str) -> Self:
-        """What has passed since the last mark was `phase`."""
+    def mark(self, phase: str, nbytes: int = 0) -> Self:
+        """What has passed since the last mark was `phase`, in which so many bytes were read."""
         now = time.time()
         self.phases[phase] = round(now - self._last, 2)
+        if nbytes:
+            self.rates[phase] = round(nbytes / 1e9 / max(now - self._last, 1e-9), 3)
         self._last = now
         return self
 
@@ -36,8 +39,9 @@ class Startup:
         """The first step is done: write the phases down and say them. `log` is the run's, `step` its number."""
         self.mark("first step")
         self.done = True
-        log.event("startup", step, seconds=self.seconds, phases=self.phases)
-        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+        log.event("startup", step, seconds=self.seconds, phases=self.phases, gb_per_s=self.rates)
+        rates = {name: f" (at {rate:.2f} GB/s)" for name, rate in self.rates.items()}
+        parts = ", ".join(f"{name} {took:.1f}{rates.get(name, '')}" for name, took in self.phases.items())
         log.say(f"{self.seconds:.1f} s from the command to the end of the first step: {parts}")
 
 

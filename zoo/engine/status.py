@@ -80,6 +80,7 @@ def read_status(path: str | Path) -> RunStatus:
     # The first step after a start is not typical: kernels are built, caches are filled.
     recent = [steps[step] for step in sorted(steps)[-_RECENT:]]
     recent = recent[1:] if len(recent) > 1 and len(recent) < _RECENT else recent
+    losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     health, summary = read_health(folder), read_summary(folder) or {}
     state, why = _state(records, health, summary)
     live = state in ("running", "stalled", "starting")
@@ -97,7 +98,7 @@ def read_status(path: str | Path) -> RunStatus:
         tokens_per_second=statistics.mean(r["real_tokens"] for r in recent) / seconds if seconds else None,
         eta_seconds=(total - step) * seconds if live and seconds and total is not None else None,
         loss=last.get("loss"),
-        mean_loss=statistics.mean(r["loss"] for r in recent) if recent else None,
+        mean_loss=statistics.mean(losses) if losses else None,
         last_step_age=_age(last),
         save_step=int(saved[-1].name.removeprefix("iter_")) if saved else None,
         save_age=max(0.0, time.time() - saved[-1].stat().st_mtime) if saved else None,

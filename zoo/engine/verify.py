@@ -276,8 +276,10 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     plain = {
         "dtype": torch.float32,
-        "experts_implementation": "eager",
-    }  # grouped products refuse narrow experts
+        "experts_implementation": "eager",  # grouped products refuse narrow experts
+        "use_safetensors": True,  # no pickle
+        "trust_remote_code": False,
+    }
     whole = getattr(transformers, name).from_pretrained(place.folder, **plain)
     model = getattr(whole, "thinker", whole).eval().to(device)
     found = []

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
-from zoo.engine import compat, cpu_host
+from zoo.engine import compat, cpu_host, determinism
 
 TIMEOUT = timedelta(minutes=30)
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -66,6 +66,7 @@ def world(recipe: Recipe) -> Iterator[World]:
     """Initialise everything that is global to a process, and take it down again."""
     on_cpu = cpu_host.install()
     compat.install()
+    determinism.install(recipe, on_cpu)
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:

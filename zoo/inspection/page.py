@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from zoo.files import write_atomically
 from zoo.inspection.lengths import Lengths
 from zoo.inspection.picture import COLOURS, NAMES, SPACE, TIME
 from zoo.inspection.rows import KINDS, MEDIA, PackedRow, Segment, Span
@@ -43,7 +44,7 @@ def write_page(rows: Sequence[PackedRow], lengths: Lengths, title: str, picture:
     ]
     page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{page}<body>{''.join(body)}</body></html>\n", encoding="utf-8")
+    write_atomically(path, f"{page}<body>{''.join(body)}</body></html>\n")
     return path
 
 
@@ -59,7 +60,7 @@ def _row(number: int, row: PackedRow) -> str:
     samples = "".join(_sample(index, segment) for index, segment in enumerate(row.segments, start=1))
     return (
         f'<h2>Row {number} <span class="quiet">{row.width} tokens, {len(row.segments)} samples, '
-        f"{row.padding / row.width:.1%} padding</span></h2>"
+        f"{row.padding / row.width:.1%} padding{escape(f'; {row.note}' if row.note else '')}</span></h2>"
         f'<div class="row">{strips}</div>{_curves(row)}{samples}'
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from zoo.files import replaced
 from zoo.inspection.lengths import Lengths
 from zoo.inspection.rows import KINDS, PackedRow
 
@@ -39,7 +40,8 @@ def draw(rows: Sequence[PackedRow], lengths: Lengths, title: str, path: Path) ->
         _draw_fillings(right, lengths)
         figure.suptitle(title, fontsize=12.5, weight="bold", x=0.01, ha="left")
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=110)
+        with replaced(path) as partial:
+            figure.savefig(partial, dpi=110)
         plt.close(figure)
     return path
 
@@ -136,6 +138,7 @@ def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
         color=QUIET,
         fontsize=8,
     )
+    axis.text(-0.008 * width, y - 0.25, row.note, ha="right", va="center", color=TIME, fontsize=7.5)
     axis.text(-0.008 * width, floor - CURVE / 2, "positions", ha="right", va="center", color=TIME, fontsize=8)
 
 

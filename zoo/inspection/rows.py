@@ -54,6 +54,7 @@ class PackedRow:
     width: int  # tokens, padding included
     segments: tuple[Segment, ...]
     positions: Tensor  # (A, width) position ids, A axes
+    note: str = ""  # what else is known of it
 
     @property
     def padding(self) -> int:
@@ -61,8 +62,10 @@ class PackedRow:
         return self.width - sum(segment.end - segment.start for segment in self.segments)
 
 
-def packed_rows(recipe: Recipe, assembly: Assembly, count: int) -> list[PackedRow]:
-    """The first rows of a validated recipe's training, `count` of them.
+def packed_rows(
+    recipe: Recipe, assembly: Assembly, count: int, data: dict[str, Any] | None = None
+) -> list[PackedRow]:
+    """`count` rows of a validated recipe's training: the first ones, or those that follow a saved state of its data.
 
     Raises:
         RowError, UserError: as in training, for rows that can't be used.
@@ -80,6 +83,8 @@ def packed_rows(recipe: Recipe, assembly: Assembly, count: int) -> list[PackedRo
     )
     cost = training_cost(assembly.config, recipe)
     loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)
+    if data is not None:
+        loader.load_state_dict(data)
     step = assembly.family.load("step")(assembly.config, recipe.packing, torch.device("cpu"))
     tokens = {name: getattr(assembly.config.root, f"{name}_token_id", None) for name in MEDIA}
     found: list[PackedRow] = []

@@ -123,5 +123,5 @@ def test_a_disk_that_fails_is_a_clear_error(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
     shards = ShardWriter(writer.partial / "gone", planned("a"))
-    with pytest.raises(UserError, match=r"cannot be written.*bytes are free"):
+    with pytest.raises(UserError, match="no such file or folder"):
         shards.write("a", [torch.ones(2, 3)])

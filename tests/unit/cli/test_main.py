@@ -62,8 +62,14 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["show", "--shema"], "--shema: no such option; nearest: --schema"),
         (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["list", "all"], "all: zoo list takes --json and nothing else"),
-        (["bench"], "zoo bench: name what to measure: zoo bench packing | balance | data | convert"),
-        (["bench", "paking"], "paking: name what to measure: zoo bench packing | balance | data | convert"),
+        (
+            ["bench"],
+            "zoo bench: name what to measure: zoo bench train | packing | balance | data | convert | saves",
+        ),
+        (
+            ["bench", "paking"],
+            "paking: name what to measure: zoo bench train | packing | balance | data | convert | saves",
+        ),
         (["bench", "packing", "sample=4"], "sample: no such key; nearest: samples"),
         (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
         (["bench", "packing", "repeats=0"], "samples, shortest, cp, threads and repeats must be at least 1"),

@@ -167,6 +167,14 @@ def test_a_bad_row_is_skipped_counted_and_listed_once(tmp_path):
     assert listed == [{"source": "x:2", "cause": "corrupt_media", "message": "broken."}]
 
 
+def test_a_list_of_bad_rows_that_was_cut_off_is_gone_on_with(tmp_path):
+    path = tmp_path / "bad_rows.jsonl"
+    path.write_text('{"source": "x:9", "cause": "a", "message": "b"}\n{"source": "x:')
+    assert make_source([5, 0, 4], bad_rows=path, on_error="skip").sample(1) is None
+    first, half, last = path.read_text().splitlines()
+    assert half == '{"source": "x:' and json.loads(last)["source"] == "x:2" and json.loads(first)
+
+
 def test_overlong_error_names_the_limit_and_the_ways_out():
     with pytest.raises(
         RowError, match=r"10 tokens, 3 of them media, are over packing\.budget 8; raise"

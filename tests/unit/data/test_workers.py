@@ -13,7 +13,7 @@ from PIL import Image
 
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
-from zoo.data.processor import HERE
+from zoo.data.processor import HERE, Here
 from zoo.data.refs import Blob
 from zoo.data.rows import Row, read_rows
 from zoo.data.source import SampleSource
@@ -169,7 +169,7 @@ def test_a_source_with_workers_gives_the_same_samples(processor, media: Path) ->
 
 
 def test_how_many_workers() -> None:
-    assert decoder_for(DataConfig(workers=0), 1) is HERE
+    assert isinstance(decoder_for(DataConfig(workers=0), 1), Here)
     made = decoder_for(DataConfig(workers=3), 1)
     assert isinstance(made, Workers) and made.count == 3
     default = decoder_for(DataConfig(), 1000)

@@ -1,7 +1,12 @@
 """Every fault that zoo/engine/compat.py names is there, and a shim mends it; one that is mended upstream asks to be
 removed."""
 
+import contextlib
+import importlib.util
 import inspect
+import io
+import os
+import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from zoo.engine import compat
+from zoo.errors import UserError
 from zoo.packing import PackedLayout
 
 REPO = Path(__file__).parents[3]
@@ -184,6 +190,56 @@ def test_optimizer_state_shifted_by_padding(monkeypatch: pytest.MonkeyPatch) -> 
         remove_me("optimizer-state-shifted-by-padding")
     shim("optimizer-state-shifted-by-padding").apply()
     assert saved_weights() == wanted
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.makedirs, (self.path, 0o777, True)
+
+
+def read_index_and_object(torch_dist: Any, folder: Path) -> None:
+    """What megatron-core does with the index of a checkpoint, and with an object in it."""
+    for reading in (
+        lambda: torch_dist._get_filesystem_reader(folder).read_metadata(),
+        lambda: load_object(torch_dist, folder),
+    ):
+        with contextlib.suppress(
+            AttributeError, UserError
+        ):  # what it makes of a folder in the place of an index
+            reading()
+
+
+def load_object(torch_dist: Any, folder: Path) -> None:
+    planner = torch_dist.MCoreLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.state_dict = {}
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="object"))
+    planner.load_bytes(item, io.BytesIO((folder / "object").read_bytes()))
+
+
+def test_checkpoints_run_pickles(tmp_path: Path) -> None:
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    sprung = [tmp_path / "by the index", tmp_path / "by the object"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap(sprung[0])))
+    torch.save([Trap(sprung[1])], tmp_path / "object")
+    assert torch_dist.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{torch_dist.__name__}_anew", torch_dist.__file__)
+    assert spec is not None and spec.loader is not None
+    unmended = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unmended)
+    read_index_and_object(unmended, tmp_path)
+    if not all(path.is_dir() for path in sprung):
+        remove_me("checkpoints-run-pickles")
+    for path in sprung:
+        path.rmdir()
+    shim("checkpoints-run-pickles").apply()
+    read_index_and_object(torch_dist, tmp_path)
+    assert not any(path.exists() for path in sprung)
 
 
 def gated_delta_net() -> Any:

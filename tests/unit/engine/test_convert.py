@@ -64,7 +64,7 @@ def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(ShardWriter, "_put", full)
-    with pytest.raises(UserError, match=r"cannot be written.*No space left.*bytes are free"):
+    with pytest.raises(UserError, match=r"can't be written: no space left on the disk .* are free"):
         write(tmp_path / "out", job("a", halves))
     assert not list(tmp_path.iterdir())
 

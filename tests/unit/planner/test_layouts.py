@@ -133,13 +133,13 @@ def test_what_cannot_fit_is_refused_with_the_mend(small: Recipe, monkeypatch: py
     from zoo.engine import planning
 
     refuse_misfit(small, 1, 1)
-    monkeypatch.setattr(planning, "host_memory", lambda: 0)
+    monkeypatch.setattr(planning, "host_memory", lambda *_: 0)
     refuse_misfit(small, 1, 1)  # nothing is known
     for memory_there, mend in (
         (20_000_000, "take a smaller size="),
         (30_000_000, "set packing.budget lower"),
     ):
-        monkeypatch.setattr(planning, "host_memory", lambda size=memory_there: size)
+        monkeypatch.setattr(planning, "host_memory", lambda *_, size=memory_there: size)
         with pytest.raises(ConfigError, match=mend) as caught:
             refuse_misfit(small, 1, 1)
         assert "\n" not in str(caught.value)

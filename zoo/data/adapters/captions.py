@@ -12,7 +12,8 @@ NAMES = ("caption", "text", "txt")
 
 
 def _convert(item: dict[str, Any], source: str) -> dict[str, Any]:
-    image = item.get("image", (item.get("images") or [None])[0])
+    images = item.get("images")
+    image = item.get("image", images[0] if isinstance(images, list) and images else None)
     caption = next((item[name] for name in NAMES if item.get(name) is not None), None)
     if image is None or not isinstance(caption, str):
         seen = ", ".join(sorted(key for key, value in item.items() if value is not None))

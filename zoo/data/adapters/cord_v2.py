@@ -19,7 +19,7 @@ def _convert(item: dict[str, Any], source: str) -> dict[str, Any]:
     truth = item.get("ground_truth")
     try:
         parsed = json.loads(truth)["gt_parse"] if isinstance(truth, str) else None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict | list) or not parsed:
         text = "'ground_truth' is no JSON with a 'gt_parse'; rows of cord_v2 have image and ground_truth."

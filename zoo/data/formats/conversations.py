@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.data.errors import RowError
+from zoo.data.refs import shown
 
 ROLES = {
     "human": "user",
@@ -26,7 +27,7 @@ def from_conversations(item: dict[str, Any], source: str) -> dict[str, Any]:
     """
     turns = item.get("conversations")
     if not isinstance(turns, list) or not turns:
-        seen = "missing" if turns is None else repr(turns)
+        seen = "missing" if turns is None else shown(repr(turns))
         raise RowError(
             source, "bad_row", f"'conversations' is {seen}; a list of {{'from', 'value'}} is wanted."
         )
@@ -43,8 +44,8 @@ def _message(turn: Any, where: str, source: str) -> dict[str, Any]:
             source, "bad_row", f"{where} is a {type(turn).__name__}; {{'from', 'value'}} is wanted."
         )
     role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if role not in ROLES:
-        raise RowError(source, "bad_row", f"{where} is from {role!r}; wanted: {', '.join(ROLES)}.")
+    if not isinstance(role, str) or role not in ROLES:
+        raise RowError(source, "bad_row", f"{where} is from {shown(repr(role))}; wanted: {', '.join(ROLES)}.")
     if not isinstance(content, str):
         text = f"{where} has a value of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)

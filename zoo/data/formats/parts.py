@@ -5,6 +5,7 @@ Media may stand in the parts (`image_url`, `input_audio`, or `image: path`), or 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from zoo.data.errors import RowError
@@ -38,7 +39,7 @@ def from_parts(item: dict[str, Any], source: str) -> dict[str, Any]:
     ):
         return item
     inline: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    left = {kind: _listed(item, kind) for kind in KINDS}
+    left = {kind: deque(_listed(item, kind)) for kind in KINDS}
     rewritten = []
     for number, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("content"), list):
@@ -47,10 +48,10 @@ def from_parts(item: dict[str, Any], source: str) -> dict[str, Any]:
         elif isinstance(message, dict) and isinstance(message.get("content"), str):
             for kind in KINDS:  # placeholders of a plain string draw on the lists too
                 for _ in range(message["content"].count(f"<{kind}>")):
-                    inline[kind] += [left[kind].pop(0)] if left[kind] else []
+                    inline[kind] += [left[kind].popleft()] if left[kind] else []
         rewritten.append(message)
     row = {key: value for key, value in item.items() if key not in (*KINDS, *LISTS.values())}
-    media = {LISTS[kind]: inline[kind] + left[kind] for kind in KINDS if inline[kind] or left[kind]}
+    media = {LISTS[kind]: [*inline[kind], *left[kind]] for kind in KINDS if inline[kind] or left[kind]}
     return {**row, "messages": rewritten, **media}
 
 
@@ -62,7 +63,7 @@ def _listed(item: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _content(
-    parts: list[Any], where: str, source: str, inline: dict[str, list[Any]], left: dict[str, list[Any]]
+    parts: list[Any], where: str, source: str, inline: dict[str, list[Any]], left: dict[str, deque[Any]]
 ) -> str:
     texts = []
     for number, part in enumerate(parts):
@@ -74,18 +75,18 @@ def _content(
             if not isinstance(part.get("text"), str):
                 raise RowError(source, "bad_row", f"{name} has no 'text' of type string.")
             texts.append(part["text"])
-        elif kind in MEDIA_PARTS:
+        elif isinstance(kind, str) and kind in MEDIA_PARTS:
             medium, keys = MEDIA_PARTS[kind]
             inline[medium].append(_medium(part, medium, keys, name, source, left[medium]))
             texts.append(f"<{medium}>")
         else:
             known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
-            raise RowError(source, "bad_row", f"{name} has type {kind!r}; wanted: {known}.")
+            raise RowError(source, "bad_row", f"{name} has type {shown(repr(kind))}; wanted: {known}.")
     return "".join(texts)
 
 
 def _medium(
-    part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: list[Any]
+    part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: deque[Any]
 ) -> Any:
     value = next((part[key] for key in keys if part.get(key) is not None), None)
     if isinstance(value, dict) and isinstance(value.get("url"), str):
@@ -97,4 +98,4 @@ def _medium(
     if not left:
         text = f"{where} names no {kind}, and none is left in {LISTS[kind]!r}; give it in {keys[0]!r}."
         raise RowError(source, "placeholder_mismatch", text)
-    return left.pop(0)
+    return left.popleft()

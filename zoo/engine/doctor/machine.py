@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from zoo import __version__
-
 # Name shown -> distributions of that name.
 PACKAGES = {
+    "zoo": ("zoo-train",),
     "megatron-core": ("megatron-core",),
     "transformers": ("transformers",),
     "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
@@ -23,7 +22,7 @@ PACKAGES = {
 
 def machine() -> dict[str, str]:
     """Name to version of what does the work here; "-" for what is not installed."""
-    found = {"zoo": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    found = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {name: _version(*names) for name, names in PACKAGES.items()}
     if not torch.cuda.is_available():
         return found | {"device": f"CPU ({platform.machine()})"}

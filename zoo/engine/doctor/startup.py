@@ -73,7 +73,8 @@ def _refusal(verdict: Any) -> str:
 
 
 def _asked(recipe: Recipe, facts: dict[str, str]) -> dict[str, Any]:
-    """All that kernels, shapes and versions follow from."""
+    """All that kernels, shapes and versions follow from, the code of `zoo.nn` included."""
+
     engine = asdict(replace(recipe.engine, threads=None, doctor=True))
     sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")}
     packing = asdict(recipe.packing)

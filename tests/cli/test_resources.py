@@ -1,0 +1,83 @@
+"""What runs out: one sentence with numbers and settings, whole files, and the same command goes on when it is mended."""
+
+import json
+import resource
+from pathlib import Path
+
+import pytest
+from support.commands import Zoo, logged, summary
+from support.disks import mounted, remount
+
+from zoo.config.locate import checkpoints
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
+    """There is room for a checkpoint, not for two; with more room the same command goes on behind the first."""
+    with mounted(tmp_path / "disk", "size=32m") as disk:
+        folder = disk / "run"
+        arguments = zoo.train_arguments(
+            folder, f"nproc={ranks}", "train.save_every=1", "log.tensorboard=false"
+        )
+        message = zoo.refused(*arguments)
+        assert message.startswith(f"{folder}") and "33.6 MB are free" in message, message
+        assert "train.keep=2" in message and "a checkpoint takes about 1" in message
+        saved = checkpoints(folder)
+        assert saved and all((path / "state.json").is_file() for path in saved)
+        lines = (folder / "train.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines]  # each is whole
+        assert not (folder / "summary.json").exists()
+        remount(disk, "size=300m")
+        done = zoo(*arguments)
+        assert (done.code, done.err) == (0, ""), done
+        assert "resuming" in done.out and [record["step"] for record in logged(folder)] == [1, 2, 3, 4, 5, 6]
+        left = [path.name for path in (folder / "checkpoints").iterdir()]
+        assert sorted(left) == ["iter_5", "iter_6"], left
+
+
+def test_a_disk_that_fills_up_while_exporting(zoo: Zoo, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=2m") as disk:
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "export").symlink_to(disk / "export")
+        message = zoo.refused(*zoo.train_arguments(folder))
+        assert "no space left on the disk" in message and "of 2.1 MB are free" in message, message
+        assert not list(disk.iterdir())
+        remount(disk, "size=50m")
+        assert zoo(*zoo.train_arguments(folder)).code == 0
+        assert (disk / "export" / "model.safetensors").stat().st_size > 2**21
+
+
+def test_a_folder_that_can_only_be_read(zoo: Zoo, tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "ro") as disk:
+        message = zoo.refused(*zoo.train_arguments(disk / "run"))
+        assert message == f"run.dir={disk}/run: no permission to write in {disk}; give another run.dir"
+    with mounted(tmp_path / "run" / "checkpoints", "ro") as disk:  # found out at the first save
+        message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "nproc=2"))
+        assert message.startswith(f"{disk}") and "its file system is read-only" in message, message
+
+
+def test_too_little_address_space_is_said_before_anything_hangs(zoo: Zoo, tmp_path: Path) -> None:
+    used = int(Path(f"/proc/{zoo.server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    message = zoo.refused(*zoo.train_arguments(tmp_path / "run"), limits={"RLIMIT_AS": used + 2**30})
+    assert message.startswith("the limit of a process's address space (ulimit -v) is ")
+    assert "a rank takes 2.5 GB for its libraries and threads, beside the model: raise it" in message
+
+
+def test_host_memory_that_is_used_up_is_told_with_the_planners_figures(zoo: Zoo, tmp_path: Path) -> None:
+    used = int(Path(f"/proc/{zoo.server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    overrides = ["packing.budget=16384", "data.train=digits:train", "train.global_batch=1", "train.steps=1"]
+    arguments = zoo.train_arguments(tmp_path / "run", *overrides, "data.lookahead=1")
+    message = zoo.refused(*arguments, limits={"RLIMIT_AS": used + 3_300_000_000})
+    assert message.startswith("the host's memory is used up"), message
+    assert "a rank was estimated to need " in message and "activations" in message
+    assert (
+        "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
+    )
+    assert not checkpoints(tmp_path / "run") and summary_is_missing(tmp_path / "run")
+
+
+def summary_is_missing(folder: Path) -> bool:
+    with pytest.raises(FileNotFoundError):
+        summary(folder)
+    return True

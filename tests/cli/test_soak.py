@@ -1,0 +1,24 @@
+"""A short soak: memory, open files and processor time of a run that has settled stay what they are."""
+
+from pathlib import Path
+
+from zoo.engine.bench_soak import Options, run, table
+
+SMALL = (
+    "model.arch.text_config.num_hidden_layers=1",
+    "model.arch.vision_config.depth=1",
+    "model.arch.vision_config.deepstack_visual_indexes=[0]",
+    "hardware=cpu",
+)
+
+
+def test_nothing_grows_in_300_steps(tmp_path: Path) -> None:
+    """Limits are wide: the machine does other things, too. docs/soak.md has the long run."""
+    report = run(Options(steps=300, every=25, after=100, folder=str(tmp_path / "soak")), SMALL)
+    assert report.events["save"] >= 11 and report.events["eval"] >= 11
+    assert len(report.steps_ms) == 300
+    assert report.memory.first > 100 and report.memory.share < 0.06, table(report)
+    assert report.files.first > 3 and report.files.share < 0.1, table(report)
+    assert report.step_ms.share < 1.0, table(report)
+    assert (tmp_path / "soak" / "soak.png").stat().st_size > 10_000
+    assert table(report).startswith("300 steps of qwen3_vl_sft tiny on 1 rank(s) in ")

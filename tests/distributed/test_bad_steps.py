@@ -1,0 +1,98 @@
+"""A step that is bad on one rank is left out on all, and leaves nothing behind; a run goes on behind it to the bit."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.poison import train_poisoned
+from support.pool import Pool, PoolError
+
+COMMON = (
+    "train.steps=5",
+    "train.global_batch=4",
+    "train.warmup_steps=2",
+    "train.weight_decay=0.1",
+    "train.eval_rows=4",
+    "data.lookahead=8",
+    "packing.budget=256",
+    "log.tensorboard=false",
+    "export=false",
+)
+LAYOUTS = {
+    "dp2": (2, ()),
+    "dp2 bf16": (2, ("engine.precision=bf16",)),  # with fp32 masters
+    "pp2": (2, ("parallel.pp=2",)),
+    "tp2": (2, ("parallel.tp=2",)),
+    "ep2": (2, ("parallel.ep=2",)),
+}
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_leave_a_bad_step_out_and_nothing_of_it_stays(
+    layout: str, pool: Pool, tmp_path: Path
+) -> None:
+    size, overrides = LAYOUTS[layout]
+    counted = 0 if layout == "tp2" else 1  # the loss of the other tensor-parallel rank is not looked at
+    poison = {1: (1, "gradient"), 3: (1, "gradient"), 4: (counted, "loss")}
+    found = pool.run(
+        size,
+        train_poisoned,
+        [*COMMON, *overrides, f"run.dir={tmp_path}", "train.on_bad_step=skip", "train.bad_steps=1"],
+        poison,
+        timeout=300.0,
+    )
+    for rank in found:
+        for step, (before, after) in rank["states"].items():
+            if step == 1:  # a state of zeros is made there, so that it can be saved
+                assert after[1] == before[1] == 0
+            elif step in poison:
+                assert after == before, step
+            else:
+                assert after[0] != before[0] and after[1] == before[1] + 1, step
+    causes = {1: "gradient", 3: "gradient", 4: "loss"}
+    lines = logged(tmp_path)
+    assert {line["step"]: line["skipped"] for line in lines if "skipped" in line} == causes
+    assert {line["step"]: line["cause"] for line in lines if line.get("event") == "skip"} == causes
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["skipped_steps"] == {"gradient": 2, "loss": 1} and summary["steps"] == 5
+    step = json.loads((tmp_path / "bad_steps" / "step_3.json").read_text())
+    assert step["cause"] == "gradient" and step["grad_norm"] is None and step["loss"] > 0
+    rows = step["rows"]
+    replicas = 1 if layout in ("pp2", "tp2") else 2
+    assert [row["rank"] for row in rows] == sorted(list(range(replicas)) * (4 // replicas))
+    assert all(row["loss"] > 0 and row["samples"] for row in rows)
+    samples = [sample["source"] for row in rows for sample in row["samples"]]
+    assert len(samples) == len(set(samples)) and all(source.startswith("digits:train:") for source in samples)
+
+
+def test_a_run_goes_on_behind_bad_steps_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    """The counts, too; and Adam's step count, which is behind the run's."""
+    poison = {2: (0, "gradient"), 5: (1, "loss")}
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    overrides = [*COMMON, "train.save_every=3", "train.on_bad_step=skip", "train.bad_steps=1"]
+    straight = pool.run(2, train_poisoned, [*overrides, f"run.dir={whole}"], poison, timeout=300.0)
+    (resumed / "checkpoints").mkdir(parents=True)
+    shutil.copytree(whole / "checkpoints" / "iter_3", resumed / "checkpoints" / "iter_3")
+    later = pool.run(2, train_poisoned, [*overrides, f"run.dir={resumed}"], poison, timeout=300.0)
+    for rank in range(2):
+        assert sorted(later[rank]["states"]) == [4, 5]
+        assert later[rank]["states"] == {step: straight[rank]["states"][step] for step in (4, 5)}
+    summary = json.loads((resumed / "summary.json").read_text())
+    assert summary["skipped_steps"] == {"gradient": 1, "loss": 1}
+
+
+def test_the_run_stops_after_so_many_bad_steps_in_a_row_and_is_saved(pool: Pool, tmp_path: Path) -> None:
+    poison = {1: (1, "gradient"), 3: (0, "loss"), 4: (1, "gradient")}
+    overrides = [*COMMON, f"run.dir={tmp_path}", "train.bad_steps=2"]
+    with pytest.raises(PoolError, match=r"UserError: 2 bad steps in a row, the last one step 4: the loss is"):
+        pool.run(2, train_poisoned, overrides, poison, timeout=300.0)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["iter_4"]
+    found = pool.run(2, train_poisoned, overrides, {5: (1, "loss")}, timeout=300.0)
+    assert sorted(found[0]["states"]) == [5] and found[0]["states"][5][0][1] == 1  # one update was made
+    assert json.loads((tmp_path / "summary.json").read_text())["skipped_steps"] == {"gradient": 2, "loss": 2}

@@ -1,0 +1,34 @@
+"""A run that is killed at random moments, saves included, and started again by the same command loses and repeats nothing.
+
+The loss curve is that of the run without kills, to the bit; see support/kill_train.py. All hundred kills:
+`make test PYTEST_ARGS="-m slow tests/distributed/test_kills.py"` (a quarter of an hour on two cores).
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import rank_tasks
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kills", "steps"),
+    [
+        (1, 5, 30),
+        (4, 2, 16),
+        pytest.param(1, 100, 500, marks=pytest.mark.slow),
+        pytest.param(4, 100, 400, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_moment_a_run_goes_on_to_the_bit(
+    ranks: int, kills: int, steps: int, tmp_path: Path
+) -> None:
+    script = Path(rank_tasks.__file__).with_name("kill_train.py")
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(ranks), str(kills), str(steps)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * kills, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert seen["kills"] == kills and seen["steps"] == steps, seen
+    assert seen.get("in a save") and seen["steps done again"], seen

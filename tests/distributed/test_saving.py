@@ -1,0 +1,306 @@
+"""Saves beside training: read under any other layout, refused where they are damaged or would run something, cheap."""
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import rank_tasks
+from support.pool import Pool, PoolError
+
+from zoo.config.locate import checkpoints
+from zoo.engine.saving import files
+
+FOLLOWED = (
+    5e-5  # as test_training.py has it for this model; a state that is lost or shifted shows from 1e-3 on
+)
+RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
+COMMON = (
+    "train.steps=4", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
+    "train.save_every=2", "train.mtp_loss=0.1", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4",
+    "log.tensorboard=false", "export=false", "train.keep=9", "train.clip_grad=0",
+)  # fmt: skip
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "serial": (1, ()),
+    "dp2": (2, ()),
+    "tp2": (2, ("parallel.tp=2",)),
+    "pp2": (2, ("parallel.pp=2",)),
+    "pp2 vpp2": (2, ("parallel.pp=2", "parallel.vpp=2")),
+    "cp2": (2, ("parallel.cp=2",)),
+    "ep2": (2, ("parallel.ep=2",)),
+    "tp2 ep2 etp2": (4, ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")),
+    "tp2 pp2": (4, ("parallel.tp=2", "parallel.pp=2")),
+    "ep2 dp4": (4, ("parallel.ep=2",)),
+}
+NAMES = list(LAYOUTS)
+RING = set(zip(NAMES, [*NAMES[1:], NAMES[0]], strict=True))
+PAIRS = [
+    pytest.param(a, b, marks=[] if (a, b) in RING else pytest.mark.slow, id=f"{a} to {b}")
+    for a in NAMES
+    for b in NAMES
+]
+Train = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """The whole run under a layout: its steps, and its folder with the save of step 2."""
+    root, done = tmp_path_factory.mktemp("runs"), {}
+
+    def run(name: str) -> dict[str, Any]:
+        if name not in done:
+            folder = root / name.replace(" ", "_")
+            done[name] = {"steps": steps_under(pool, name, folder), "folder": folder}
+        return done[name]
+
+    return run
+
+
+def steps_under(pool: Pool, name: str, folder: Path) -> list[dict[str, Any]]:
+    ranks, parallel = LAYOUTS[name]
+    arguments = ([*COMMON, *parallel, f"run.dir={folder}"], RECIPE, SIZE)
+    return pool.run(ranks, rank_tasks.train, *arguments, timeout=300.0)[0]["steps"]
+
+
+def goes_on_from(checkpoint: Path, folder: Path) -> Path:
+    """A run folder with that checkpoint alone."""
+    shutil.copytree(checkpoint, folder / "checkpoints" / checkpoint.name)
+    return folder
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_a_save_goes_on_under_any_layout(
+    saved: str,
+    loaded: str,
+    pool: Pool,
+    runs: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """The step after loading, and the one after that, which has gone through the optimizer's state."""
+    wanted = runs("serial")["steps"][2:]
+    folder = goes_on_from(runs(saved)["folder"] / "checkpoints" / "iter_2", tmp_path / "run")
+    found = steps_under(pool, loaded, folder)
+    assert [step["step"] for step in found] == [3, 4]
+    errors = {
+        f"{key} {mine['step']}": abs(mine[key] - want[key]) / abs(want[key])
+        for mine, want in zip(found, wanted, strict=True)
+        for key in ("loss", "mtp_loss", "grad_norm")
+    }
+    record_property("errors", {key: f"{error:.1e}" for key, error in errors.items()})
+    assert max(errors.values()) < FOLLOWED, errors
+    if saved == loaded:
+        assert [[s["loss"], s["grad_norm"]] for s in found] == [
+            [s["loss"], s["grad_norm"]] for s in runs(saved)["steps"][2:]
+        ]
+
+
+SMALL = (
+    "train.steps=4", "train.global_batch=2", "train.warmup_steps=0", "train.eval_rows=2", "train.save_every=2", "data.lookahead=4",
+    "data.augment=0", "packing.budget=512", "log.tensorboard=false", "export=false",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks with saves of steps 2 and 4; not to be written to."""
+    folder = tmp_path_factory.mktemp("small") / "run"
+    pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={folder}"], timeout=300.0)
+    return folder
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run", symlinks=True))
+
+
+def go_on(pool: Pool, folder: Path, ranks: int = 2) -> list[int]:
+    """Steps that a run does when it is started again for two more."""
+    overrides = [*SMALL, f"run.dir={folder}", "train.steps=6"]
+    steps = pool.run(ranks, rank_tasks.train, overrides, timeout=300.0)[0]["steps"]
+    return [step["step"] for step in steps]
+
+
+def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
+    first, second = checkpoints(finished)
+    for folder in (first, second):
+        assert not files.faults(folder)
+        names = set(json.loads((folder / files.MANIFEST).read_text())["files"])
+        assert {
+            ".metadata",
+            "metadata.json",
+            "state.json",
+            "config.yaml",
+            "hf/config.json",
+            "__0_0.distcp",
+        } <= names
+    assert (first / "hf" / "config.json").samefile(second / "hf" / "config.json")  # written once
+    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
+
+    verify_integrity_manifest(str(second))  # megatron-core reads the sums too
+    assert json.loads((second / "state.json").read_text())["ranks"] == 2
+    assert not list((finished / "checkpoints").glob(".partial*"))
+    assert (finished / "checkpoints" / "best").resolve() == second  # alone evaluated
+
+
+def spoil_tensors(folder: Path) -> str:
+    path = next(folder.glob("*.distcp"))
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, io.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    return path.name
+
+
+def cut_short(folder: Path) -> str:
+    path = next(folder.glob("*.distcp"))
+    os.truncate(path, path.stat().st_size - 1)
+    return path.name
+
+
+def lose(name: str) -> Callable[[Path], str]:
+    def change(folder: Path) -> str:
+        (folder / name).unlink()
+        return name
+
+    return change
+
+
+def add(folder: Path) -> str:
+    (folder / "common.pt").write_bytes(b"")
+    return "common.pt"
+
+
+DAMAGE = {
+    "a bit": spoil_tensors, "cut short": cut_short, "no index": lose(".metadata"), "no sums": lose(files.MANIFEST),
+    "no processor": lose("hf/tokenizer.json"), "one more": add,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path) -> None:
+    newest = copied / "checkpoints" / "iter_4"
+    name = DAMAGE[what](newest)
+    assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]  # of 1 and 2 the log has the lines of before
+    events = [json.loads(line) for line in (copied / "train.jsonl").read_text().splitlines()]
+    (told,) = [event for event in events if event.get("event") == "damaged_checkpoint"]
+    assert told["checkpoint"] == "iter_4" and str(newest / name) in told["why"] and told["step"] == 2
+    assert (copied / "checkpoints" / "damaged_iter_4").is_dir()
+    assert [path.name for path in checkpoints(copied)] == ["iter_4", "iter_6"]  # a new iter_4
+    assert not any(files.faults(path) for path in checkpoints(copied))
+
+
+def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -> None:
+    for folder in checkpoints(copied):
+        cut_short(folder)
+    with pytest.raises(
+        PoolError, match=r"UserError: .*no checkpoint there is whole \(.*iter_4/__0_0.distcp is damaged"
+    ):
+        go_on(pool, copied)
+    assert len(checkpoints(copied)) == 2
+
+
+def test_other_commands_name_the_damaged_file(pool: Pool, copied: Path, tmp_path: Path) -> None:
+    spoil_tensors(copied / "checkpoints" / "iter_4")
+    with pytest.raises(PoolError, match=r"UserError: .*iter_4/__0_0.distcp is damaged"):
+        pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+def trap_index(folder: Path, trap: Trap) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+
+
+def trap_in_index(folder: Path, trap: Trap) -> None:
+    """In the place of one value of a real index."""
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = trap
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def trap_object(prefix: str) -> Callable[[Path, Trap], None]:
+    def change(folder: Path, trap: Trap) -> None:
+        """Add a pickle to a file of tensors, and have the index point to it."""
+        index = pickle.loads((folder / ".metadata").read_bytes())
+        (entry,) = [one for one in index.storage_data if one.fqn.startswith(prefix)][:1]
+        place = index.storage_data[entry]
+        buffer = io.BytesIO()
+        torch.save([trap], buffer)
+        path = folder / place.relative_path
+        place.offset, place.length = path.stat().st_size, len(buffer.getvalue())
+        with path.open("ab") as file:
+            file.write(buffer.getvalue())
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+    return change
+
+
+def trap_common(folder: Path, trap: Trap) -> None:
+    torch.save({"scheduler": trap}, folder / "common.pt")
+
+
+def point_out(folder: Path, trap: Trap) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../iter_2/{place.relative_path}"
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+TRAPS = {
+    "index": (trap_index, "it names posix.mkdir"),
+    "in the index": (trap_in_index, "it names posix.mkdir"),
+    "common state": (trap_object("common_state"), "can't be read: its object 'common_state.* is refused"),
+    "random state": (trap_object("random"), "can't be read: its object 'random.* is refused"),
+    "tensor": (trap_object("decoder.final_layernorm.weight"), "can't be read: Weights only load failed"),
+    "common.pt": (trap_common, None),
+    "out of the folder": (point_out, "it points out of the folder"),
+}
+
+
+@pytest.mark.parametrize("what", TRAPS)
+def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: Path, tmp_path: Path) -> None:
+    """The sums are right: whoever changes a file can change them too."""
+    newest, sprung = copied / "checkpoints" / "iter_4", tmp_path / "sprung"
+    change, message = TRAPS[what]
+    change(newest, Trap(sprung))
+    (newest / files.MANIFEST).unlink()
+    files.write_manifest(newest, {})
+    if message is None:  # nothing reads that file
+        assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]
+    else:
+        with pytest.raises(PoolError, match=message):
+            go_on(pool, copied)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
+    culprit: int, pool: Pool, tmp_path: Path
+) -> None:
+    """At the next step at the latest after it has failed, naming the file. Both ranks write here: stages of a pipeline."""
+    folder = tmp_path / "run"
+    overrides = [*SMALL, "train.steps=500", "train.save_every=3", "parallel.pp=2", f"run.dir={folder}"]
+    answers = pool.run(2, rank_tasks.train_with_small_files, overrides, culprit, 500_000, timeout=120.0)
+    assert {kind for kind, _, _ in answers} == {"OSError"}
+    for _, name, step in answers:
+        assert str(name).endswith(f"/checkpoints/.partial-iter_3/__{culprit}_0.distcp") and 3 < step < 60
+    assert answers[0] == answers[1]
+    assert [
+        path for path in (folder / "checkpoints").iterdir() if not path.name.startswith(".partial-hf")
+    ] == []

@@ -1,0 +1,39 @@
+"""A small processor, and a folder with media, one of them outside of the data root."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+from PIL import Image
+
+ARCH = {
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {
+        "position_id_per_seconds": 13,
+        "audio_config": {"n_window": 50, "num_mel_bins": 128},
+        "vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def processor() -> Any:
+    from zoo.models.qwen3_omni.processor import build_processor
+
+    return build_processor(ARCH)
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data root with a.png, b.wav, a link above.png that leads out of it, and a file beside it."""
+    folder = tmp_path_factory.mktemp("fuzz") / "root"
+    folder.mkdir()
+    Image.new("RGB", (40, 40), "red").save(folder / "a.png")
+    Image.new("RGB", (40, 40), "blue").save(folder.parent / "secret.png")
+    os.symlink("../secret.png", folder / "above.png")
+    os.symlink("..", folder / "up")
+    soundfile.write(folder / "b.wav", 0.1 * np.ones(4000, np.float32), 16_000)
+    return folder

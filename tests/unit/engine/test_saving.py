@@ -1,0 +1,147 @@
+"""Files of checkpoints, which are kept, and what the log tells of their cost; without a model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.config.locate import checkpoints
+from zoo.engine.bench_saves import Options, report, run
+from zoo.engine.saving import files
+from zoo.engine.saving.choose import best_of, choose, tidy
+from zoo.errors import UserError
+
+
+def make(run_dir: Path, *steps: int) -> list[Path]:
+    """Whole checkpoints, as far as files go."""
+    for step in steps:
+        folder = run_dir / "checkpoints" / f"iter_{step}"
+        (folder / "hf").mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        (folder / "hf" / "config.json").write_text(f'{{"step": {step}}}')
+        files.write_manifest(folder, {})
+    return checkpoints(run_dir)
+
+
+def log(run_dir: Path, **losses: float) -> None:
+    lines = [
+        {"event": "eval", "step": int(s[1:]), "loss": v, "exact_match": 1 - v} for s, v in losses.items()
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "train.jsonl").write_text(text + '{"event": "eval", "st')  # killed while it wrote
+
+
+def test_sums_find_every_change(tmp_path: Path) -> None:
+    (folder,) = make(tmp_path, 3)
+    assert files.faults(folder) == []
+    assert set(json.loads((folder / files.MANIFEST).read_text())["files"]) == {"hf/config.json", "state.json"}
+    original = (folder / "state.json").read_bytes()
+    for content in (b"", b"{} ", b"[]"):
+        (folder / "state.json").write_bytes(content)
+        assert files.faults(folder) == [
+            f"{folder}/state.json is damaged: its SHA-256 is not the one in integrity.json"
+        ]
+    (folder / "state.json").write_bytes(original)
+    (folder / "more").write_text("")
+    assert files.faults(folder) == [f"{folder}/more does not belong there: integrity.json does not name it"]
+    (folder / "more").unlink()
+    (folder / "hf" / "config.json").unlink()
+    assert files.faults(folder) == [f"{folder}/hf/config.json is missing"]
+    (folder / "hf" / "config.json").symlink_to("/etc/hostname")
+    assert files.faults(folder) == [f"{folder}/hf/config.json leads out of the checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"files": 3, "algorithm": "sha256"}', '{"algorithm": "sha256"}']
+)
+def test_sums_that_are_none(text: str, tmp_path: Path) -> None:
+    (folder,) = make(tmp_path, 3)
+    (folder / files.MANIFEST).write_text(text)
+    (fault,) = files.faults(folder)
+    assert fault.startswith(f"{folder}/integrity.json can't be read")
+
+
+def test_sums_of_names_that_lead_elsewhere(tmp_path: Path) -> None:
+    (folder,) = make(tmp_path, 3)
+    told = json.loads((folder / files.MANIFEST).read_text())
+    told["files"]["../../secret"] = files.digest(folder / "state.json")
+    (folder / files.MANIFEST).write_text(json.dumps(told))
+    (tmp_path / "secret").write_text("{}")
+    assert files.faults(folder) == [f"{folder}/../../secret leads out of the checkpoint"]
+
+
+def test_ranks_share_the_work(tmp_path: Path) -> None:
+    (folder,) = make(tmp_path, 3)
+    for name in ("state.json", "hf/config.json"):
+        (folder / name).write_text("changed")
+    shares = [files.faults(folder, rank, 3) for rank in range(3)]
+    assert sorted(map(len, shares)) == [0, 1, 1] and len({fault for share in shares for fault in share}) == 2
+
+
+def test_a_folder_is_published_in_the_place_of_one_that_was_there(tmp_path: Path) -> None:
+    (former,) = make(tmp_path, 3)
+    partial = former.with_name(".partial-iter_3")
+    partial.mkdir()
+    (partial / "state.json").write_text('{"new": 1}')
+    files.publish(partial, former)
+    assert (former / "state.json").read_text() == '{"new": 1}' and not (former / "hf").exists()
+    assert os.listdir(former.parent) == ["iter_3"]
+
+
+def test_files_are_shared_and_not_copied(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    files.share_files(source, tmp_path / "one")
+    assert (tmp_path / "one" / "config.json").samefile(source / "config.json")
+
+
+def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:
+    make(tmp_path, 2, 4, 6, 8, 10)
+    log(tmp_path, _2=0.5, _4=0.2, _6=0.2, _8=float("nan"), _12=0.1)
+    assert best_of(tmp_path, "loss") == tmp_path / "checkpoints" / "iter_6"  # of equals the newest
+    assert best_of(tmp_path, None) is None
+    tidy(tmp_path, 1, "loss")
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_6", "iter_10"]
+    best = tmp_path / "checkpoints" / "best"
+    assert best.is_symlink() and best.resolve().name == "iter_6"
+    log(tmp_path, _6=0.2, _10=0.3)
+    tidy(tmp_path, 1, "loss")
+    assert best.resolve().name == "iter_6"
+    log(tmp_path, _6=0.2, _10=0.1)
+    tidy(tmp_path, 1, "loss")
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_10"] and best.resolve().name == "iter_10"
+
+
+def test_without_a_figure_the_newest_alone_stay(tmp_path: Path) -> None:
+    make(tmp_path, 2, 4, 6)
+    tidy(tmp_path, 2, "exact_match")
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_4", "iter_6"]
+    assert not (tmp_path / "checkpoints" / "best").exists()
+
+
+def test_a_run_without_checkpoints_and_one_without_a_whole_one(tmp_path: Path) -> None:
+    assert choose(tmp_path).folder is None
+    (folder,) = make(tmp_path, 2)
+    (folder / files.MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"no checkpoint there is whole \(.*integrity.json is missing\)"):
+        choose(tmp_path)
+
+
+def step(number: int, ms: float) -> dict[str, Any]:
+    return {"step": number, "step_ms": ms, "loss": 1.0}
+
+
+def test_the_cost_of_saves() -> None:
+    save = {"event": "save", "stall_ms": 5.0, "write_ms": 150.0}
+    lines = [step(1, 900.0), step(2, 100.0), step(3, 110.0), {**save, "step": 2}, step(4, 100.0)]
+    lines += [step(5, 100.0), step(6, 110.0), {**save, "step": 5}, step(7, 100.0), {**save, "step": 7}]
+    found = report(lines)
+    assert (found.saves, found.save_every, found.step_ms, found.beside_ms) == (2, 3, 100.0, 110.0)
+    assert found.share_of_step == 0.05 and found.share_of_run == pytest.approx(30 / 630)
+    with pytest.raises(UserError, match="too little to tell"):
+        report(lines[:3])
+    with pytest.raises(UserError, match=r"no train\.jsonl there"):
+        run(Options("nowhere"))

@@ -1,0 +1,117 @@
+"""Files are whole or not there, on disks that are really full, read-only or limited; and what is said of them."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.disks import mounted
+
+from zoo.errors import file_error
+from zoo.files import Lines, finite, replaced, write_atomically
+
+
+def test_a_full_disk_takes_no_part_of_a_line_or_a_file(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=64k") as disk:
+        lines = Lines(disk / "log.jsonl")
+        lines.write("a" * 1000)
+        write_atomically(disk / "config.yaml", "first")
+        (disk / "rest").write_bytes(bytes(40_000))
+        with pytest.raises(OSError, match="No space left") as caught:
+            for _ in range(100):
+                lines.write("b" * 1000)
+        kept = (disk / "log.jsonl").read_text()
+        assert kept.endswith("b\n") and {len(line) for line in kept.splitlines()} == {1000}
+        found = str(file_error(caught.value))
+        assert found.startswith(f"{disk}/log.jsonl: can't be written: no space left on the disk (")
+        assert " of 65.5 kB are free); " in found or " of 66 kB are free); " in found
+        with pytest.raises(OSError, match="No space left"):
+            write_atomically(disk / "config.yaml", "second" * 10_000)
+        assert (disk / "config.yaml").read_text() == "first"
+        assert sorted(path.name for path in disk.iterdir()) == ["config.yaml", "log.jsonl", "rest"]
+        (disk / "rest").unlink()
+        lines.write("c")  # it goes on where it was
+        assert (disk / "log.jsonl").read_text() == kept + "c\n"
+
+
+def test_a_disk_without_inodes_says_so(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "size=1m,nr_inodes=4") as disk:
+        with pytest.raises(OSError) as caught:
+            for number in range(10):
+                (disk / str(number)).write_text("")
+        assert "no more files fit on the disk (its inodes are used up)" in str(file_error(caught.value))
+
+
+def test_a_read_only_file_system_says_so(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "ro") as disk:
+        with pytest.raises(OSError) as caught:
+            write_atomically(disk / "file", "text")
+        assert str(file_error(caught.value)) == (
+            f"{disk}/file: can't be written: its file system is read-only; give a place that can be written to"
+        )
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from zoo.errors import file_error
+from zoo.files import Lines
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+lines = Lines(Path(sys.argv[1]))
+try:
+    for _ in range(100):
+        lines.write("x" * 299)
+except OSError as error:
+    print(file_error(error))
+"""
+
+
+def test_a_limit_on_files_says_so_and_lines_stay_whole(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    done = subprocess.run([sys.executable, "-c", LIMITED, path], capture_output=True, text=True, check=True)
+    assert (
+        done.stdout == f"{path}: can't be written: files may have 5,000 bytes here (ulimit -f); raise that\n"
+    )
+    assert path.stat().st_size == 4800  # 16 lines
+
+
+@pytest.mark.parametrize("name", ["ESTALE", "EIO", "ENOTCONN"])
+def test_a_file_system_that_is_lost(name: str) -> None:
+    number = getattr(errno, name)
+    found = str(file_error(OSError(number, os.strerror(number), "/data/run/train.jsonl")))
+    assert found.startswith("/data/run/train.jsonl: its file system does not answer (")
+    assert str(file_error(OSError(number, os.strerror(number)), "/data/run")).startswith(
+        "/data/run: its file"
+    )
+
+
+def test_what_names_no_file_is_no_mistake() -> None:
+    assert file_error(OSError(errno.ENOSPC, "No space left on device")) is None
+    assert "no permission" in str(file_error(PermissionError(errno.EACCES, "Permission denied", "/x")))
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    said = str(file_error(OSError(errno.EMFILE, "Too many open files", "/x")))
+    assert said == f"/x: can't be opened: this process may have {limit:,} files open (ulimit -n); raise that"
+
+
+def test_a_file_takes_its_place_when_all_went_well(tmp_path: Path) -> None:
+    path = tmp_path / "plot.png"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replaced(path) as partial:
+        assert partial.suffix == ".png"
+        partial.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+    with replaced(path) as partial:
+        partial.write_text("new")
+    assert path.read_text() == "new" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_json_has_no_word_for_nan() -> None:
+    assert finite({"a": [1.0, float("nan")], "b": float("inf"), "c": "nan"}) == {
+        "a": [1.0, None],
+        "b": None,
+        "c": "nan",
+    }

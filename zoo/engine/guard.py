@@ -1,0 +1,146 @@
+"""Bad steps: a loss or gradient that is not finite, or a loss far above what it was. None of them is applied.
+
+A spike is a loss that lies above the median of the last WINDOW good steps by more than `train.spike` of their spreads
+(1.4826 median absolute deviations, which is a standard deviation where losses are normal) and by more than LEAST.
+Bad steps don't enter the window. The verdict follows from numbers that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from zoo.config.schema import TrainConfig
+
+WINDOW = 128  # good steps that a spike is measured by
+LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however steady it was
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Why a step is not applied."""
+
+    cause: str  # loss | gradient | spike
+    why: str  # in words, with the numbers
+
+
+class Guard:
+    """Tells good steps from bad ones, and counts these."""
+
+    def __init__(self, train: TrainConfig) -> None:
+        self.train = train
+        self.counts: Counter[str] = Counter()  # bad steps so far, by cause
+        self.in_a_row = 0
+        self._good = 0
+        self._window: deque[float] = deque(maxlen=WINDOW)
+
+    def judge(self, loss: float, grad_norm: float) -> Bad | None:
+        """What is wrong with a step; None where it is good. Call it once a step."""
+        found = self._verdict(loss, grad_norm)
+        if found is None:
+            self._good += 1
+            self._window.append(loss)
+            self.in_a_row = 0
+        else:
+            self.counts[found.cause] += 1
+            self.in_a_row += 1
+        return found
+
+    @property
+    def ends(self) -> bool:
+        """Whether so many steps in a row were bad that the run is to stop."""
+        return self.train.on_bad_step == "stop" and self.in_a_row >= self.train.bad_steps
+
+    def _verdict(self, loss: float, grad_norm: float) -> Bad | None:
+        if not math.isfinite(loss):
+            return Bad("loss", f"the loss is {loss}")
+        if not math.isfinite(grad_norm):
+            return Bad("gradient", f"the loss is {loss:.4g} and the gradient's norm {grad_norm}")
+        train = self.train
+        if not train.spike or self._good < max(train.spike_after, 1):
+            return None
+        middle = median(self._window)
+        spread = 1.4826 * median(abs(value - middle) for value in self._window)
+        rise = max(train.spike * spread, LEAST)
+        if loss <= middle + rise:
+            return None
+        return Bad(
+            "spike",
+            f"the loss is {loss:.4g}, over {middle + rise:.4g}: {middle:.4g} was the median of the last "
+            f"{len(self._window)} good steps and {spread:.2g} their spread (train.spike={train.spike:g})",
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values from which another guard goes on; a run that was stopped has all its bad steps in a row again."""
+        return {
+            "counts": dict(self.counts),
+            "in_a_row": 0 if self.ends else self.in_a_row,
+            "good": self._good,
+            "window": list(self._window),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state; {} is that of a run that had no guard."""
+        self.counts = Counter(state.get("counts", {}))
+        self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
+        self._window = deque(state.get("window", []), maxlen=WINDOW)
+
+
+def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> float:
+    """megatron-core's optimizer step, ended between the gradient's norm and the update where the norm is not `good`.
+
+    An update moves the schedule by one before it is made. Where none is made, weights, optimizer state and the schedule
+    are as they were: the schedule counts updates, not steps.
+
+    Returns:
+        the norm, as `good` got it.
+    """
+    norms: list[float] = []
+    measure, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+
+    def measured() -> Any:
+        found = measure()
+        norms.append(float(found))
+        return found
+
+    def updated() -> bool:
+        if not good(norms[-1]):
+            return False
+        scheduler.step(increment=1)
+        done: bool = update()
+        return done
+
+    optimizer.get_grad_norm, optimizer.step_with_ready_grads = measured, updated
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    return norms[-1]
+
+
+def allocate_state(optimizer: Any) -> None:
+    """Give an optimizer that has never made an update a state that can be saved: no step, moments of zero.
+
+    megatron-core makes it by a step on gradients of zero; here it moves no weight.
+    """
+    for one in optimizer.chained_optimizers:
+        if one.optimizer.state:
+            continue
+        groups = one.optimizer.param_groups
+        kept = [(group["lr"], group["weight_decay"]) for group in groups]
+        for group in groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        one._init_optimizer_states_with_dummy_values()
+        for group, (lr, decay) in zip(groups, kept, strict=True):
+            group["lr"], group["weight_decay"] = lr, decay
+            if "step" in group:
+                group["step"] = 0
+        for state in one.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):
+                state["step"].zero_()

@@ -1,0 +1,1 @@
+"""How checkpoints are kept: copied aside, written and published in the background, checked and chosen."""

@@ -1,0 +1,119 @@
+"""Files of a checkpoint on the disk: written through to it, summed up in `integrity.json`, and checked against that.
+
+`integrity.json` has the form of megatron-core's own manifest, so its `load(verify_integrity=True)` reads it too. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+MANIFEST = "integrity.json"
+_ALGORITHM = "sha256"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text file through to the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+
+
+def files_of(folder: Path) -> list[str]:
+    """Names of all files in a folder and those below, relative to it, in order; but not of the manifest."""
+    found = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+
+
+def share_files(source: Path, target: Path) -> None:
+    """Have the files of a flat folder in another one too: as further names of theirs, or copied where there are none."""
+    target.mkdir()
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError:
+            shutil.copyfile(file, target / file.name)
+            sync(target / file.name)
+
+
+def write_manifest(folder: Path, known: Mapping[str, str]) -> None:
+    """Sum up all files of a folder; `known` holds digests that need not be worked out again."""
+    sums = {name: known.get(name) or digest(folder / name) for name in files_of(folder)}
+    write(folder / MANIFEST, json.dumps({"algorithm": _ALGORITHM, "files": sums}, indent=1) + "\n")
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Give a folder that is whole its name; one that had it before is taken away first."""
+    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
+        sync(folder)
+    sync(partial)
+    former = target.with_name(f".partial-former-{target.name}")
+    if target.exists():
+        os.replace(target, former)
+    os.replace(partial, target)
+    sync(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def faults(folder: Path, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with a checkpoint's files, a sentence each, as far as this rank looks: each looks at its share."""
+    path = folder / MANIFEST
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+        wanted = dict(told["files"])
+        algorithm = told["algorithm"]
+    except FileNotFoundError:
+        return [f"{path} is missing"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [f"{path} can't be read ({error})"]
+    if algorithm != _ALGORITHM:
+        return [f"{path} has sums by {algorithm!r}; wanted {_ALGORITHM}"]
+    names = sorted({*wanted, *files_of(folder)})
+    return [fault for name in names[rank::ranks] if (fault := _fault(folder, name, wanted.get(name)))]
+
+
+def _fault(folder: Path, name: str, wanted: str | None) -> str | None:
+    path = folder / name
+    if wanted is None:
+        return f"{path} does not belong there: {MANIFEST} does not name it"
+    if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
+        return f"{path} leads out of the checkpoint"
+    if not path.is_file():
+        return f"{path} is missing"
+    try:
+        found = digest(path)
+    except OSError as error:
+        return f"{path} can't be read ({error.strerror})"
+    return None if found == wanted else f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}"
+
+
+def remove(folders: Iterable[Path]) -> None:
+    """Take folders away: first under a name that means nothing to anybody, so that none is ever seen by halves."""
+    for folder in folders:
+        gone = folder.with_name(f".partial-gone-{folder.name}")
+        try:
+            os.replace(folder, gone)
+        except OSError:
+            continue
+        shutil.rmtree(gone, ignore_errors=True)

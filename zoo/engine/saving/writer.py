@@ -1,0 +1,199 @@
+"""Writing one snapshot: every rank its own files, then the first rank publishes the folder. Runs in a thread.
+
+What ranks tell each other goes through a gloo group that training does not use. After each stage all ranks know whether
+any has failed, so that none waits for one that has given up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.compose import save_recipe
+from zoo.config.locate import HF_PART, STATE
+from zoo.config.schema import Recipe
+from zoo.engine.saving import files
+from zoo.engine.saving.choose import tidy
+from zoo.engine.saving.snapshot import Snapshot
+
+PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
+
+
+@dataclass(frozen=True)
+class Channel:
+    """gloo groups for the writers' threads: all ranks, and this rank's data-parallel ranks of each optimizer."""
+
+    everyone: Any
+    of_optimizers: Sequence[Any]
+
+    @classmethod
+    def open(cls, optimizer: Any, timeout: Any) -> Channel:
+        """A collective of all ranks."""
+        everyone = dist.new_group(backend="gloo", timeout=timeout)
+        chained = optimizer.chained_optimizers
+        mine = [tuple(dist.get_process_group_ranks(one.data_parallel_group)) for one in chained]
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine, group=everyone)
+        made = {
+            ranks: dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+            for ranks in sorted({ranks for of_rank in told for ranks in of_rank})
+        }
+        return cls(everyone, [made[ranks] for ranks in mine])
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.everyone)
+        return values
+
+    def together[T](self, stage: Callable[[], T]) -> list[T]:
+        """Do something on every rank and hand round the results; raises what any rank's stage has raised."""
+        result: Any = None
+        failure: Exception | None = None
+        try:
+            result = stage()
+        except Exception as error:
+            failure = error
+        answers = self.gather((result, failure))
+        for _, raised in answers:
+            if raised is not None:
+                raise failure or raised
+        return [value for value, _ in answers]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be written, and where."""
+
+    run_dir: Path
+    state: dict[str, Any]  # goes into state.json; `step` names the folder
+    recipe: Recipe
+    hf: Path  # folder with config.json and the processor's files; filled where it is not there
+    save_files: Callable[[Path], None]
+
+    @property
+    def target(self) -> Path:
+        """The folder's name when it is whole."""
+        return self.run_dir / "checkpoints" / f"iter_{self.state['step']}"
+
+    @property
+    def partial(self) -> Path:
+        """Its name until then."""
+        return self.target.with_name(PARTIAL + self.target.name)
+
+
+def write(snapshot: Snapshot, order: Order, channel: Channel, validate: bool) -> Path:
+    """Write and publish; returns the folder. Raises, on all ranks, what has failed on any of them.
+
+    `validate`: have megatron-core see whether the ranks' shards make up whole tensors.
+    """
+    main = snapshot.rank == 0
+    try:
+        channel.together(lambda: order.partial.mkdir(parents=True) if main else None)
+        prepared = _plan(snapshot, order.partial, channel, validate)
+        written = channel.together(lambda: _write_mine(prepared.writer, order.partial))
+        channel.together(lambda: _publish(prepared, written, order) if main else None)
+    except Exception:
+        if main:
+            files.remove([order.partial])
+        raise
+    return order.target
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    writer: Any  # megatron-core's FileSystemWriterAsync, with this rank's tensors
+    metadata: Any  # of all ranks; on the first rank alone
+
+
+def _plan(snapshot: Snapshot, folder: Path, channel: Channel, validate: bool) -> _Prepared:
+    """What goes into which rank's file. A collective."""
+    from megatron.core.dist_checkpointing import ShardedObject, validation
+    from megatron.core.dist_checkpointing.mapping import apply_factories
+    from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+
+    everything = snapshot.sharded(channel.of_optimizers)
+    apply_factories(everything)
+    sharded, common = extract_sharded_base(extract_nonpersistent(everything)[1])
+    if validate:
+        known = validation.determine_global_metadata(sharded, process_group=channel.everyone)[1]
+        channel.together(lambda: validation.validate_sharding_integrity(known))
+    sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=snapshot.rank)
+    by_key = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
+    planner = torch_dist.MCoreSavePlanner(
+        dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+    )
+    writer = filesystem_async.FileSystemWriterAsync(str(folder), thread_count=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        planned = state_dict_saver.save_state_dict_async_plan(
+            torch_dist.mcore_to_pyt_state_dict(by_key, False), writer, channel.everyone, 0, planner
+        )
+    metadata = planned[0][1]
+    if metadata is not None:
+        del metadata.all_local_plans  # nothing reads them, and they would be further classes to unpickle
+    return _Prepared(writer, metadata)
+
+
+def _write_mine(writer: Any, folder: Path) -> tuple[list[Any], dict[str, str]]:
+    """This rank's files, through to the disk; what lies where in them, and their digests."""
+    placed: list[Any] = []
+    digests: dict[str, str] = {}
+    for path, name, data in writer.write_buckets:
+        result = writer.write_preloaded_data([writer.transforms], 0, (path, name, data), None, None, True)[1]
+        if isinstance(result, Exception):
+            raise _named(result, path) from result
+        placed += result
+        digests[name] = files.digest(folder / name)
+    return placed, digests
+
+
+def _named(error: Exception, path: str) -> Exception:
+    """The OSError behind what torch raises when a write fails, and with the file's name, which a write does not know."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.errno):
+        found = found.__cause__ or found.__context__
+    if isinstance(found, OSError) and found.errno:
+        return OSError(found.errno, os.strerror(found.errno), path)
+    return error
+
+
+def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, str]]], order: Order) -> None:
+    """The first rank's work when all files of tensors are there."""
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+    folder, log = order.partial, order.run_dir / "train.jsonl"
+    if log.exists():  # what it tells of the steps so far is not to be younger than the checkpoint
+        files.sync(log)
+    prepared.writer.finish(prepared.metadata, [placed for placed, _ in written])
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    files.sync(folder / "metadata.json")
+    if not order.hf.is_dir():
+        _fill(order.hf, order.save_files)
+    files.share_files(order.hf, folder / HF_PART)
+    save_recipe(order.recipe, folder / "config.yaml")
+    files.sync(folder / "config.yaml")
+    files.write(folder / STATE, json.dumps(order.state) + "\n")
+    files.write_manifest(folder, {name: value for _, digests in written for name, value in digests.items()})
+    files.publish(folder, order.target)
+    tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
+
+
+def _fill(folder: Path, save_files: Callable[[Path], None]) -> None:
+    """Write the processor's files once; all checkpoints of this process have them under further names."""
+    new = folder.with_name(folder.name + ".new")
+    files.remove([new])
+    new.mkdir()
+    save_files(new)
+    for file in new.iterdir():
+        files.sync(file)
+    os.replace(new, folder)

@@ -1,0 +1,68 @@
+"""Writing files whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside `path` to write to, which takes its place when all went well; else nothing is left of it.
+
+    An OSError names `path`.
+    """
+    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a whole file or none."""
+    with replaced(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+class Lines:
+    """A file that grows by whole lines: where one can't be written to its end, what was written of it is taken back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = path.open("ab", buffering=0)  # type: ignore[assignment]
+
+    def write(self, line: str) -> None:
+        """Append a line; OSError, which names the file, where the disk does not take it."""
+        rest = f"{line}\n".encode()
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(start)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def close(self) -> None:
+        """No more lines."""
+        self._file.close()
+
+
+def finite(value: Any) -> Any:
+    """Plain values with None in the place of numbers that JSON has no word for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: finite(entry) for key, entry in value.items()}
+    return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value
