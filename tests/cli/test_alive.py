@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -74,10 +75,10 @@ def last_event(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("fault", "more", "code", "said", "reason"),
     [
-        ("1 8 kill", (), 137, "rank 1 died, last seen after step ", "died"),
-        ("0 8 raise", (), 1, "rank 0 failed after step 7, in data at zoo/data/loader.py:", "failed"),
-        ("1 8 hang", ("run.hang_timeout=0.05",), 76, "rank 1 got no further for 3 s (run.hang_timeout) after step 7, in data", "hangs"),
-        ("0 8 freeze", ("run.hang_timeout=0.05",), 76, "rank 0 gave no sign of life for 3 s, last seen after step ", "silent"),
+        ("1 40 kill", (), 137, "rank 1 died, last seen after step ", "died"),
+        ("0 40 raise", (), 1, "rank 0 failed after step 39, in data at zoo/data/loader.py:", "failed"),
+        ("1 40 hang", ("run.hang_timeout=0.05",), 76, "rank 1 got no further for 3 s (run.hang_timeout) after step 39, in data", "hangs"),
+        ("0 40 freeze", ("run.hang_timeout=0.05",), 76, "rank 0 gave no sign of life for 3 s, last seen after step ", "silent"),
     ],
 )  # fmt: skip
 def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
@@ -85,7 +86,7 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
 ) -> None:
     folder = tmp_path / "run"
     run = Launched(command(zoo, folder, "train.save_every=4", *more), folder, fault)
-    run.until_step(6)
+    run.until_step(36)
     since = time.monotonic()
     got, _, err = run.ended()
     assert got == code, err
@@ -94,13 +95,14 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     assert len(told) == 1, err
     other = 1 - int(fault[0])
     assert f"; rank {other} was waiting in all_" in told[0]
-    assert told[0].endswith(f"; the same command goes on from {folder}/checkpoints/iter_4")
+    saved = re.search(rf"; the same command goes on from {folder}/checkpoints/iter_(\d+)$", told[0])
+    assert saved is not None, told
     assert err.count("Traceback") <= (reason == "failed")
     assert (last_event(folder)["event"], last_event(folder)["reason"]) == ("end", reason)
     shown = zoo("show", str(folder), "--json")
     status = json.loads(shown.out)
     assert status["state"] == "failed" and said in status["why"] and len(status["ranks"]) == 2
-    assert status["save_step"] == 4
+    assert status["save_step"] == int(saved[1])
 
 
 def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
     slow = [
         json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines() if "slow_step" in line
     ]
-    assert [s["cause"] for s in slow if s["step"] < 12][:1] == ["data"], slow
+    assert "data" in [s["cause"] for s in slow], slow
     assert last_event(folder)["reason"] == "finished"
     assert not (folder / "health.json").exists()
 

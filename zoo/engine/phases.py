@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 _PACKAGE = str(Path(__file__).parents[1])
-_THIN = str(Path(__file__).with_name("cpu_host.py"))  # stands between torch and who calls it
+# These stand between torch and who calls it.
+_THIN = tuple(str(Path(__file__).with_name(name)) for name in ("cpu_host.py", "steptimes.py"))
 _DATA_THREAD = "zoo-data"  # prepares the next step while the main thread trains
 _UNTICKED = (
     "build",
@@ -104,7 +105,7 @@ def where(stack: list[Line]) -> tuple[str, str]:
     """The innermost line of zoo's as file:line, and the torch.distributed call below it, "" where there is none."""
     place, call = "", ""
     for file, line, function in stack:
-        if file.startswith(_PACKAGE) and file != _THIN:
+        if file.startswith(_PACKAGE) and file not in _THIN:
             place, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
         elif "/torch/distributed/" in file:
             call = call or (function if function != "wrapper" else "")
