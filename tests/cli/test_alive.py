@@ -105,6 +105,7 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     assert status["save_step"] == int(saved[1])
 
 
+@pytest.mark.slow
 def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
     """Six steps of over a second each under a timeout of three, and a slow step is told with its cause."""
     folder = tmp_path / "run"
@@ -147,6 +148,7 @@ def test_a_cluster_s_signal_saves_and_asks_to_be_started_again(
     assert "preempted" in zoo("show", str(folder)).out
 
 
+@pytest.mark.slow
 def test_a_second_signal_leaves_at_once(zoo: Zoo, tmp_path: Path) -> None:
     """One that comes a second later: those before are the same request."""
     folder = tmp_path / "run"
