@@ -261,6 +261,8 @@ class Watch:
 
     def _leave(self, verdict: Verdict, told: bool = False) -> None:
         """End this process, wherever its main thread is; with the message, where it is not told by another rank."""
+        if self._beat.state == "failed":  # it leaves by itself, with its own words and exit code
+            return
         if verdict.message and not told:
             self._record(verdict)
             _tell(verdict.message)
