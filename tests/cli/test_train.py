@@ -38,7 +38,7 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     wanted = {"loss", "grad_norm", "lr", "real_tokens", "pad_fraction", "step_ms", "moe_load_balancing_loss"}
     assert all(wanted <= record.keys() for record in steps)
-    assert events(folder) == ["start", *["step"] * STEPS, "save", "eval", "export"]
+    assert events(folder) == ["start", *["step"] * STEPS, "save", "eval", "export", "end"]
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", f"iter_{STEPS}"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -38,9 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except UserError as error:
         return _refuse(str(error))
-    except KeyboardInterrupt:
-        print("zoo: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(interrupt)
     except BrokenPipeError:  # `zoo list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -86,6 +85,16 @@ Trains vision-language and omni models on Megatron-Core, from a recipe of a few 
 
 start with:  zoo list
              zoo train recipe=qwen3_omni_sft"""
+
+
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    """Say so, once a run; the exit code of Ctrl-C, or that on which a cluster starts the command again."""
+    from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Preempted
+
+    preempted = isinstance(interrupt, Preempted)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"zoo: {'preempted' if preempted else 'interrupted'}", file=sys.stderr)
+    return PREEMPTED if preempted else INTERRUPTED
 
 
 def _refuse(message: str) -> int:

@@ -1,10 +1,14 @@
 """
 usage: zoo show recipe=NAME [key=value ...] [--json]
+       zoo show RUN [--json]
        zoo show --schema [--json]
 
-Prints the recipe that `zoo train` would resolve from the same arguments, as YAML with what each key means, headed by
+RUN is a run folder: prints how the run is, while it runs or afterwards: state, step, speed, time to go, loss, last save
+and the health of its ranks.
+
+With a recipe it prints the recipe that `zoo train` would resolve from the same arguments, as YAML with what each key means, headed by
 what your file and overrides change and by what differs from the defaults of the schema. --schema prints every key with
-its type, default and meaning; --json prints the same for machines.
+its type, default and meaning. --json prints the same for machines.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from zoo.cli.arguments import split_flags, split_recipe
@@ -22,12 +27,18 @@ _COLUMN = 44  # where the meanings of keys begin
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print a resolved recipe, or the schema."""
+    """Print a resolved recipe, a run's state, or the schema."""
     flags, rest = split_flags(arguments, ("--schema", "--json"))
     if "--schema" in flags:
         if rest:
             raise UserError(f"{rest[0]}: zoo show --schema takes --json and nothing else")
         print(json.dumps(_schema_entries(), indent=2) if "--json" in flags else _schema())
+        return 0
+    if len(rest) == 1 and ("=" not in rest[0] or Path(rest[0]).is_dir()) and _may_be_a_folder(rest[0]):
+        from zoo.engine.status import read_status, told
+
+        status = read_status(rest[0])
+        print(json.dumps(status.to_json(), indent=2) if "--json" in flags else told(status))
         return 0
     name, overrides = split_recipe(rest, "zoo show recipe=NAME")
 
@@ -48,6 +59,13 @@ def run(arguments: Sequence[str]) -> int:
     print("\n".join([*_changes(values, asdict(resolved.base), resolved.base_name), *_differences(values)]))
     print(_documented(values))
     return 0
+
+
+def _may_be_a_folder(text: str) -> bool:
+    """Whether a lone argument is meant as a run folder, and not as a recipe's name that lacks its `recipe=`."""
+    from zoo.config.files import recipe_names
+
+    return text not in recipe_names() or Path(text).is_dir()
 
 
 def _schema_entries() -> list[dict[str, Any]]:

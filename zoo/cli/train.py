@@ -10,6 +10,9 @@ Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (
   train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100
   run.dir=FOLDER     the run folder; a run that was stopped goes on from there
 
+Exit codes: 0 done, 2 a mistake to mend, 130 Ctrl-C, 75 SIGTERM or SIGUSR1 (start the same command again), 76 left because
+a rank died or hangs.
+
 Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a
 rank. --slurm-template trains nothing: it writes a batch script for these arguments, to be submitted by sbatch.
 """
@@ -28,7 +31,14 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted."""
+    """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted, 75 when it was preempted."""
+    from zoo.engine.interrupts import interrupts
+
+    with interrupts():  # from the first second on
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str]) -> int:
     flags, rest = split_flags(arguments, ("--slurm-template",))
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
@@ -51,10 +61,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         result = launch(recipe)
     except WorkerError as error:
-        if error.code != 2:  # a user's mistake has been told in one line already
+        if not error.told:
             print(f"zoo: {error}", file=sys.stderr)
         return error.code
-    return 130 if result.interrupted else 0
+    return result.code
 
 
 def _template(recipe: Recipe, arguments: Sequence[str]) -> int:

@@ -20,6 +20,8 @@ class RunConfig:
     seed: int = 1234  # seeds weights, data order and dropout
     resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
+    hang_timeout: float = 10.0  # minutes in which some rank must get on, else all leave; 0: not watched
+    save_within: float = 110.0  # seconds from SIGTERM or SIGUSR1 in which a run saves, else it leaves unsaved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,7 @@ class LogConfig:
 
     tensorboard: bool = True  # event files in run.dir/tensorboard
     wandb: str | None = None  # project name at Weights & Biases; default: not used
+    slow_step: float = 3.0  # a step over so many times the running median is told, with its cause; 0: none is
 
 
 @dataclass(frozen=True, kw_only=True)

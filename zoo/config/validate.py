@@ -26,10 +26,10 @@ _POSITIVE = (
     "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp",
     "packing.budget", "packing.pad_to", "packing.align", "data.lookahead", "data.augment_variants", "data.video_fps", "data.max_frames", "data.row_seconds", "data.row_mb",
     "train.steps", "train.epochs", "train.global_batch", "train.micro_batch", "train.eval_rows", "train.keep",
-    "train.log_every", "train.max_minutes", "train.bad_steps", "train.eps", "lora.alpha", "engine.threads",
+    "run.save_within", "train.log_every", "train.max_minutes", "train.bad_steps", "train.eps", "lora.alpha", "engine.threads",
 )  # fmt: skip
 _NOT_NEGATIVE = (
-    "run.seed", "data.augment", "data.blank_answers", "data.cache_mb", "data.workers", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
+    "run.seed", "run.hang_timeout", "log.slow_step", "data.augment", "data.blank_answers", "data.cache_mb", "data.workers", "train.lr", "train.min_lr", "train.warmup_steps", "train.weight_decay",
     "train.beta1", "train.beta2", "train.clip_grad", "train.aux_loss", "train.z_loss", "train.mtp_loss", "train.eval_every",
     "train.save_every", "train.spike", "train.spike_after", "lora.rank", "lora.dropout",
 )  # fmt: skip

@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM in a rank: at once while nothing is at stake, at the end of the step while training."""
+"""Signals in a rank: at once while nothing is at stake, at the end of the step while training.
+
+SIGINT (Ctrl-C) is a person's: exit code 130. SIGTERM and SIGUSR1 are a cluster's: exit code 75 (:data:`PREEMPTED`), on which
+a scheduler is to start the same command again.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,21 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED = 130  # exit code after Ctrl-C
+PREEMPTED = 75  # exit code after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again)
+LOST = 76  # exit code of a rank that left because another one died, failed or hangs
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # what a cluster asks a run to save and leave with
+SIGNALS = (signal.SIGINT, *REQUESTS)
+SAME_SECONDS = 1.0  # requests so close together are one: a launcher and the cluster may both pass it on
+
+
+class Preempted(KeyboardInterrupt):
+    """SIGTERM or SIGUSR1 came before there was anything to save."""
 
 
 class Interrupts:
@@ -22,6 +36,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked = False  # a signal has come
+        self.preempted = False  # and it was the cluster's
+        self.since = 0.0  # when, on the monotonic clock
         self._deferring = False
 
     @contextmanager
@@ -33,15 +49,23 @@ class Interrupts:
         finally:
             self._deferring = False
 
+    def error(self) -> KeyboardInterrupt:
+        """What to raise for the signal that has come."""
+        return Preempted() if self.preempted else KeyboardInterrupt()
+
     def note(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""
+        request, now = number != signal.SIGINT, time.monotonic()
         if self.asked:
+            if request and self.preempted and now - self.since < SAME_SECONDS:
+                return
             _say("")
-            os._exit(130)  # an exception might be lost: Python ignores those in destructors and callbacks
-        self.asked = True
+            # An exception might be lost: Python ignores those in destructors and callbacks.
+            os._exit(PREEMPTED if request else INTERRUPTED)
+        self.asked, self.preempted, self.since = True, request, now
         if not self._deferring:
-            raise KeyboardInterrupt
-        if os.environ.get("RANK", "0") == "0" and number == signal.SIGINT:
+            raise self.error()
+        if os.environ.get("RANK", "0") == "0" and not request:
             _say("zoo: ending this step and saving; Ctrl-C again stops at once, without saving\n")
 
 
@@ -59,7 +83,7 @@ def interrupts() -> Iterator[Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield here
         return
-    before = {number: signal.signal(number, here.note) for number in _SIGNALS}
+    before = {number: signal.signal(number, here.note) for number in SIGNALS}
     try:
         yield here
     finally:

@@ -1,7 +1,7 @@
 """Start a run: in this process, as a rank of torchrun or SLURM, or as several ranks of this machine.
 
 Ranks started here live in sessions of their own, so that a Ctrl-C on the terminal reaches this process alone and
-each rank gets exactly one SIGINT from it. Rank 0 writes to the terminal; the stderr of the others is kept, and
+each rank gets every signal exactly once from it. Rank 0 writes to the terminal; the stderr of the others is kept, and
 so is what any rank says of its failure: it is shown when it is known which rank failed by itself.
 """
 
@@ -31,6 +31,7 @@ from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.tables import check_entry
+from zoo.engine.interrupts import INTERRUPTED, LOST, PREEMPTED, REQUESTS, SAME_SECONDS, SIGNALS, Preempted
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
@@ -38,10 +39,14 @@ from zoo.engine.startup import STARTED
 from zoo.errors import ConfigError
 
 _POLL_SECONDS = 0.05
-_SETTLE_SECONDS = 1.0  # after the first failure: time for the ranks it drags along, to tell cause from effect
-_TERM_SECONDS = 5.0  # between SIGTERM and SIGKILL
+_MISTAKE_SECONDS = 1.0  # after a rank has found a user's mistake: time for the others to find it too
+_SETTLE_SECONDS = 8.0  # after any other failure: time for the others to say who failed, and to leave
 _TAIL_LINES = 20
-_INTERRUPTED = (130, -signal.SIGINT)  # exit codes of a rank that was interrupted
+_STOPPED = (
+    INTERRUPTED,
+    PREEMPTED,
+    *(-number for number in SIGNALS),
+)  # exit codes of a rank that a signal ended
 
 
 class WorkerError(RuntimeError):
@@ -50,6 +55,7 @@ class WorkerError(RuntimeError):
     def __init__(self, code: int) -> None:
         super().__init__(f"a rank of the run failed with exit code {code}")
         self.code = code
+        self.told = code in (2, LOST) or code > 128  # in one line already
 
 
 def launch(recipe: Recipe) -> TrainResult:
@@ -169,8 +175,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         command = [sys.executable, "-m", "zoo.engine.worker", str(config), task, str(result)]
         command += [json.dumps(value) for value in further]
         code = run_ranks(command, ranks, threads=recipe.engine.threads)
-        if code == 130:
-            raise KeyboardInterrupt
+        _raise_stopped(code)
         if code:
             raise WorkerError(code)
         return pickle.loads(result.read_bytes())
@@ -182,12 +187,18 @@ def _train_in_children(recipe: Recipe, ranks: int) -> TrainResult:
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.worker", str(config)]
         code = run_ranks(command, ranks, threads=recipe.engine.threads)
-    if code not in (0, 130):
+    if code not in (0, INTERRUPTED, PREEMPTED):
         raise WorkerError(code)
     assert recipe.run.dir is not None  # derived by validate
-    if code == 130 and not _was_saved(recipe.run.dir):
-        raise KeyboardInterrupt
+    if code and not _was_saved(recipe.run.dir):
+        _raise_stopped(code)
     return TrainResult.from_run_dir(recipe.run.dir)
+
+
+def _raise_stopped(code: int) -> None:
+    """KeyboardInterrupt for the exit code of ranks that a signal ended."""
+    if code in (INTERRUPTED, PREEMPTED):
+        raise Preempted if code == PREEMPTED else KeyboardInterrupt
 
 
 def _was_saved(run_dir: str) -> bool:
@@ -198,12 +209,13 @@ def _was_saved(run_dir: str) -> bool:
 def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
     """Run `command` as `ranks` processes of one group on this machine and wait for all of them.
 
-    A failing rank takes the others with it within seconds. The first SIGINT or SIGTERM is passed on to every
-    rank as one SIGINT, and their end is awaited; the second kills them.
+    A failing rank takes the others with it within seconds. The first SIGINT, SIGTERM or SIGUSR1 is passed on to every
+    rank, and their end is awaited; the second kills them.
 
     Returns:
-        0 when all ranks ended well; 130 when they ended on a signal passed on; else the code of a failed rank
-        (128 + number of the signal that killed it).
+        0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on SIGTERM or SIGUSR1; 76 when
+        they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
+        killed it).
     """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     shared[STARTED] = os.environ.get(STARTED, str(time.time()))
@@ -223,7 +235,7 @@ def _supervise(group: _Group, received: Sequence[int]) -> int:
         if len(received) > seen:
             seen += 1
             if seen == 1:
-                group.interrupt()
+                group.signal(received[0])
             else:
                 group.kill()
         elif group.failed() and seen < 2:
@@ -232,9 +244,11 @@ def _supervise(group: _Group, received: Sequence[int]) -> int:
         time.sleep(_POLL_SECONDS)
     failed = [] if seen > 1 else group.failed()
     if failed:
-        group.terminate()
+        group.kill()
         return group.explain(failed)
-    return 130 if seen > 1 or group.interrupted() else 0
+    if seen > 1:
+        return INTERRUPTED if received[1] == signal.SIGINT else PREEMPTED
+    return group.stopped(received)
 
 
 class _Group:
@@ -270,33 +284,31 @@ class _Group:
         return [process for process in self.processes if process.poll() is None]
 
     def failed(self) -> list[int]:
-        """The ranks that ended badly; to end on an interrupt is not to fail."""
+        """The ranks that ended badly; to end on a signal that asks for it is not to fail."""
         codes = [process.poll() for process in self.processes]
-        return [rank for rank, code in enumerate(codes) if code not in (None, 0, *_INTERRUPTED)]
+        return [rank for rank, code in enumerate(codes) if code not in (None, 0, *_STOPPED)]
 
-    def interrupted(self) -> bool:
-        """Whether a rank ended on an interrupt, or none was started because of one."""
-        return not self.processes or any(process.poll() in _INTERRUPTED for process in self.processes)
+    def stopped(self, received: Sequence[int]) -> int:
+        """The exit code of ranks that ended well or on a signal, also where none was started because of one."""
+        codes = [process.poll() for process in self.processes] or [-number for number in received]
+        asked = [code for code in codes if code in _STOPPED]
+        if not asked:
+            return 0
+        return INTERRUPTED if asked[0] in (INTERRUPTED, -signal.SIGINT) else PREEMPTED
 
     def settle(self) -> None:
-        """Give the ranks that a failure drags along a moment, to see all that failed."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while self.running() and time.monotonic() < deadline:
+        """Give the ranks that a failure drags along a moment, to tell cause from effect."""
+        began = time.monotonic()
+        while self.running():
+            mistaken = any(self.processes[rank].returncode == 2 for rank in self.failed())
+            if time.monotonic() - began > (_MISTAKE_SECONDS if mistaken else _SETTLE_SECONDS):
+                return
             time.sleep(_POLL_SECONDS)
 
-    def interrupt(self) -> None:
-        """SIGINT to every rank that runs."""
+    def signal(self, number: int) -> None:
+        """Pass a signal on to every rank that runs."""
         for process in self.running():
-            process.send_signal(signal.SIGINT)
-
-    def terminate(self) -> None:
-        """SIGTERM to the ranks that still run, and SIGKILL when that was not enough."""
-        for process in self.running():
-            process.terminate()
-        deadline = time.monotonic() + _TERM_SECONDS
-        while self.running() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
-        self.kill()
+            process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL to every rank that runs and to what it has started."""
@@ -308,9 +320,12 @@ class _Group:
         """Show what the failed ranks left on stderr, where rank 0 has not said it already; their exit code."""
         codes = {rank: self.processes[rank].returncode for rank in failed}
         mistakes = [rank for rank in failed if codes[rank] == 2]
-        for rank in mistakes[:1] or failed:
+        causes = mistakes[:1] or [rank for rank in failed if codes[rank] != LOST]
+        for rank in causes:
             print(self._last_words(rank, codes[rank]), file=sys.stderr)
-        code = codes[(mistakes or list(failed))[0]]
+        for verdict in sorted(Path(self._folder.name).glob("*.verdict"))[:1]:
+            print(f"zoo: {verdict.read_text(encoding='utf-8').strip()}", file=sys.stderr)
+        code = codes[(causes or list(failed))[0]]
         return code if code > 0 else 128 - code
 
     def _last_words(self, rank: int, code: int) -> str:
@@ -329,16 +344,22 @@ class _Group:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINT and SIGTERM that come in meanwhile, instead of what they would do."""
+    """The signals that come in meanwhile, instead of what they would do."""
     received: list[int] = []
+    first = 0.0
 
     def note(number: int, _: FrameType | None) -> None:
+        nonlocal first
+        requests = number in REQUESTS and all(earlier in REQUESTS for earlier in received)
+        if received and requests and time.monotonic() - first < SAME_SECONDS:
+            return
+        first = first or time.monotonic()
         received.append(number)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield received
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield received
     finally:

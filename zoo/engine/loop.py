@@ -34,8 +34,10 @@ from zoo.engine.costs import training_cost
 from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
+from zoo.engine.heartbeat import Watch
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.peers import peers
+from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.resources import explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
@@ -43,6 +45,7 @@ from zoo.engine.runlog import RunLog
 from zoo.engine.saving.choose import Chosen, choose
 from zoo.engine.saving.saver import Saved, Saver
 from zoo.engine.startup import Startup
+from zoo.engine.steptimes import StepTimes
 from zoo.engine.world import World, world
 from zoo.errors import UserError
 from zoo.steps.packed_step import Prepared
@@ -72,14 +75,13 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
     startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        try:
-            return Run(recipe, here, stop, startup).run()
-        except RuntimeError as error:
-            if stop.asked:  # a rank that was stopped too has left a collective
-                raise KeyboardInterrupt from None
-            if (refused := refusal(error)) is not None:
-                raise refused from None
-            raise
+        with Watch(recipe, here, stop) as watch, explained(recipe):  # mistakes are told as such
+            try:
+                return Run(recipe, here, stop, startup, watch.phases).run()
+            except RuntimeError as error:
+                if (refused := refusal(error)) is not None:
+                    raise refused from None
+                raise
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,11 @@ class Fetched:
 class Run:
     """One run on one rank: built once, then `run()`."""
 
-    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup) -> None:
+    def __init__(
+        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, phases: Phases | None = None
+    ) -> None:
         assert recipe.run.dir is not None
-        self.recipe, self.world, self.stop = recipe, world, stop
+        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Phases()
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe)
@@ -146,8 +150,10 @@ class Run:
         self.saved: Path | None = self.resume_from
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
-        self.interrupted = False
+        self.interrupted = self.preempted = False
         self.ahead: Fetched | None = None  # the next step's, where a GPU still worked on the one before
+        self.phases.step = self.done
+        self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
     def _choose_checkpoint(self) -> Chosen:
@@ -221,6 +227,7 @@ class Run:
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = build.wrap_ddp(chunks, recipe)
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
+        self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
         self.saver = Saver(recipe, world, self.assembly.save_files)
         if self.resume_from is not None and self.state is not None:
@@ -250,6 +257,7 @@ class Run:
             started = time.monotonic()
             metrics = self._steps(started)
             seconds = time.monotonic() - started
+            self.phases.enter("save")
             self._note_saved(self.saver.wait())
             if self.saved is None or self.saved.name != f"iter_{self.done}":
                 self._save(wait=True)
@@ -259,6 +267,7 @@ class Run:
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._ends():
             together = self._export_or_stop()
+        self.phases.enter("end")
         self._summarise(metrics, seconds)
         if together:
             dist.barrier()
@@ -304,22 +313,28 @@ class Run:
 
     def _ends(self, out_of_time: bool = False) -> bool:
         """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
-        flags = [float(self.stop.asked), float(out_of_time)]
-        asked, late = flags if self.world.size == 1 else self.world.sum(flags)
-        self.interrupted = asked > 0
+        stop = self.stop
+        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time)]
+        asked, preempted, late = flags if self.world.size == 1 else self.world.sum(flags)
+        self.interrupted, self.preempted = asked > 0, preempted > 0
         return asked + late > 0
 
     def _train_step(self) -> None:
         """One optimizer step, which is left out where it is a bad one."""
         began = time.monotonic()
+        self.times.begin()
+        self.phases.enter("data")
         fetched, self.ahead = self.ahead or self._fetch(), None
         data, batches, waited = fetched.data, fetched.batches, fetched.waited
+        self.phases.enter("compute")
         counts = Counts.of(batches)
         scale = self._loss_scale(counts.weight, len(batches))
         lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(fetched, scale)
         if self.world.device.type == "cuda" and self.done + 1 < self.total_steps:
+            self.phases.enter("data")
             self.ahead = self._fetch()  # while the GPU works
+        self.phases.enter("update")
         verdict: list[tuple[Totals, guard.Bad | None]] = []
 
         def good(norm: float) -> bool:
@@ -332,6 +347,7 @@ class Run:
             chunk.zero_grad_buffer()
         self.trainable.optimizer.zero_grad()
         self.done += 1
+        self.phases.enter("figures")
         totals, bad = verdict[0]
         self._log_step(totals, counts, began, waited, bad)
         if not self.startup.done:
@@ -372,8 +388,13 @@ class Run:
 
         chunks, batches = list(self.trainable.chunks), fetched.batches
         ready = [fetched.first, *batches[1:]]
+
+        def forward(data: Any, model: Any) -> Any:
+            self.phases.tick()
+            return self.step(data, model, loss_scale=scale)
+
         figures: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
-            forward_step_func=lambda data, model: self.step(data, model, loss_scale=scale),
+            forward_step_func=forward,
             data_iterator=iter(ready) if len(chunks) == 1 else [iter(ready) for _ in chunks],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(batches),
@@ -403,7 +424,8 @@ class Run:
     ) -> None:
         """Write a step's figures down."""
         self.losses.append(totals.loss)
-        seconds, waited = time.monotonic() - began, self._longest(waited)
+        seconds, parts = time.monotonic() - began, self._parts(waited)
+        waited = max(mine[0] for mine in parts)  # of the rank that waited longest: the others waited for it
         record = {
             "step": self.done,
             "loss": totals.loss,
@@ -420,6 +442,10 @@ class Run:
             **self._expert_figures(counts.batches),
         }
         self.log.step(record)
+        self.phases.step = self.done
+        slow = self.times.judge(seconds, parts)
+        if slow is not None:
+            self.log.event("slow_step", self.done, **slow)
         self._tell_bad_rows()
 
     def _tell_bad_rows(self) -> None:
@@ -429,12 +455,13 @@ class Run:
             self.log.event("rows_left_out", self.done, counts=counts)
             self.bad_rows_told = counts
 
-    def _longest(self, waited: float) -> float:
-        """Seconds that the rank waited for its batches that waited longest: the others waited for it."""
-        world = self.world
+    def _parts(self, waited: float) -> list[list[float]]:
+        """By rank: seconds of the parts of the step; `waited`: this rank's for its batches."""
+        world, mine = self.world, self.times.take(waited)
         if world.size == 1:
-            return waited
-        return max(world.sum([waited * (rank == world.rank) for rank in range(world.size)]))
+            return [mine]
+        flat = world.sum([x * (rank == world.rank) for rank in range(world.size) for x in mine])
+        return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
 
     def _expert_figures(self, micro_batches: int) -> dict[str, float]:
         """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
@@ -467,6 +494,7 @@ class Run:
 
     def _evaluate(self) -> dict[str, Any]:
         """Figures of the held-out rows; none when it was interrupted."""
+        self.phases.enter("eval")
         self.log.note(f"evaluating on {len(self.held_out)} rows ...")
         figures = evaluate(
             self.step,
@@ -482,12 +510,15 @@ class Run:
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
+            self.phases.tick()
             if self._ends():
                 return
             yield batch
 
     def _save(self, wait: bool = False) -> None:
         """Save beside the steps that come, or, with `wait`, before anything else."""
+        self.phases.enter("save")
+        began = time.monotonic()
         self.log.note("saving ...")
         state = {
             "step": self.done,
@@ -500,6 +531,7 @@ class Run:
         self._note_saved(self.saver.start(self.trainable, state))
         if wait:
             self._note_saved(self.saver.wait())
+        self.times.save += time.monotonic() - began
 
     def _note_saved(self, saved: Saved | None) -> None:
         """Tell of a checkpoint that has been published."""
@@ -515,10 +547,11 @@ class Run:
         except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
             if not self.stop.asked:
                 raise
-            self.interrupted = True
+            self.interrupted, self.preempted = True, self.stop.preempted
         return not self.interrupted
 
     def _export(self) -> None:
+        self.phases.enter("export")
         self.log.note("exporting ...")
         target, what = self.folder / "export", "a Hugging Face folder"
         if self.adapters is not None:
@@ -536,7 +569,13 @@ class Run:
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
         adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
         share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-        self.log.event("resume" if self.done else "start", self.done, parameters_of_rank=parameters)
+        self.log.event(
+            "resume" if self.done else "start",
+            self.done,
+            parameters_of_rank=parameters,
+            total_steps=self.total_steps,
+            ranks=self.world.size,
+        )
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         for name, why in self.chosen.passed_over.items():
@@ -559,6 +598,7 @@ class Run:
             "steps": self.done,
             "total_steps": self.total_steps,
             "interrupted": self.interrupted,
+            "preempted": self.preempted,
             "checkpoint": str(self.saved) if self.saved else None,
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
@@ -567,8 +607,14 @@ class Run:
             "skipped_steps": dict(self.guard.counts),
             "metrics": metrics,
         }
-        self.log.finish(summary)
+        self.log.finish(summary, self._reason())
         self._say_end(summary)
+
+    def _reason(self) -> str:
+        """Why the run ends here."""
+        if self.interrupted:
+            return "preempted" if self.preempted else "interrupted"
+        return "finished" if self.done >= self.total_steps else "out of time"
 
     def _say_end(self, summary: dict[str, Any]) -> None:
         if summary["skipped_rows"]:
@@ -597,4 +643,5 @@ class Run:
             metrics=metrics,
             run_dir=str(self.folder),
             interrupted=self.interrupted,
+            preempted=self.preempted,
         )

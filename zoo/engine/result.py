@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zoo.engine.interrupts import INTERRUPTED, PREEMPTED
 from zoo.errors import UserError
 
 
@@ -22,6 +23,14 @@ class TrainResult:
     metrics: dict[str, Any] = field(default_factory=dict)  # evaluation figures of the end
     run_dir: str  # the run folder
     interrupted: bool = False  # stopped by a signal; the checkpoint is what to resume from
+    preempted: bool = False  # and it was SIGTERM or SIGUSR1: to be started again
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that has nothing else to say."""
+        if not self.interrupted:
+            return 0
+        return PREEMPTED if self.preempted else INTERRUPTED
 
     @classmethod
     def from_run_dir(cls, path: str | Path) -> TrainResult:
@@ -42,6 +51,7 @@ class TrainResult:
             metrics=summary.get("metrics", {}),
             run_dir=str(folder),
             interrupted=summary.get("interrupted", False),
+            preempted=summary.get("preempted", False),
         )
 
 

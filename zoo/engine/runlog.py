@@ -41,6 +41,19 @@ def environment() -> dict[str, Any]:
     }
 
 
+def append_event(folder: Path, name: str, step: int, **facts: Any) -> None:
+    """A line in train.jsonl from outside of the :class:`RunLog`, where there is a log."""
+    path = folder / "train.jsonl"
+    if path.is_file():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_timed({"event": name, "step": step, **facts}) + "\n")
+
+
+def _timed(record: dict[str, Any]) -> str:
+    """A line of train.jsonl; `time` is in seconds since 1970."""
+    return json.dumps(finite({**record, "time": round(time.time(), 3)}))
+
+
 class RunLog:
     """Log of the main rank; on other ranks every method does nothing."""
 
@@ -64,11 +77,11 @@ class RunLog:
         self._open_trackers(done)
 
     def _forget_after(self, done: int) -> None:
-        """Drop lines of steps that will be done again."""
+        """Drop lines of steps that will be done again; how earlier starts ended stays."""
         path = self.folder / "train.jsonl"
         if not path.is_file():
             return
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= done]
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _stays(line, done)]
         write_atomically(path, "".join(f"{line}\n" for line in kept))
 
     def _open_trackers(self, done: int) -> None:
@@ -119,7 +132,7 @@ class RunLog:
             self.progress.show(text)
 
     def _line(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(record)))
+        self._file.write(_timed(record))
 
     def _track(self, prefix: str, figures: dict[str, Any]) -> None:
         numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
@@ -129,10 +142,11 @@ class RunLog:
         if self.wandb is not None:
             self.wandb.log({f"{prefix}/{k}": v for k, v in numbers.items()}, step=figures["step"])
 
-    def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json and the plot, close everything."""
+    def finish(self, summary: dict[str, Any], reason: str) -> None:
+        """Write the log's last line, summary.json and the plot, close everything."""
         if not self.main:
             return
+        self._line({"event": "end", "step": summary["steps"], "reason": reason})
         self._file.close()
         write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         plot_losses(self.folder)
@@ -142,11 +156,12 @@ class RunLog:
             self.wandb.finish()
 
 
-def _step_of(line: str) -> float:
+def _stays(line: str, done: int) -> bool:
     try:
-        return float(json.loads(line).get("step", 0))
+        record = json.loads(line)
     except ValueError:  # a line that a killed run left half-written
-        return float("inf")
+        return False
+    return record.get("event") == "end" or record.get("step", 0) <= done
 
 
 class Progress:

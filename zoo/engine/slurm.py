@@ -9,6 +9,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from zoo.config.schema import Recipe
+from zoo.engine.interrupts import LOST, PREEMPTED
 from zoo.errors import ConfigError, UserError
 from zoo.files import write_atomically
 
@@ -77,7 +78,7 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
     command = " ".join(_quoted(argument) for argument in arguments)
     text = _TEMPLATE.format(
-        name=name, nodes=nodes, each=each, gpus=gpus, folder=recipe.run.dir, command=command
+        name=name, nodes=nodes, each=each, gpus=gpus, command=command, preempted=PREEMPTED, lost=LOST
     )
     write_atomically(path, text)
     return path
@@ -97,15 +98,33 @@ _TEMPLATE = """\
 {gpus}#SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --output={name}-%j.log
-# Five minutes before the time is over, ranks are told: they end the step, save, and leave.
-#SBATCH --signal=TERM@300
 #SBATCH --open-mode=append
+#SBATCH --requeue
+# Two minutes before the time is over this script is told; ranks end their step, save (run.save_within) and leave.
+#SBATCH --signal=B:USR1@120
 
-# A rank is a task. The folder must be one that all nodes see; the same script goes on from its newest checkpoint.
+# A rank is a task. The folder must be one that all nodes see; the job goes on from its newest checkpoint.
 # Add what your cluster wants (--partition, --account), and make the environment with zoo available:
 # source .venv/bin/activate
 
-set -eu
+set -u
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
-srun --kill-on-bad-exit=1 zoo train {command}
+
+# Ranks leave by themselves when one of them does: srun waits a minute for them before it ends the rest.
+srun --kill-on-bad-exit=0 --wait=60 zoo train {command} &
+ranks=$!
+trap 'told=1; kill -USR1 $ranks' USR1 TERM
+told=1
+while [ "$told" ]; do  # a signal ends a wait, not what it waits for
+    told=
+    wait $ranks
+    code=$?
+done
+
+# {preempted}: saved on a signal. {lost}, and 137 by srun: a rank died, hangs or was killed; not for ever, it may be the run's fault.
+if [ $code -eq {preempted} ] || {{ [ $code -eq {lost} -o $code -eq 137 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; }}; then
+    echo "zoo: exit code $code: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
 """

@@ -2,7 +2,8 @@
 
 Started by :mod:`zoo.engine.launch`; without a task it trains.
 
-Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted (after saving), 1 for anything else (a traceback).
+Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
+another rank (see :mod:`zoo.engine.heartbeat`), 1 for anything else (a traceback).
 Line and traceback go to the file that ZOO_LAST_WORDS names, else to stderr: a rank can't know whether it failed by
 itself or because of another one, the launcher can.
 """
@@ -21,6 +22,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.errors import UserError, file_error
 
 if TYPE_CHECKING:
@@ -34,18 +36,19 @@ def main(argv: list[str] | None = None) -> int:
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     try:
-        from zoo.config.compose import load_recipe
+        with interrupts():  # importing the loop takes seconds
+            from zoo.config.compose import load_recipe
 
-        recipe = load_recipe(path)
-        if task:
-            return _do(recipe, *task)
-        from zoo.engine.loop import train
+            recipe = load_recipe(path)
+            if task:
+                return _do(recipe, *task)
+            from zoo.engine.loop import train
 
-        return 130 if train(recipe).interrupted else 0
+            return train(recipe).code
     except UserError as error:
         return _refuse(error)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return PREEMPTED if isinstance(error, Preempted) else INTERRUPTED
     except Exception as error:
         mistake = file_error(error) if isinstance(error, OSError) else None
         if mistake is not None:

@@ -106,6 +106,11 @@ def _init_distributed(on_cpu: bool, device: torch.device) -> None:
     if "RANK" not in os.environ:
         store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has it, without saying so
         options |= {"store": store, "rank": 0, "world_size": 1}
+    elif "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        # torchrun keeps its store when it starts ranks again: what those before have left in it must not be read.
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**options)
 
 

@@ -51,7 +51,10 @@ def test_only_rank_0_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
     assert (printed.out, printed.err) == ("out 0\n", "err 0\n")
 
 
-def test_a_failing_rank_takes_the_others_with_it(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_failing_rank_takes_the_others_with_it(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_SETTLE_SECONDS", 1.0)
     text = f"""
         open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
         if rank == 1:
@@ -71,7 +74,7 @@ def test_a_failing_rank_takes_the_others_with_it(capfd: pytest.CaptureFixture[st
 
 
 def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_TERM_SECONDS", 0.3)
+    monkeypatch.setattr(launch, "_SETTLE_SECONDS", 0.3)
     text = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(0.5 if rank else 60)
@@ -116,14 +119,15 @@ COUNTING = """
     came = []
     def saved(number, frame):
         came.append(number)
-    signal.signal(signal.SIGINT, saved)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, saved)
     open(sys.argv[1] + f"/ready{rank}", "w").close()
     while not came:
         time.sleep(0.02)
     time.sleep(0.5)  # time in which a second SIGINT would show
     with open(sys.argv[1] + f"/came{rank}", "w") as file:
-        print(*came, file=file)
-    sys.exit(130)
+        print(*(int(number) for number in came), file=file)
+    sys.exit(130 if came[0] == signal.SIGINT else 75)
 """
 
 
@@ -142,13 +146,15 @@ def when_ready(folder: Path, ranks: int, *signals: int) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_reaches_every_rank_once_and_is_waited_for(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
+)
+def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
     thread = when_ready(tmp_path, 2, number)
-    assert run_ranks([*program(COUNTING), str(tmp_path)], 2) == 130
+    assert run_ranks([*program(COUNTING), str(tmp_path)], 2) == code
     thread.join()
-    assert [(tmp_path / f"came{rank}").read_text() for rank in range(2)] == [f"{int(signal.SIGINT)}\n"] * 2
+    assert [(tmp_path / f"came{rank}").read_text() for rank in range(2)] == [f"{int(number)}\n"] * 2
     assert signal.getsignal(number) == before
 
 

@@ -79,9 +79,11 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[0] == "#!/bin/bash"
     for wanted in ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8"):
         assert f"#SBATCH --{wanted}" in lines
-    assert lines[-1] == (
-        "srun --kill-on-bad-exit=1 zoo train recipe=qwen3_vl_sft size=4b hardware=2x8xh100 'data.train=[a b.jsonl]'"
-    )
+    assert "#SBATCH --signal=B:USR1@120" in lines and "#SBATCH --requeue" in lines
+    assert (
+        "srun --kill-on-bad-exit=0 --wait=60 zoo train "
+        "recipe=qwen3_vl_sft size=4b hardware=2x8xh100 'data.train=[a b.jsonl]' &"
+    ) in lines
     with pytest.raises(UserError, match="is there already"):
         write_template(validate(recipe, 16), arguments, 16)
 

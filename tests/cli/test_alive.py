@@ -1,0 +1,229 @@
+"""A rank that dies, fails, hangs or is frozen, and what clusters send: real runs of two ranks, made to misbehave."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import Zoo, events, figures, logged, summary
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SECONDS = 15.0  # in which the others leave, on a busy machine
+
+
+class Launched:
+    """A process of its own that runs `zoo train`, and what it has said."""
+
+    def __init__(self, command: list[str], folder: Path, fault: str = "", **env: str) -> None:
+        dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
+        if fault:
+            kept |= {"FAULT": fault, "PYTHONPATH": str(SUPPORT / "faults")}
+        self.folder = folder
+        self.process = subprocess.Popen(
+            command,
+            env=kept,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def until_step(self, step: int) -> None:
+        deadline = time.monotonic() + 90
+        while not (self.folder / "train.jsonl").exists() or len(logged_so_far(self.folder)) < step:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.02)
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def ended(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+def logged_so_far(folder: Path) -> list[dict[str, Any]]:
+    lines = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    return [r for line in lines if line.endswith("\n") and "event" not in (r := json.loads(line))]
+
+
+def command(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "zoo", *arguments(zoo, folder, *overrides)]
+
+
+def arguments(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
+    return zoo.train_arguments(
+        folder, "nproc=2", "train.steps=400", "log.tensorboard=false", "export=false", *overrides
+    )
+
+
+def last_event(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "train.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "more", "code", "said", "reason"),
+    [
+        ("1 40 kill", (), 137, "rank 1 died, last seen after step ", "died"),
+        ("0 40 raise", (), 1, "rank 0 failed after step 39, in data at zoo/data/loader.py:", "failed"),
+        ("1 40 hang", ("run.hang_timeout=0.05",), 76, "rank 1 got no further for 3 s (run.hang_timeout) after step 39, in data", "hangs"),
+        ("0 40 freeze", ("run.hang_timeout=0.05",), 76, "rank 0 gave no sign of life for 3 s, last seen after step ", "silent"),
+    ],
+)  # fmt: skip
+def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
+    zoo: Zoo, tmp_path: Path, fault: str, more: tuple[str, ...], code: int, said: str, reason: str
+) -> None:
+    folder = tmp_path / "run"
+    run = Launched(command(zoo, folder, "train.save_every=4", *more), folder, fault)
+    run.until_step(36)
+    since = time.monotonic()
+    got, _, err = run.ended()
+    assert got == code, err
+    assert time.monotonic() - since < 3 + SECONDS
+    told = [line for line in err.splitlines() if said in line]
+    assert len(told) == 1, err
+    other = 1 - int(fault[0])
+    assert f"; rank {other} was waiting in all_" in told[0]
+    saved = re.search(rf"; the same command goes on from {folder}/checkpoints/iter_(\d+)$", told[0])
+    assert saved is not None, told
+    assert err.count("Traceback") <= (reason == "failed")
+    assert (last_event(folder)["event"], last_event(folder)["reason"]) == ("end", reason)
+    shown = zoo("show", str(folder), "--json")
+    status = json.loads(shown.out)
+    assert status["state"] == "failed" and said in status["why"] and len(status["ranks"]) == 2
+    assert status["save_step"] == int(saved[1])
+
+
+@pytest.mark.slow
+def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
+    """Six steps of over a second each under a timeout of three, and a slow step is told with its cause."""
+    folder = tmp_path / "run"
+    options = ("run.hang_timeout=0.05", "train.steps=14", "train.save_every=12")
+    code, _, err = Launched(command(zoo, folder, *options), folder, "all 10 slow-data").ended()
+    assert (code, err) == (0, "")
+    slow = [
+        json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines() if "slow_step" in line
+    ]
+    assert "data" in [s["cause"] for s in slow], slow
+    assert last_event(folder)["reason"] == "finished"
+    assert not (folder / "health.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("to", ["launcher", "rank", "all"])
+def test_a_cluster_s_signal_saves_and_asks_to_be_started_again(
+    zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str
+) -> None:
+    if (number is signal.SIGTERM) == (to == "rank"):
+        pytest.skip("the other signal does it in this place; each place and each signal is tried")
+    folder = tmp_path / "run"
+    run = Launched(command(zoo, folder), folder)
+    run.until_step(3)
+    while_running = json.loads(zoo("show", str(folder), "--json").out)
+    assert (while_running["state"], while_running["total_steps"]) == ("running", 400)
+    assert while_running["steps_per_second"] > 0 and while_running["eta_seconds"] > 0
+    ranks = run.children()
+    targets = {"launcher": [run.process.pid], "rank": ranks[1:], "all": [run.process.pid, *ranks]}[to]
+    since = time.monotonic()
+    for pid in targets:
+        os.kill(pid, number)
+    code, out, err = run.ended()
+    assert (code, err) == (75, ""), err
+    assert time.monotonic() - since < SECONDS
+    at = summary(folder)["steps"]
+    assert f"stopped at step {at} of 400, saved in {folder}/checkpoints/iter_{at}" in out
+    assert (folder / "checkpoints" / f"iter_{at}" / "state.json").is_file()
+    assert last_event(folder)["reason"] == "preempted"
+    assert "preempted" in zoo("show", str(folder)).out
+
+
+@pytest.mark.slow
+def test_a_second_signal_leaves_at_once(zoo: Zoo, tmp_path: Path) -> None:
+    """One that comes a second later: those before are the same request."""
+    folder = tmp_path / "run"
+    run = Launched(command(zoo, folder, "train.save_every=2"), folder, "all 1 slow-save")
+    run.until_step(2)
+    os.kill(run.process.pid, signal.SIGTERM)
+    time.sleep(1.2)
+    if run.process.poll() is None:
+        os.kill(run.process.pid, signal.SIGTERM)
+    code, _, err = run.ended()
+    assert code == 75 and "Traceback" not in err
+    for checkpoint in (folder / "checkpoints").glob("iter_*"):
+        assert (checkpoint / "state.json").is_file()
+
+
+def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo: Zoo, tmp_path: Path) -> None:
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "1",
+        "-m",
+        "zoo",
+    ]
+    options = ["train.steps=10", "train.save_every=4"]
+    given = [a for a in arguments(zoo, folder, *options) if "nproc" not in a]
+    run = Launched([*torchrun, *given], folder)
+    run.until_step(5)
+    ranks = run.children()
+    os.kill(ranks[1], signal.SIGKILL)
+    code, out, err = run.ended()
+    assert code == 0, err
+    assert "resuming" in out and events(folder).count("resume") == 1
+    told = [line for line in err.splitlines() if line.startswith("zoo: ")]
+    assert len(told) == 1 and told[0].startswith("zoo: rank 1 died, last seen after step "), told
+    assert Launched(command(zoo, straight, *options), straight).ended()[0] == 0
+    assert figures(folder) == figures(straight)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Path]:
+    """A folder with what SLURM's srun and scontrol do, as far as the batch script needs it."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "zoo").write_text(f'#!/bin/bash\nexec {sys.executable} -m zoo "$@"\n')
+    (tools / "scontrol").write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/scontrol\n')
+    (tools / "srun").write_text(
+        "#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexport SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_STEP_ID=0\n"
+        'for n in 0 1; do SLURM_PROCID=$n SLURM_LOCALID=$n "$@" & tasks="$tasks $!"; done\n'
+        "trap 'kill -USR1 $tasks' USR1\nwait\nworst=0\n"
+        "for task in $tasks; do wait $task; code=$?; [ $code -gt $worst ] && worst=$code; done\nexit $worst\n"
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    yield tools
+    shutil.rmtree(tools)
+
+
+def test_the_batch_script_saves_and_goes_back_into_the_queue(zoo: Zoo, cluster: Path, tmp_path: Path) -> None:
+    folder, script = tmp_path / "run", zoo.folder / "run.sbatch"
+    written = zoo(*arguments(zoo, folder), "--slurm-template")
+    assert written.code == 0, written
+    path = f"{cluster}:{os.environ['PATH']}"
+    job = {"SLURM_JOB_ID": str(40_000 + os.getpid() % 10_000), "SLURM_JOB_NODELIST": "localhost"}
+    try:
+        run = Launched(["bash", str(script)], folder, PATH=path, **job)
+        run.until_step(3)
+        os.kill(run.process.pid, signal.SIGUSR1)
+        code, out, err = run.ended()
+    finally:
+        script.unlink()
+    assert (code, "zoo: exit code 75: back into the queue" in out) == (75, True), err
+    assert (tmp_path / "scontrol").read_text() == f"requeue {job['SLURM_JOB_ID']}\n"
+    assert (folder / "checkpoints" / f"iter_{len(logged(folder))}").is_dir()

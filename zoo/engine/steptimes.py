@@ -1,0 +1,137 @@
+"""How long the parts of a step took, and which of them made a slow one slow.
+
+Host clocks, and on a GPU events that are read after the wait at a step's end: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+PARTS = ("data", "tower", "network", "save")
+_WINDOW = 50  # steps that the running median is taken over
+_ENOUGH = 5  # steps before any is called slow
+_LEAST = 0.2  # seconds over the median under which no step is worth a line
+
+
+class Spans:
+    """Sums of the times between `start` and `stop`, by name, on the device's own clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self.active = False  # nothing is recorded outside of steps
+        self._open: dict[str, Any] = {}
+        self._closed: list[tuple[str, Any, Any]] = []
+        self._spare: list[Any] = []
+
+    def start(self, name: str) -> None:
+        """Begin a span."""
+        if self.active:
+            self._open[name] = self._now()
+
+    def stop(self, name: str) -> None:
+        """End the span that was begun last under this name."""
+        if name in self._open:
+            self._closed.append((name, self._open.pop(name), self._now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds by name since the last call; to be called when the device has ended all of it."""
+        sums: dict[str, float] = {}
+        for name, start, stop in self._closed:
+            if not self._gpu:
+                seconds = stop - start
+            else:
+                seconds = start.elapsed_time(stop) / 1e3 if stop.query() else 0.0
+                self._spare += [start, stop]
+            sums[name] = sums.get(name, 0.0) + seconds
+        self._closed.clear()
+        return sums
+
+    def _now(self) -> Any:
+        if not self._gpu:
+            return time.monotonic()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class StepTimes:
+    """Parts of this rank's steps, and the judgement of their length on all ranks' parts."""
+
+    def __init__(self, device: torch.device, factor: float) -> None:
+        """`factor`: a step over so many times the running median is slow; 0: none is."""
+        self.spans = Spans(device)
+        self.save = 0.0  # seconds spent saving since the last step
+        self._factor = factor
+        self._past: deque[dict[str, float]] = deque(maxlen=_WINDOW)
+
+    def observe(self, chunks: Sequence[Any], wrapped: Sequence[Any]) -> None:
+        """Time the towers of bare model chunks, and the exchange of gradients of wrapped ones."""
+        for chunk in chunks:
+            for name in getattr(chunk, "tower_names", tuple)():
+                tower = getattr(chunk, name, None)
+                if tower is not None:
+                    tower.register_forward_pre_hook(lambda *_: self.spans.start("tower"))
+                    tower.register_forward_hook(lambda *_: self.spans.stop("tower"))
+        for config in {id(chunk.config): chunk.config for chunk in wrapped}.values():
+            config.finalize_model_grads_func = self._timed("network", config.finalize_model_grads_func)
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self.spans.start(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.spans.stop(name)
+
+        return timed
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.spans.active = True
+
+    def take(self, waited: float) -> list[float]:
+        """This rank's parts of the step that has ended, in the order of PARTS; `waited`: seconds for its data."""
+        spans, save = self.spans.take(), self.save
+        self.spans.active = False
+        self.save = 0.0
+        return [waited, spans.get("tower", 0.0), spans.get("network", 0.0), save]
+
+    def judge(self, seconds: float, ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+        """What to tell of a step of so many seconds (saves before it not counted); None where it was not slow.
+
+        `ranks`: the parts of each rank. All wait for the longest of data, tower and save; an exchange takes as long as
+        for the last one to join it, the others' includes their waiting.
+        """
+        columns = list(zip(*ranks, strict=True))
+        found = {part: max(column) for part, column in zip(PARTS, columns, strict=True)}
+        found["network"] = min(columns[PARTS.index("network")])
+        found["step"] = seconds + found["save"]
+        past = list(self._past)
+        self._past.append(found)
+        if not self._factor or len(past) < _ENOUGH:
+            return None
+        usual = {name: statistics.median(record[name] for record in past) for name in found}
+        over = found["step"] - usual["step"]
+        if found["step"] < self._factor * usual["step"] or over < _LEAST:
+            return None
+        excess = {part: found[part] - usual[part] for part in PARTS}
+        cause = max(excess, key=lambda part: excess[part])
+        if excess[cause] < over / 3:
+            cause = "compute"
+        rank = {}
+        if cause in ("data", "tower") and len(ranks) > 1:
+            column = columns[PARTS.index(cause)]
+            rank = {"rank": column.index(max(column))}
+        return {
+            "seconds": round(found["step"], 3),
+            "median": round(usual["step"], 3),
+            "cause": cause,
+            **rank,
+            **{f"{part}_seconds": round(found[part], 3) for part in PARTS},
+        }
