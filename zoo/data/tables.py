@@ -266,12 +266,12 @@ class _Header(tarfile.TarInfo):
     def _block(self, count: int) -> int:
         if count < 0:  # its reader would go back, and read the same members without end
             raise tarfile.ReadError(f"a member of {count} bytes")
-        return super()._block(count)  # type: ignore[misc,no-any-return]
+        return super()._block(count)  # type: ignore[misc]
 
     def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in NAME_TYPES and self.size > LONGEST_NAME:  # they are read whole
             raise tarfile.ReadError(f"a name of {self.size} bytes")
-        return super()._proc_member(tar)  # type: ignore[misc,no-any-return]
+        return super()._proc_member(tar)  # type: ignore[misc]
 
 
 def _index(file: Path) -> list[_Members]:

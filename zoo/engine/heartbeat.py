@@ -73,7 +73,9 @@ class Watch:
         if self._size > 1:
             from torch.distributed.distributed_c10d import _get_default_store
 
-            self._store = dist.PrefixStore("zoo-watch", _get_default_store().clone())
+            c10d: Any = dist  # which has more than it says
+            store: Any = _get_default_store()
+            self._store = c10d.PrefixStore("zoo-watch", store.clone())
             self._store.set(f"beat{self._rank}", json.dumps(self._beat.to_json()))
             if self._rank == 0:
                 self._store.set("verdict", "")

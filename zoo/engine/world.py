@@ -100,16 +100,17 @@ def alone(recipe: Recipe) -> Iterator[World]:
 
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:
+    c10d: Any = dist  # which has more than it says
     options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
     if not on_cpu:
         options["device_id"] = device
     if "RANK" not in os.environ:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # torch.distributed has it, without saying so
+        store: Any = c10d.HashStore()
         options |= {"store": store, "rank": 0, "world_size": 1}
     elif "TORCHELASTIC_RESTART_COUNT" in os.environ:
         # torchrun keeps its store when it starts ranks again: what those before have left in it must not be read.
-        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        store = dist.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        store, rank, size = next(c10d.rendezvous("env://", timeout=TIMEOUT))
+        store = c10d.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**options)
 

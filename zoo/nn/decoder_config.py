@@ -95,7 +95,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
     )
-    config.delta_rule = recipe.engine.delta_rule  # type: ignore[attr-defined]  # for GatedDeltaNet alone
+    config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     return config
 
 

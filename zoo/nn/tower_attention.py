@@ -10,6 +10,7 @@ convolution whose input is one patch is the matrix product that it amounts to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from types import MethodType
 from typing import Any
@@ -34,12 +35,16 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
         if hasattr(module, "qkv") and hasattr(module, "proj") and hasattr(module, "num_heads"):
-            module.forward = MethodType(_attend, module)
+            _give(module, _attend)
         if isinstance(module, torch.nn.Conv3d):
-            module.forward = MethodType(_project_patches, module)
+            _give(module, _project_patches)
         if isinstance(module, torch.nn.LayerNorm):
-            module.forward = MethodType(_normalise, module)
+            _give(module, _normalise)
     return tower
+
+
+def _give(module: Any, forward: Callable[..., Tensor]) -> None:
+    module.forward = MethodType(forward, module)
 
 
 def _attend(

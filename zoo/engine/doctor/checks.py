@@ -108,7 +108,7 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
             out = core(
                 q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=params
             )
-            return out.reshape(layout.total, heads, width)  # type: ignore[no-any-return]
+            return out.reshape(layout.total, heads, width)
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return references.attention(q, k, v, spans(layout), scale, causal=True)
@@ -126,7 +126,7 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
             out = core(
                 q, k, v, None, attn_mask_type=layer.self_attention.attn_mask_type, packed_seq_params=None
             )
-            return out.reshape(tokens, rows, heads, width)  # type: ignore[no-any-return]
+            return out.reshape(tokens, rows, heads, width)
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
@@ -292,8 +292,8 @@ def _norms(subject: Subject) -> Iterator[Check]:
     attention = layer.self_attention if layer is not None else None
     heads = config.num_attention_heads
     first = subject.model.decoder.layers[0].input_layernorm
-    found = [("norm", first, (config.hidden_size,))]
-    if getattr(attention, "q_layernorm", None) is not None:
+    found: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
+    if attention is not None and getattr(attention, "q_layernorm", None) is not None:
         found.append(("qk_norm", attention.q_layernorm, (heads, config.kv_channels)))
     for name, module, shape in found:
         yield _norm(subject, name, module, shape)
@@ -432,7 +432,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     heads, width, varlen = tower.heads, tower.width, tower.implementation == VARLEN_TOWER
-    lengths = PATCHES if varlen else (576,)
+    lengths: tuple[int, ...] = PATCHES if varlen else (576,)
     if subject.device.type == "cpu":
         lengths = tuple(max(1, n // 8) for n in lengths)
     layout = PackedLayout.from_lengths(lengths).to(subject.device)
@@ -440,7 +440,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
 
     def prepare() -> Trial:
         offsets = layout.cu_seqlens
-        facts = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
+        facts: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
         if varlen:
             facts |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
 
@@ -457,7 +457,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
                 is_causal=False,
                 **facts,
             )
-            return out[0]  # type: ignore[no-any-return]
+            return out[0]
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)

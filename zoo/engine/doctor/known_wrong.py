@@ -61,7 +61,7 @@ def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, wi
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
-            return out.reshape(layout.total, heads, width)  # type: ignore[no-any-return]
+            return out.reshape(layout.total, heads, width)
 
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return references.attention(q, k, v, spans(layout), width**-0.5, causal=True)

@@ -144,7 +144,7 @@ class _Convolution(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, positions = ctx.saved_tensors
         (rows, width), taps = x.shape, weight.shape[1]
         grad_x, slopes = torch.empty(2, rows, width, dtype=x.dtype, device=x.device)

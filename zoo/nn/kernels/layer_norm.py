@@ -79,7 +79,7 @@ class _LayerNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, scale = ctx.saved_tensors
         grad, grad_x, rows = grad.contiguous(), torch.empty_like(x), mean.shape[0]
         blocks = triton.cdiv(rows, ctx.shape["ROWS"])

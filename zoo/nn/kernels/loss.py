@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
         return normalizer - chosen
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, normalizer = ctx.saved_tensors
         rows, size = logits.shape
         grid = (rows, triton.cdiv(size, BLOCK))

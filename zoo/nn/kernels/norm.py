@@ -97,7 +97,7 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate, scale = ctx.saved_tensors
         grad, rows = grad.contiguous(), scale.shape[0]
         grad_x = torch.empty_like(grad)

@@ -63,10 +63,11 @@ class _Rotary(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        _launch(grad, *ctx.saved_tensors, out, -1, grad.shape[1])
+        cos, sin = ctx.saved_tensors
+        _launch(grad, cos, sin, out, -1, grad.shape[1])
         return out, None, None
 
 
@@ -81,12 +82,13 @@ class _QKV(torch.autograd.Function):
         return out[0], out[1], out[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         tokens, heads, width = grads[0].shape
+        cos, sin = ctx.saved_tensors
         out = torch.empty(tokens, 3, heads, width, dtype=grads[0].dtype, device=grads[0].device)
         for part, grad in enumerate(grads):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            _launch(grad, *ctx.saved_tensors, out[:, part], -1, heads if part < 2 else 0)
+            _launch(grad, cos, sin, out[:, part], -1, heads if part < 2 else 0)
         return out, None, None
 
 

@@ -68,7 +68,7 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         x, probs = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_probs = None if probs is None else torch.empty_like(probs)
