@@ -62,7 +62,8 @@ def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blu
     family = family_of(arch)
     bridge: Bridge = family.load("bridge")
     config = family.load("config").from_arch(arch)
-    recipe = replace_in(Recipe(), {"model.family": family.name, "model.arch": arch, "train.steps": 1})
+    settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
+    recipe = replace_in(Recipe(), settings)
     if names is not None and not bridge.has_optional(names):
         recipe = replace_in(recipe, {"train.mtp_loss": 0.0})
     assembly = build.Assembly(family, config, None, None)

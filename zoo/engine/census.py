@@ -23,7 +23,9 @@ def census(recipe: Recipe) -> Census:
     """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
     family = get_family(recipe.model.family)
     config = family.load("config").from_arch(recipe.model.arch)
-    recipe = replace_in(on_one_rank(recipe), {"engine.precision": "fp32"})
+    # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
+    plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
+    recipe = replace_in(on_one_rank(recipe), plain)
     with alone(recipe) as here, on_meta(here) as nowhere:
         assembly = build.Assembly(family, config, None, None)
         chunks = build.build_model(assembly, recipe, nowhere)

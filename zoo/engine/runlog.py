@@ -17,7 +17,7 @@ from zoo.engine.plot import plot_losses
 from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
-    "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "triton",
+    "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-attn-4", "triton",
     "safetensors", "omegaconf", "numpy", "av",
 )  # fmt: skip
 
