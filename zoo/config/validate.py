@@ -160,6 +160,11 @@ def _check_numbers(recipe: Recipe) -> None:
     for key in ("train.beta1", "train.beta2"):
         if _get(recipe, key) >= 1:
             raise ConfigError(f"{key}={_get(recipe, key)}: wanted a number below 1")
+    if recipe.train.min_lr > recipe.train.lr:
+        raise ConfigError(
+            f"train.min_lr={recipe.train.min_lr:g} is above train.lr={recipe.train.lr:g}: the rate falls from train.lr to "
+            f"train.min_lr; give a lower train.min_lr, 0 say"
+        )
     if not recipe.data.train:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
     if not recipe.data.eval:

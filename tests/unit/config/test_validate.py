@@ -125,6 +125,11 @@ def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None
             "parallel.etp=5 does not divide the experts' width 96; 1, 2, 3, 4, 6, 8, ..., 48 or 96 would",
         ),
         (
+            1,
+            {"train.lr": 1e-6, "train.min_lr": 2e-5},
+            "train.min_lr=2e-05 is above train.lr=1e-06: the rate falls from train.lr to train.min_lr; give a lower train.min_lr, 0 say",
+        ),
+        (
             16,
             {"parallel.tp": 16},
             "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would",
