@@ -368,17 +368,19 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.config.validate import validate
     from zoo.engine.interrupts import interrupts
     from zoo.engine.loop import Run
+    from zoo.engine.startup import Startup
     from zoo.engine.world import world
     from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
     recipe = validate(load_recipe(name, [*fixed, *overrides]), size)
     with interrupts() as stop, world(recipe) as here:
-        run = Run(recipe, here, stop)
+        run = Run(recipe, here, stop, Startup("imports"))
         run._build()
-        batches = run.loader.next_step()
+        fetched = run._fetch()
+        batches = fetched.batches
         with LiveBytes() as live:
-            run._forward_backward(batches, 1.0)
+            run._forward_backward(fetched, 1.0)
         trainable = run.trainable
         trainable.optimizer.step()
         buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -424,7 +426,7 @@ def one_step(
         before = [p.detach().clone() for p in parameters]
         for chunk in run.trainable.chunks:
             chunk.train()
-        run._forward_backward(run.loader.next_step(), 1.0)
+        run._forward_backward(run._fetch(), 1.0)
         run.trainable.scheduler.step(increment=1)
         run.trainable.optimizer.step()
         states = [

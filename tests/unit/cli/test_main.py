@@ -64,11 +64,11 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["list", "all"], "all: zoo list takes --json and nothing else"),
         (
             ["bench"],
-            "zoo bench: name what to measure: zoo bench train | packing | balance | data | convert | saves",
+            "zoo bench: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",
         ),
         (
             ["bench", "paking"],
-            "paking: name what to measure: zoo bench train | packing | balance | data | convert | saves",
+            "paking: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",
         ),
         (["bench", "packing", "sample=4"], "sample: no such key; nearest: samples"),
         (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
