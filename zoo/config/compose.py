@@ -218,7 +218,8 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
         why = "no GPU is here" + (f"; published: size={published}" if published else "")
     if size is not None and not family:
         _refuse_no_family(layers)
-    return _Choice(family, size and str(size), hardware and str(hardware), why)
+    size, hardware = (None if name is None else str(name) for name in (size, hardware))
+    return _Choice(family, size, hardware, why)
 
 
 def _refuse_no_family(layers: Sequence[Layer]) -> None:

@@ -364,6 +364,7 @@ class Run:
         guard.allocate_state(self.trainable.optimizer)
         if self.guard.ends:
             self._save(wait=True)
+            self.saver.close()
             raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
 
     def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
