@@ -19,6 +19,7 @@ def test_what_a_run_prints(finished: tuple[Path, Ended]) -> None:
         f"{folder}"
     )
     assert "trains on 11 rows of train.jsonl, evaluates on 2 of heldout.jsonl | 6 steps" in lines[1]
+    assert " s from the command to the end of the first step: imports " in lines.pop(3)
     assert [line.split("  ")[0] for line in lines[2 : 2 + STEPS]] == [
         f"step {n}/{STEPS}" for n in range(1, 7)
     ]
@@ -38,7 +39,8 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     wanted = {"loss", "grad_norm", "lr", "real_tokens", "pad_fraction", "step_ms", "moe_load_balancing_loss"}
     assert all(wanted <= record.keys() for record in steps)
-    assert events(folder) == ["start", *["step"] * STEPS, "save", "eval", "export", "end"]
+    wanted_lines = ["start", "step", "startup", *["step"] * (STEPS - 1), "save", "eval", "export", "end"]
+    assert events(folder) == wanted_lines
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", f"iter_{STEPS}"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -104,13 +106,13 @@ def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
     done = zoo.train(tmp_path / "run", "train.steps=3", "export=false", tty=True)
     assert done.code == 0, done
     shown = done.out.split("\r\n")
-    assert [part[: len("step 1/3")] for part in shown[2].split("\r\x1b[2K")[1:]] == [
-        f"step {n}/3" for n in (1, 2, 3)
-    ]
-    assert shown[3].startswith(
+    first, *later = shown[2].split("\r\x1b[2K")[1:], *shown[3].split("\r\x1b[2K")[1:]
+    assert first[0].startswith("step 1/3") and "to the end of the first step" in first[1]
+    assert [part[: len("step 1/3")] for part in later] == [f"step {n}/3" for n in (2, 3)]
+    assert shown[4].startswith(
         "\r\x1b[2Ksaving ...\r\x1b[2Kevaluating on 2 rows ...\r\x1b[2Keval at step 3: "
     )
-    assert all(len(part) < 100 for part in shown[2].split("\r\x1b[2K"))  # the terminal's width
+    assert all(len(part) < 100 for part in (first[0], *later))  # the terminal's width
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,8 @@ class Watch:
         self._thread.join(_STORE_SECONDS)
         with contextlib.suppress(RuntimeError):
             self._publish("left" if error is None else "")
-        if self._rank == 0 and (error is None or stopped):
+        refused = isinstance(error, UserError) and not self.phases.begun
+        if self._rank == 0 and (error is None or stopped or refused):
             forget_health(self.folder)
         if stopped and not isinstance(error, KeyboardInterrupt):
             raise self._stop.error() from None
@@ -257,7 +258,8 @@ class Watch:
             Verdict("" if mistake or self._size == 1 else told, "failed", ranks=(self._rank,))
         )
         if verdict.ranks == (self._rank,):
-            self._record(verdict, said)
+            if self.phases.begun or mistake is None:  # a start that is refused leaves the folder as it was
+                self._record(verdict, said)
             _tell(verdict.message)
         return False
 

@@ -75,7 +75,7 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
     startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        with Watch(recipe, here, stop) as watch, explained(recipe):  # mistakes are told as such
+        with Watch(recipe, here, stop) as watch:
             try:
                 return Run(recipe, here, stop, startup, watch.phases).run()
             except RuntimeError as error:
@@ -252,6 +252,7 @@ class Run:
             return self._leave_as_it_is()
         self._build()
         with self.stop.deferred(), self.saver:
+            self.phases.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self._say_start()
             started = time.monotonic()

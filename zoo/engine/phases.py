@@ -41,6 +41,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.step = 0
+        self.begun = False  # whether the run has written to its folder
         self._thread = threading.get_ident()
         self._phase, self._moves, self._since = "build", 0, time.monotonic()
         self._ticks = 0
