@@ -249,6 +249,7 @@ def train_with_small_files(
 
     from zoo.config.compose import load_recipe
     from zoo.engine import loop
+    from zoo.errors import UserError
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
@@ -266,8 +267,10 @@ def train_with_small_files(
             if rank == culprit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
             loop.train(recipe)
-        except OSError as error:
-            return type(error).__name__, error.filename, steps
+        except UserError as error:  # told as a mistake of the user's
+            cause = error.__cause__
+            assert isinstance(cause, OSError)
+            return type(cause).__name__, cause.filename, steps
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return "", None, steps
