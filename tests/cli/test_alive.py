@@ -90,7 +90,10 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     since = time.monotonic()
     got, _, err = run.ended()
     assert got == code, err
-    assert time.monotonic() - since < 3 + SECONDS
+    patience = (
+        2 * SECONDS if reason == "silent" else SECONDS
+    )  # the launcher lets a frozen rank have its time to end
+    assert time.monotonic() - since < 3 + patience
     told = [line for line in err.splitlines() if said in line]
     assert len(told) == 1, err
     other = 1 - int(fault[0])
