@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from support.commands import Zoo, events, figures, logged, summary
 
+from zoo.config.locate import checkpoints
+
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 15.0  # in which the others leave, on a busy machine
 
@@ -180,10 +182,12 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo:
         "-m",
         "zoo",
     ]
-    options = ["train.steps=10", "train.save_every=4"]
+    options = ["train.steps=30", "train.save_every=4"]
     given = [a for a in arguments(zoo, folder, *options) if "nproc" not in a]
     run = Launched([*torchrun, *given], folder)
     run.until_step(5)
+    while not checkpoints(folder):  # it is written beside the steps
+        time.sleep(0.05)
     ranks = run.children()
     os.kill(ranks[1], signal.SIGKILL)
     code, out, err = run.ended()
