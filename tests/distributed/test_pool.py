@@ -10,6 +10,7 @@ from support.pool import Pool, PoolError
 
 def test_a_world_can_be_entered_again_and_again(pool: Pool) -> None:
     """Other sizes and groups each time, in the same processes."""
+    pool.close()  # which are replaced after so many calls: a count that begins here
     pids = None
     for size, overrides in ((4, ["parallel.tp=2"]), (2, ["parallel.cp=2"]), (1, []), (4, ["parallel.pp=2"])):
         found = pool.run(size, rank_tasks.place, overrides)

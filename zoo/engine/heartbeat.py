@@ -34,7 +34,7 @@ from zoo.config.schema import Recipe
 from zoo.engine.health import forget_health, write_health
 from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.engine.phases import Phases
-from zoo.engine.runlog import append_event
+from zoo.engine.runlog import append_event, has_ended
 from zoo.engine.verdict import Beat, Seen, Verdict, birth, describe, judge, machine
 from zoo.engine.world import World
 from zoo.errors import UserError, file_error
@@ -229,6 +229,8 @@ class Watch:
         )
         if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
             return
+        if has_ended(self.folder):  # rank 0 left by a verdict that this one had no time to read
+            self._leave(Verdict("", "stopped"))
         reason = "silent" if self._alive().get(0, True) else "died"
         told = describe(reason, [0], self._seen, limit=self._silence, checkpoint=self._newest())
         living = min(rank for rank, one in self._seen.items() if rank and one.beat.state == "alive")

@@ -49,6 +49,15 @@ def append_event(folder: Path, name: str, step: int, **facts: Any) -> None:
             file.write(_timed({"event": name, "step": step, **facts}) + "\n")
 
 
+def has_ended(folder: Path) -> bool:
+    """Whether the log's last line tells the end of the run (a run that goes on writes others after it)."""
+    path = folder / "train.jsonl"
+    if not path.is_file():
+        return False
+    last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+    return any(line.startswith('{"event": "end"') for line in last)
+
+
 def _timed(record: dict[str, Any]) -> str:
     """A line of train.jsonl; `time` is in seconds since 1970."""
     return json.dumps(finite({**record, "time": round(time.time(), 3)}))
