@@ -1,0 +1,48 @@
+"""A rank whose store is gone: it says that rank 0 died, unless the run's end has been told already."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zoo.engine.heartbeat import Watch
+from zoo.engine.phases import Phases
+from zoo.engine.runlog import append_event
+from zoo.engine.verdict import Beat, Seen, Verdict, machine
+
+
+class Left(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def bereft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Rank 1 of two on this machine; rank 0's process is no more."""
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, save_within=60.0, hang_timeout=10.0))
+    world: Any = SimpleNamespace(rank=1, size=2)
+    watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
+    gone = Beat(0, 7, Phases().moment(), machine(), 2**22 + 1, "1")
+    watch._store = object()
+    watch._seen[0] = Seen(gone)
+
+    def leave(verdict: Verdict, told: bool = False) -> None:
+        raise Left(verdict)
+
+    monkeypatch.setattr(watch, "_leave", leave)
+    (tmp_path / "train.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
+    return watch
+
+
+def test_rank_0_died(bereft: Any) -> None:
+    with pytest.raises(Left) as left:
+        bereft._without_store()
+    verdict = left.value.args[0]
+    assert verdict.reason == "died" and verdict.message.startswith("rank 0 died, last seen after step 0")
+
+
+def test_rank_0_left_by_a_verdict_that_was_not_read_in_time(bereft: Any, tmp_path: Path) -> None:
+    append_event(tmp_path, "end", 3, reason="hangs", ranks=[1], message="rank 1 got no further")
+    with pytest.raises(Left) as left:
+        bereft._without_store()
+    assert left.value.args[0].message == ""
