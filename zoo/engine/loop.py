@@ -1,11 +1,4 @@
-"""The training loop: `train(recipe)` on every rank of a run.
-
-Loss and gradient are those of Hugging Face under gradient accumulation: the sum of negative log likelihoods over
-all labelled tokens of a global batch, divided by their number N (where they are weighted: each times its weight, and N
-is the sum of the weights). N is known on the host before the forward
-pass (one small all-reduce), so the scale of every micro-batch is right at once: mcore's schedule multiplies by
-cp / micro-batches and its DDP averages over dp * cp ranks, hence `loss_scale` = dp * micro-batches / N.
-"""
+"""The training loop: `train(recipe)` on every rank of a run."""
 
 from __future__ import annotations
 
@@ -20,23 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.config.entries import parse_entry
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.data.evaluation import eval_batches
-from zoo.data.loader import BatchLoader
-from zoo.data.source import SampleSource
-from zoo.data.workers import decoder_for
-from zoo.engine import bad_steps, build, checkpoint, export, guard, lora, lora_files
+from zoo.engine import bad_steps, build, checkpoint, export, guard, lora, lora_files, words
 from zoo.engine.checkpoint import Trainable
-from zoo.engine.costs import training_cost
 from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
 from zoo.engine.evaluate import evaluate
+from zoo.engine.feed import open_feed
+from zoo.engine.figures import Counts, Totals, expert_figures
 from zoo.engine.heartbeat import Watch
 from zoo.engine.interrupts import Interrupts, interrupts
-from zoo.engine.peers import peers
 from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.resources import explained
@@ -82,38 +70,6 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
                 if (refused := refusal(error)) is not None:
                     raise refused from None
                 raise
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Tokens of this rank's micro-batches of one step, as the host knows them."""
-
-    real: int
-    total: int
-    weight: float  # of the labels: their number where they are not weighted
-    batches: int
-
-    @classmethod
-    def of(cls, batches: list[Any]) -> Counts:
-        """Sums over micro-batches."""
-        return cls(
-            sum(b.real_tokens for b in batches),
-            sum(b.total for b in batches),
-            sum(b.num_labels if b.label_weight is None else b.label_weight for b in batches),
-            len(batches),
-        )
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Figures of one step over all ranks."""
-
-    real: float
-    total: float
-    loss: float
-    labels: float
-    grad_norm: float
-    mtp_loss: float | None
 
 
 @dataclass(frozen=True)
@@ -166,54 +122,9 @@ class Run:
         return choose(self.folder)
 
     def _open_data(self) -> None:
-        recipe, world, processor = self.recipe, self.world, self.assembly.processor
-        align, cost = recipe.packing.align or 1, training_cost(self.assembly.config, recipe)
-        self.decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+        self.feed = open_feed(self.recipe, self.assembly, self.world, self.folder)
+        self.loader, self.source = self.feed.loader, self.feed.source
         self.bad_rows_told: dict[str, int] = {}
-        options: dict[str, Any] = {
-            "decoder": self.decoder,
-            "budget": recipe.packing.budget,
-            "align": align,
-            "bad_rows": self.folder / "bad_rows.jsonl" if world.is_main else None,
-        }
-        self.source = SampleSource.open(
-            recipe.data.train,
-            processor,
-            recipe.data,
-            augment=recipe.data.augment,
-            blank=recipe.data.blank_answers,
-            seed=recipe.run.seed,
-            **options,
-        )
-        self.loader = BatchLoader(
-            self.source,
-            recipe,
-            align=align,
-            dp_rank=world.dp_rank,
-            dp_size=world.dp_size,
-            cost=cost,
-            peers=peers(),
-        )
-        self.held_out = SampleSource.open(
-            recipe.data.eval,
-            processor,
-            recipe.data,
-            max_rows=recipe.train.eval_rows,
-            evaluation=True,
-            **options,
-        )
-        self.eval_set = eval_batches(
-            self.held_out,
-            mode=recipe.packing.mode,
-            budget=recipe.packing.budget,
-            micro_batch=recipe.train.micro_batch,
-            align=align,
-            pad_to=recipe.packing.pad_to,
-            dp_rank=world.dp_rank,
-            dp_size=world.dp_size,
-            cost=cost,
-            peers=peers(),
-        )
 
     def _build(self) -> None:
         recipe, world, family = self.recipe, self.world, self.assembly.family
@@ -329,7 +240,7 @@ class Run:
         data, batches, waited = fetched.data, fetched.batches, fetched.waited
         self.phases.enter("compute")
         counts = Counts.of(batches)
-        scale = self._loss_scale(counts.weight, len(batches))
+        scale = counts.loss_scale(self.world)
         lora.seed_dropout(self.recipe, self.done, self.world)
         figures = self._forward_backward(fetched, scale)
         if self.world.device.type == "cuda" and self.done + 1 < self.total_steps:
@@ -339,7 +250,7 @@ class Run:
         verdict: list[tuple[Totals, guard.Bad | None]] = []
 
         def good(norm: float) -> bool:
-            totals = self._totals(figures, counts, norm)
+            totals = Totals.of(figures, counts, norm, self.world, mtp=bool(self.step.mtp_depths))
             verdict.append((totals, self.guard.judge(totals.loss, totals.grad_norm)))
             return verdict[0][1] is None
 
@@ -367,14 +278,6 @@ class Run:
             self._save(wait=True)
             self.saver.close()
             raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
-
-    def _loss_scale(self, weight: float, micro_batches: int) -> torch.Tensor | float:
-        """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
-        if self.world.dp_size == 1:
-            return micro_batches / weight if weight else 1.0
-        total = torch.tensor(float(weight), device=self.world.device)
-        dist.all_reduce(total, group=self.world.groups.dp)
-        return self.world.dp_size * micro_batches / total.masked_fill(total == 0, 1.0)
 
     def _fetch(self) -> Fetched:
         """The next step's micro-batches, the first of them on its way to the device."""
@@ -406,21 +309,6 @@ class Run:
         )
         return figures
 
-    def _totals(self, figures: list[dict[str, Any]], counts: Counts, grad_norm: float) -> Totals:
-        """Sum the figures of all ranks: with the gradient's norm, the step's one wait for the device."""
-        world = self.world
-        names = ("nll", "labels", "weight", *(("mtp_nll",) if self.step.mtp_depths else ()))
-        sums = [0.0] * len(names)
-        if world.counts_loss and figures:
-            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
-        host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
-        everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
-        real, total, grad_norm, nll, labels, weight, *further = everything
-        weight = weight or 1.0  # no label at all
-        mtp_loss = further[0] / weight if further else None
-        return Totals(real, total, nll / weight, labels, grad_norm, mtp_loss)
-
     def _log_step(
         self, totals: Totals, counts: Counts, began: float, waited: float, bad: guard.Bad | None
     ) -> None:
@@ -441,7 +329,7 @@ class Run:
             "data_wait": waited / seconds,
             **({} if totals.mtp_loss is None else {"mtp_loss": totals.mtp_loss}),
             **({} if bad is None else {"skipped": bad.cause}),
-            **self._expert_figures(counts.batches),
+            **expert_figures(self.trainable.chunks[0].config, self.done, counts.batches),
         }
         self.log.step(record)
         self.phases.step = self.done
@@ -465,45 +353,17 @@ class Run:
         flat = world.sum([x * (rank == world.rank) for rank in range(world.size) for x in mine])
         return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
 
-    def _expert_figures(self, micro_batches: int) -> dict[str, float]:
-        """Load-balance figures of the MoE layers; 1.0 is perfectly balanced."""
-        config = self.trainable.chunks[0].config
-        if not config.num_moe_experts:
-            return {}
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-
-        names = [
-            n
-            for n, c in (
-                ("load_balancing_loss", config.moe_aux_loss_coeff),
-                ("z_loss", config.moe_z_loss_coeff),
-            )
-            if c
-        ]
-        if not names:
-            return {}
-        totals: dict[str, torch.Tensor] = {}
-        get_moe_metrics_tracker().report(
-            loss_scale=1.0 / micro_batches,
-            iteration=self.done,
-            force_initialize=True,
-            track_names=names,
-            num_layers=config.num_layers,
-            moe_layer_freq=config.moe_layer_freq,
-            total_loss_dict=totals,
-        )
-        return {f"moe_{name}": float(value) for name, value in totals.items()}
-
     def _evaluate(self) -> dict[str, Any]:
         """Figures of the held-out rows; none when it was interrupted."""
         self.phases.enter("eval")
-        self.log.note(f"evaluating on {len(self.held_out)} rows ...")
+        self.log.note(f"evaluating on {len(self.feed.held_out)} rows ...")
+        eval_set = self.feed.eval_set
         figures = evaluate(
             self.step,
             self.trainable.chunks,
-            self._until_interrupted(self.eval_set),
+            self._until_interrupted(eval_set),
             self.world,
-            self.eval_set.spare,
+            eval_set.spare,
         )
         if self.interrupted:
             return {}
@@ -567,10 +427,8 @@ class Run:
         self.log.say(f"exported to {target} ({what})")
 
     def _say_start(self) -> None:
-        recipe = self.recipe
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
         adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
-        share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
         self.log.event(
             "resume" if self.done else "start",
             self.done,
@@ -582,20 +440,11 @@ class Run:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         for name, why in self.chosen.passed_over.items():
             self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
-        train, evals = (
-            ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
-            for specs in (recipe.data.train, recipe.data.eval)
-        )
-        rows = "a stream" if self.source.has_stream else f"{len(self.source)} rows"
-        self.log.say(
-            f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {train}, "
-            f"evaluates on {len(self.held_out)} of {evals} | {self.total_steps} steps"
-        )
+        self.log.say(words.at_start(self.recipe, self.feed, parameters, adapters, self.total_steps))
 
     def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
         """Write summary.json and the plot, and say how it ended."""
-        self.loader.close()
-        self.decoder.close()
+        self.feed.close()
         summary = {
             "steps": self.done,
             "total_steps": self.total_steps,
@@ -605,37 +454,19 @@ class Run:
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
-            "skipped_rows": dict(self.source.counts + self.held_out.counts),
+            "skipped_rows": dict(self.source.counts + self.feed.held_out.counts),
             "skipped_steps": dict(self.guard.counts),
             "metrics": metrics,
         }
         self.log.finish(summary, self._reason())
-        self._say_end(summary)
+        for line in words.at_end(summary, self.losses, self.folder):
+            self.log.say(line)
 
     def _reason(self) -> str:
         """Why the run ends here."""
         if self.interrupted:
             return "preempted" if self.preempted else "interrupted"
         return "finished" if self.done >= self.total_steps else "out of time"
-
-    def _say_end(self, summary: dict[str, Any]) -> None:
-        if summary["skipped_rows"]:
-            rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
-            self.log.say(f"rows left out: {rows}; {self.folder / 'bad_rows.jsonl'} lists them")
-        if summary["skipped_steps"]:
-            steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
-            self.log.say(f"steps not applied: {steps}; {self.folder / bad_steps.FOLDER} has their rows")
-        if self.losses and not self.interrupted:
-            self.log.say(
-                f"loss {self.losses[0]:.4f} -> {self.losses[-1]:.4f} in {self.done} steps; "
-                f"plot: {self.folder / 'plots' / 'loss.png'}"
-            )
-        if self.interrupted:
-            what = "train on" if self.done < self.total_steps else "evaluate and export"
-            self.log.say(
-                f"stopped at step {self.done} of {self.total_steps}, saved in {self.saved}; "
-                f"run the same command again to {what}"
-            )
 
     def _result(self, metrics: dict[str, Any]) -> TrainResult:
         return TrainResult(

@@ -1,0 +1,89 @@
+"""What a run reads: the rows that it trains on, dealt out in steps, and the held-out ones."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.data.evaluation import EvalBatches, eval_batches
+from zoo.data.loader import BatchLoader
+from zoo.data.processor import Decoder
+from zoo.data.source import SampleSource
+from zoo.data.workers import decoder_for
+from zoo.engine.build import Assembly
+from zoo.engine.costs import training_cost
+from zoo.engine.peers import peers
+from zoo.engine.world import World
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A rank's sources of micro-batches."""
+
+    source: SampleSource
+    loader: BatchLoader
+    held_out: SampleSource
+    eval_set: EvalBatches
+    decoder: Decoder
+
+    def close(self) -> None:
+        """End its threads and processes."""
+        self.loader.close()
+        self.decoder.close()
+
+
+def open_feed(recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Feed:
+    """Open data.train and data.eval as the recipe says; every rank calls it.
+
+    Rows that are left out are listed in bad_rows.jsonl of `folder`, the run's. Raises UserError for data that can't be read.
+    """
+    align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
+    decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    options: dict[str, Any] = {
+        "decoder": decoder,
+        "budget": recipe.packing.budget,
+        "align": align,
+        "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
+    }
+    source = SampleSource.open(
+        recipe.data.train,
+        assembly.processor,
+        recipe.data,
+        augment=recipe.data.augment,
+        blank=recipe.data.blank_answers,
+        seed=recipe.run.seed,
+        **options,
+    )
+    loader = BatchLoader(
+        source,
+        recipe,
+        align=align,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        cost=cost,
+        peers=peers(),
+    )
+    held_out = SampleSource.open(
+        recipe.data.eval,
+        assembly.processor,
+        recipe.data,
+        max_rows=recipe.train.eval_rows,
+        evaluation=True,
+        **options,
+    )
+    eval_set = eval_batches(
+        held_out,
+        mode=recipe.packing.mode,
+        budget=recipe.packing.budget,
+        micro_batch=recipe.train.micro_batch,
+        align=align,
+        pad_to=recipe.packing.pad_to,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        cost=cost,
+        peers=peers(),
+    )
+    return Feed(source, loader, held_out, eval_set, decoder)
