@@ -8,22 +8,14 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image
-
-ARCH = {
-    "model_type": "qwen3_omni_moe",
-    "thinker_config": {
-        "position_id_per_seconds": 13,
-        "audio_config": {"n_window": 50, "num_mel_bins": 128},
-        "vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
-    },
-}
+from support.tiny_omni import PROCESSOR_ARCH
 
 
 @pytest.fixture(scope="session")
 def processor() -> Any:
     from zoo.models.qwen3_omni.processor import build_processor
 
-    return build_processor(ARCH)
+    return build_processor(PROCESSOR_ARCH)
 
 
 @pytest.fixture(scope="session")

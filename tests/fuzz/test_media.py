@@ -133,7 +133,7 @@ def test_sounds(data: bytes, workers: Workers) -> None:
 @given(kind=st.sampled_from(["image", "video", "audio"]), data=st.data())
 def test_in_the_rank_itself(kind: str, data: Any) -> None:
     """With data.workers=0, and headers with any number of workers: no other error than a RowError."""
-    from zoo.data.processor import HERE
+    from zoo.data.decoder import HERE
     from zoo.data.sizes import image_size
 
     medium = Blob(data.draw(mutated({"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind])), f"x.{kind}")

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+
+from zoo.data.errors import RowError
 
 CASES = int(os.environ.get("ZOO_FUZZ_CASES", "400"))
 CASE_SECONDS = 10.0  # longest time that one case may take
@@ -124,3 +126,12 @@ def mutated(draw: Any, wholes: list[bytes], edits: int = 6) -> bytes:
             size = draw(st.integers(1, 256))
             data[at : at + size] = other[at : at + size]
     return bytes(data)
+
+
+def read_as_rows(rows: Sequence[Any], count: int) -> Iterator[Any]:
+    """The first `count` places of a table that are rows; the others must be bad rows, in one printable line."""
+    for place in range(min(len(rows), count)):
+        try:
+            yield rows[place]
+        except RowError as error:
+            assert str(error).isprintable() and len(str(error)) < 1200

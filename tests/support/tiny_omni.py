@@ -16,6 +16,14 @@ import torch
 
 from support import tiny
 
+PROCESSOR_ARCH: dict[str, Any] = {  # what the processor needs of a config
+    "model_type": "qwen3_omni_moe",
+    "thinker_config": {
+        "position_id_per_seconds": 13,
+        "audio_config": {"n_window": 50, "num_mel_bins": 128},
+        "vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    },
+}
 TEXT = tiny.TEXT | {
     "moe_intermediate_size": 28,
     "num_experts": 5,

@@ -21,9 +21,10 @@ import numpy as np
 from zoo.config.entries import parse_entry
 from zoo.config.schema import DataConfig
 from zoo.data.augment import Augment
+from zoo.data.decoder import HERE, Decoder, Here
 from zoo.data.errors import RowError
 from zoo.data.mixture import Mixture, Part
-from zoo.data.processor import HERE, Decoder, Here, Processor
+from zoo.data.processor import Processor
 from zoo.data.refs import Access
 from zoo.data.rows import Row, is_bundled
 from zoo.data.sample import IGNORE, Sample

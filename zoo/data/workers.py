@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from zoo.config.schema import DataConfig
-    from zoo.data.processor import Decoder
+    from zoo.data.decoder import Decoder
     from zoo.data.rows import Row
 
 HEAD = struct.Struct("<Q")  # bytes of the message that follows
@@ -47,7 +47,7 @@ START_SECONDS = 120.0  # longest time that a worker may take to start
 
 
 class Workers:
-    """Decodes in worker processes; `zoo.data.processor.Decoder`.
+    """Decodes in worker processes; `zoo.data.decoder.Decoder`.
 
     Args:
         count: processes, each started when it is first needed.
@@ -307,7 +307,7 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
     count = max(1, min(8, cores // max(ranks, 1))) if data.workers is None else data.workers
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
-    from zoo.data.processor import Here
+    from zoo.data.decoder import Here
 
     return Here(data.row_mb)
 

@@ -19,9 +19,9 @@ import torch
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
+from zoo.data.decoder import HERE, Decoder
 from zoo.data.errors import RowError
 from zoo.data.loader import BatchLoader
-from zoo.data.processor import HERE, Decoder
 from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
 from zoo.engine import build

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.schema import Recipe
+from zoo.data.decoder import Decoder
 from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.loader import BatchLoader
-from zoo.data.processor import Decoder
 from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
 from zoo.engine.build import Assembly

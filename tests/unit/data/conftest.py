@@ -9,17 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.tiny_omni import PROCESSOR_ARCH
 
 from zoo.models.qwen3_omni.processor import build_processor
 
-ARCH = {
-    "model_type": "qwen3_omni_moe",
-    "thinker_config": {
-        "position_id_per_seconds": 13,
-        "audio_config": {"n_window": 50, "num_mel_bins": 128},
-        "vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2},
-    },
-}
 ROWS = {
     "text": {"messages": [("system", "Be brief."), ("user", "Say 12."), ("assistant", "12")]},
     "turns": {
@@ -118,7 +111,7 @@ def media(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def processor():
-    return build_processor(ARCH)
+    return build_processor(PROCESSOR_ARCH)
 
 
 @pytest.fixture(scope="session")
@@ -130,4 +123,4 @@ def make() -> SimpleNamespace:
 @pytest.fixture(scope="session")
 def arch() -> dict:
     """What the processor needs of a tiny Qwen3-Omni's config."""
-    return ARCH
+    return PROCESSOR_ARCH

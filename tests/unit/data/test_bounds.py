@@ -18,8 +18,8 @@ from support.broken_rows import png_chunks
 from support.fuzz import memory_below, peak_mb
 
 from zoo.data import media, sizes
+from zoo.data.decoder import Here
 from zoo.data.errors import RowError
-from zoo.data.processor import Here
 from zoo.data.refs import Access, Blob
 from zoo.data.rows import LINE_MB, TEXT_MB, Row, make_row, read_rows
 from zoo.data.workers import Workers

@@ -10,6 +10,7 @@ import torch
 from support import templates
 from support.tile_rows import draw
 from support.tiny_llava import tiny_config
+from support.tiny_omni import PROCESSOR_ARCH
 
 from zoo.data.labels import words_begin
 from zoo.data.processor import Processor
@@ -22,13 +23,6 @@ from zoo.models.qwen3_vl.processor import build_processor as build_vl
 from zoo.models.qwen35_vl.processor import build_processor as build_qwen35
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
-OMNI = {
-    "thinker_config": {
-        **VISION,
-        "position_id_per_seconds": 13,
-        "audio_config": {"n_window": 50, "num_mel_bins": 128},
-    }
-}
 END = "<|im_end|>"
 
 
@@ -52,7 +46,7 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "bundled": (lambda: build_vl(VISION), same),
     "qwen3_vl instruct": (lambda: with_template(build_vl(VISION), templates.INSTRUCT), same),
     "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
-    "qwen3_omni": (lambda: with_template(build_omni(OMNI), templates.THINKING), same),
+    "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
     "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda words: " " + words.rstrip()),
     "llava next, mistral": (

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from zoo.config.schema import DataConfig
+from zoo.data.decoder import HERE, Here
 from zoo.data.errors import RowError
-from zoo.data.processor import HERE, Here
 from zoo.data.refs import Blob
 from zoo.data.rows import Row, read_rows
 from zoo.data.source import SampleSource
