@@ -100,10 +100,11 @@ def add_sound(container: OutputContainer, sound: np.ndarray) -> None:
     container.mux(stream.encode(None))
 
 
-def write_video(path: Path, cells: list[np.ndarray], columns: list[int], sound: np.ndarray | None) -> None:
-    """H.264 in mp4: each uint8 [CELL, CELL] for a second, in the left (0) or right (1) half of 2 cells."""
+def write_video(path: Path, cells: list[np.ndarray], sound: np.ndarray | None) -> None:
+    """H.264 in mp4: each uint8 [CELL, CELL] for a second, twice as wide."""
     import av
     from av.bitstream import BitStreamFilterContext
+    from PIL import Image
 
     with av.open(str(path), "w", container_options={"fflags": "bitexact"}) as container:
         options = {"crf": "28", "preset": "veryslow", "tune": "stillimage", "bf": "0", "threads": "1"}
@@ -111,10 +112,10 @@ def write_video(path: Path, cells: list[np.ndarray], columns: list[int], sound: 
         stream = container.add_stream("libx264", rate=FPS, options=options)
         stream.width, stream.height, stream.pix_fmt = 2 * CELL, CELL, "yuv420p"
         packets = []
-        for cell, column in zip(cells, columns, strict=True):
+        for cell in cells:
             page = np.full((CELL * 3 // 2, 2 * CELL), 128, np.uint8)  # planes Y, U, V below one another
-            page[:CELL] = 16
-            page[:CELL, column * CELL : (column + 1) * CELL] = np.round(16 + cell * (219 / 255))
+            wide = np.asarray(Image.fromarray(cell).resize((2 * CELL, CELL), Image.Resampling.BICUBIC))
+            page[:CELL] = np.round(16 + wide * (219 / 255))
             for _ in range(FPS):
                 packets += stream.encode(av.VideoFrame.from_ndarray(page, format="yuv420p"))
         packets += stream.encode(None)

@@ -26,7 +26,7 @@ MAX_SPEECH = 2.2  # s, the longest spoken clip
 
 KINDS = ("image", "multi_image", "video", "audio", "multi_audio", "audio_in_video", "text")
 ROWS = {
-    "train": dict(zip(KINDS, (1110, 790, 90, 490, 140, 30, 170), strict=True)),
+    "train": dict(zip(KINDS, (1110, 690, 90, 490, 140, 30, 170), strict=True)),
     "heldout": dict(zip(KINDS, (80, 15, 15, 60, 15, 10, 15), strict=True)),
 }
 PROMPTS = {
@@ -95,7 +95,8 @@ class Split:
 
     name: str
     out: Path
-    rng: np.random.Generator
+    seed: int
+    rng: np.random.Generator  # of the kind in the making
     scans: np.ndarray  # [1797, 8, 8], 0..16
     labels: np.ndarray  # [1797], 0..9
     scan_deck: Deck
@@ -103,6 +104,10 @@ class Split:
     rows: list[dict] = field(default_factory=list)
     used_scans: Counter = field(default_factory=Counter)
     used_voices: Counter = field(default_factory=Counter)
+
+    def begin(self, kind: str) -> None:
+        """From here on draw for that kind, from a stream of its own: other kinds stay as they are when it changes."""
+        self.rng = np.random.default_rng([self.seed, list(ROWS).index(self.name), KINDS.index(kind)])
 
     def path(self, stem: str, number: int, suffix: str) -> str:
         """A media file's path relative to the JSONL file."""
@@ -138,6 +143,7 @@ def layout(rng: np.random.Generator) -> tuple[int, int, int]:
 
 def image_rows(split: Split, count: int) -> list[tuple[str, str]]:
     """Adds `count` rows of one strip; returns the strips' paths and digits."""
+    split.begin("image")
     strips = []
     for number in range(count):
         lines, columns, side = layout(split.rng)
@@ -152,8 +158,9 @@ def image_rows(split: Split, count: int) -> list[tuple[str, str]]:
 
 
 def multi_image_rows(split: Split, count: int, strips: list[tuple[str, str]]) -> None:
-    """Adds `count` rows of two to four of the strips of at most two digits."""
-    short = [strip for strip in strips if len(strip[1]) <= 2]
+    """Adds `count` rows of two to four of the strips of one digit."""
+    split.begin("multi_image")
+    short = [strip for strip in strips if len(strip[1]) == 1]
     for _ in range(count):
         chosen = [short[i] for i in split.rng.choice(len(short), 2 + split.rng.integers(3), replace=False)]
         marks = ("" if split.rng.random() < 0.7 else " then ").join(["<image>"] * len(chosen))
@@ -196,6 +203,7 @@ def speech(split: Split, count: int, seconds: float | None = None) -> tuple[np.n
 
 def audio_rows(split: Split, count: int) -> list[tuple[str, str]]:
     """Adds `count` rows of 1..4 spoken digits; returns the clips' paths and digits."""
+    split.begin("audio")
     clips = []
     for number in range(count):
         sound, digits = speech(split, 1 + split.rng.choice(4, p=(0.28, 0.4, 0.22, 0.1)))
@@ -208,6 +216,7 @@ def audio_rows(split: Split, count: int) -> list[tuple[str, str]]:
 
 def multi_audio_rows(split: Split, count: int, clips: list[tuple[str, str]]) -> None:
     """Adds `count` rows of two of the clips, mostly of two voices."""
+    split.begin("multi_audio")
     for _ in range(count):
         chosen = [clips[i] for i in split.rng.choice(len(clips), 2, replace=False)]
         content = "<audio><audio>" + split.prompt("multi_audio")
@@ -220,23 +229,23 @@ def multi_audio_rows(split: Split, count: int, clips: list[tuple[str, str]]) -> 
 
 def video_rows(split: Split, count: int) -> None:
     """Adds `count` silent clips of 2..6 digits."""
+    split.begin("video")
     for number in range(count):
         scans, digits = split.deal_scans(2 + split.rng.choice(5, p=(0.25, 0.25, 0.2, 0.15, 0.15)))
         path = split.path("v", number, "mp4")
-        columns = split.rng.integers(2, size=len(scans)).tolist()
-        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, None)
+        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], None)
         split.rows.append(row("video", "<video>" + split.prompt("video"), digits, videos=[path]))
 
 
 def audio_in_video_rows(split: Split, count: int) -> None:
     """Adds `count` clips that show two or three digits, one a second, and say as many other ones."""
+    split.begin("audio_in_video")
     for number in range(count):
         shown = 2 + int(split.rng.random() < 0.2)
         scans, seen = split.deal_scans(shown)
         sound, heard = speech(split, shown, seconds=codec.whole_packets(shown))
         path = split.path("s", number, "mp4")
-        columns = split.rng.integers(2, size=shown).tolist()
-        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], columns, sound)
+        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], sound)
         content = "<video>" + split.prompt("audio_in_video")
         extra = {"videos": [path], "use_audio_in_video": True}
         split.rows.append(row("audio_in_video", content, f"{seen} {heard}", **extra))
@@ -251,6 +260,7 @@ def text_rows(split: Split, count: int) -> None:
     Rows of the train split have many short numbers: a few long ones are sooner known by heart than copied. Numbers
     whose digits sum up to 4 modulo 5 are in the held-out split only.
     """
+    split.begin("text")
     for _ in range(count):
         turns = []
         for shortest, longest in TURNS[split.name]:
@@ -283,7 +293,7 @@ def make_split(name: str, out: Path, seed: int) -> Split:
     scans, labels = codec.load_scans()
     mine = [i for i in range(len(scans)) if (i % 5 == 4) == (name == "heldout")]
     speech_decks = [Deck(list(range(10)) * 5, rng) for _ in VOICES[name]]
-    split = Split(name, out, rng, scans, labels, Deck(mine, rng), speech_decks)
+    split = Split(name, out, seed, rng, scans, labels, Deck(mine, rng), speech_decks)
     shutil.rmtree(out / name, ignore_errors=True)
     (out / name).mkdir(parents=True)
     counts = ROWS[name]
