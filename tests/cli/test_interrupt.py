@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,14 @@ def test_before_the_first_step_nothing_is_written(zoo: Zoo, tmp_path: Path, stag
 def test_after_the_last_step_only_the_rest_is_left_to_do(
     zoo: Zoo, tmp_path: Path, stage: str, reached: Callable[[Path], bool]
 ) -> None:
-    folder = tmp_path / "run"
-    running = zoo.start_training(folder, "train.steps=1")
-    running.until(lambda: reached(folder))
-    running.interrupt()
-    done = running.ended()
+    for attempt in range(5):  # on a busy machine the stage may be over before the signal arrives
+        folder = tmp_path / f"run{attempt}"
+        running = zoo.start_training(folder, "train.steps=1")
+        running.until(partial(reached_or_over, reached, folder))
+        running.interrupt()
+        done = running.ended()
+        if done.code != 0:
+            break
     assert done.code == 130, (stage, done)
     assert done.out.splitlines()[-1].endswith("run the same command again to evaluate and export")
     assert (summary(folder)["interrupted"], summary(folder)["export"]) == (True, None)
@@ -104,6 +108,10 @@ def test_decoding_workers_end_with_the_run(zoo: Zoo, tmp_path: Path) -> None:
     while any(Path(f"/proc/{pid}").exists() for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def reached_or_over(reached: Callable[[Path], bool], folder: Path) -> bool:
+    return reached(folder) or (folder / "export").exists()
 
 
 def children(parent: int) -> list[int]:
