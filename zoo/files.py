@@ -29,10 +29,23 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or none."""
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, before going on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
+    """Write a whole file or none, also where the machine fails; `durable`: it is on the disk before going on."""
     with replaced(path) as partial:
         partial.write_text(text, encoding="utf-8")
+        if durable:
+            sync(partial)
+    if durable:
+        sync(path.parent)
 
 
 class Lines:

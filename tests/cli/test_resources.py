@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Zoo, logged, summary
-from support.disks import mounted, remount
+from support.disks import Disk, mounted, remount
 
 from zoo.config.locate import checkpoints
 
@@ -44,6 +44,33 @@ def test_a_folder_that_can_only_be_read(zoo: Zoo, tmp_path: Path) -> None:
     with mounted(tmp_path / "run" / "checkpoints", "ro") as disk:  # found out at the first save
         message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "nproc=2"))
         assert message.startswith(f"{disk}") and "its file system is read-only" in message, message
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
+    """The run says so; when it is back, the same command goes on behind a whole checkpoint, to the same steps."""
+    disk = Disk(tmp_path)
+    try:
+        folder = disk.mount / "run"
+        arguments = zoo.train_arguments(
+            folder, f"nproc={ranks}", "train.save_every=2", "train.steps=12", "log.tensorboard=false"
+        )
+        running = zoo.start(*arguments)
+        running.until(lambda: len(checkpoints(folder)) > 1)
+        disk.lose()
+        done = running.ended()
+        assert done.code == 2 and done.err.count("\n") == 1, done
+        assert (
+            "its file system does not answer (Input/output error): the disk or its server is lost" in done.err
+        )
+        disk.go()
+        disk.come_back()
+        newest = checkpoints(folder)[-1]
+        done = zoo(*arguments)
+        assert (done.code, done.err) == (0, "") and f"resuming {newest}" in done.out, done
+        assert [record["step"] for record in logged(folder)] == list(range(1, 13))
+    finally:
+        disk.go()
 
 
 def test_too_little_address_space_is_said_before_anything_hangs(zoo: Zoo, tmp_path: Path) -> None:

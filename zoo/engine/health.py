@@ -38,7 +38,7 @@ def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
     ]
     writer = {"machine": machine(), "pid": os.getpid(), "born": birth(os.getpid())}
     found = {"time": round(time.time(), 3), "every": every, "writer": writer, "ranks": ranks}
-    write_atomically(folder / HEALTH, json.dumps(found) + "\n")
+    write_atomically(folder / HEALTH, json.dumps(found) + "\n", durable=False)  # the next comes soon
 
 
 def forget_health(folder: Path) -> None:

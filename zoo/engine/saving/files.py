@@ -13,25 +13,10 @@ import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from zoo.files import sync, write_atomically
+
 MANIFEST = "integrity.json"
 _ALGORITHM = "sha256"
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file through to the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, before going on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def digest(path: Path) -> str:
@@ -60,7 +45,7 @@ def share_files(source: Path, target: Path) -> None:
 def write_manifest(folder: Path, known: Mapping[str, str]) -> None:
     """Sum up all files of a folder; `known` holds digests that need not be worked out again."""
     sums = {name: known.get(name) or digest(folder / name) for name in files_of(folder)}
-    write(folder / MANIFEST, json.dumps({"algorithm": _ALGORITHM, "files": sums}, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps({"algorithm": _ALGORITHM, "files": sums}, indent=1) + "\n")
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -22,6 +22,7 @@ from zoo.config.schema import Recipe
 from zoo.engine.saving import files
 from zoo.engine.saving.choose import tidy
 from zoo.engine.saving.snapshot import Snapshot
+from zoo.files import sync, write_atomically
 
 PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
 
@@ -173,16 +174,16 @@ def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, s
 
     folder, log = order.partial, order.run_dir / "train.jsonl"
     if log.exists():  # what it tells of the steps so far is not to be younger than the checkpoint
-        files.sync(log)
+        sync(log)
     prepared.writer.finish(prepared.metadata, [placed for placed, _ in written])
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
-    files.sync(folder / "metadata.json")
+    sync(folder / "metadata.json")
     if not order.hf.is_dir():
         _fill(order.hf, order.save_files)
     files.share_files(order.hf, folder / HF_PART)
     shutil.copyfile(order.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
-    files.sync(folder / "config.yaml")
-    files.write(folder / STATE, json.dumps(order.state) + "\n")
+    sync(folder / "config.yaml")
+    write_atomically(folder / STATE, json.dumps(order.state) + "\n")
     files.write_manifest(folder, {name: value for _, digests in written for name, value in digests.items()})
     files.publish(folder, order.target)
     tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
@@ -195,5 +196,5 @@ def _fill(folder: Path, save_files: Callable[[Path], None]) -> None:
     new.mkdir()
     save_files(new)
     for file in new.iterdir():
-        files.sync(file)
+        sync(file)
     os.replace(new, folder)
