@@ -19,7 +19,7 @@ PARAMETERS = {  # of the published files, tied weights once
     "onevision-0.5b": 893_675_552,
     "onevision-7b": 8_030_807_584,
     "tiny": 1_388_864,
-    "tiny-onevision": 1_313_792,
+    "tiny-onevision": 3_101_696,
 }
 
 
