@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zoo.engine import bench_balance as bench
+from zoo.engine.bench import balance as bench
 from zoo.errors import UserError
 from zoo.packing import length_sets
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zoo.engine import bench_data
+from zoo.engine.bench import data as bench_data
 from zoo.errors import UserError
 
 SMALL = {"rows": 6, "samples": 40, "steps": 2, "step_ms": 5}

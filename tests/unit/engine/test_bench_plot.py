@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from zoo.cli.main import main
-from zoo.engine import bench_plot, bench_train
+from zoo.engine.bench import plot as bench_plot
+from zoo.engine.bench import train as bench_train
 from zoo.errors import UserError
 
 

@@ -9,10 +9,11 @@ import torch
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
-from zoo.engine import bench_train, build
-from zoo.engine.bench_profile import Event, kind, report
-from zoo.engine.bench_receipts import receipts, with_pixels
-from zoo.engine.bench_setting import Setting, Timed, figures, peak_flops, train_flops
+from zoo.engine import build
+from zoo.engine.bench import train as bench_train
+from zoo.engine.bench.profile import Event, kind, report
+from zoo.engine.bench.receipts import receipts, with_pixels
+from zoo.engine.bench.setting import Setting, Timed, figures, peak_flops, train_flops
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 

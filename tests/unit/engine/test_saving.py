@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zoo.config.locate import checkpoints
-from zoo.engine.bench_saves import Options, report, run
+from zoo.engine.bench.saves import Options, report, run
 from zoo.engine.saving import files
 from zoo.engine.saving.choose import best_of, choose, tidy
 from zoo.errors import UserError

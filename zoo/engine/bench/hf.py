@@ -16,10 +16,10 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, collate_padded
 from zoo.engine import build
-from zoo.engine.bench_profile import profile
-from zoo.engine.bench_receipts import receipts, with_pixels
-from zoo.engine.bench_setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
-from zoo.engine.bench_steps import kernels, memory
+from zoo.engine.bench.profile import profile
+from zoo.engine.bench.receipts import receipts, with_pixels
+from zoo.engine.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.engine.bench.steps import kernels, memory
 from zoo.engine.runlog import environment
 from zoo.engine.startup import Startup
 from zoo.nn.flops import model_cost

@@ -19,9 +19,9 @@ from zoo.config.schema import Recipe
 from zoo.data.batches import make_batch
 from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sizes import SampleSize
-from zoo.engine.bench_profile import profile
-from zoo.engine.bench_receipts import receipts, with_pixels
-from zoo.engine.bench_setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.engine.bench.profile import profile
+from zoo.engine.bench.receipts import receipts, with_pixels
+from zoo.engine.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
 from zoo.engine.costs import training_cost
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.loop import Run

@@ -105,7 +105,7 @@ def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "zoo.engine.bench_convert",
+        "zoo.engine.bench.convert",
         str(source),
         str(target),
         str(options.shard_mb),

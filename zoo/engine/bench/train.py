@@ -20,8 +20,8 @@ from zoo.config.compose import load_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, text_config
-from zoo.engine import bench_profile
-from zoo.engine.bench_setting import Setting, as_dict, missing
+from zoo.engine.bench import profile as bench_profile
+from zoo.engine.bench.setting import Setting, as_dict, missing
 from zoo.engine.launch import WorkerError, run_task
 from zoo.errors import UserError
 from zoo.files import write_atomically
@@ -59,7 +59,7 @@ def run(
 ) -> Line:
     """Measure every setting; `tell` gets the figures of each, and `options.out` holds all that are there.
 
-    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.engine.bench_profile`).
+    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.engine.bench.profile`).
 
     Raises:
         UserError: options or overrides that make no sense.
@@ -171,10 +171,10 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         "longest": options.longest,
         "profile": profile,
     }
-    module = "bench_hf" if setting.way == "hf" else "bench_steps"
+    module = "hf" if setting.way == "hf" else "steps"
     try:
         line: Line = run_task(
-            f"zoo.engine.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
+            f"zoo.engine.bench.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
         )
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last words stand above"}
