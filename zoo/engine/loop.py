@@ -27,7 +27,7 @@ from zoo.engine.heartbeat import Watch
 from zoo.engine.interrupts import Interrupts, interrupts
 from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
-from zoo.engine.resources import explained
+from zoo.engine.resources import explained, memory_explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.runlog import RunLog
 from zoo.engine.saving.choose import Chosen, choose
@@ -63,7 +63,7 @@ def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
     startup = Startup("imports")
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        with Watch(recipe, here, stop) as watch:
+        with Watch(recipe, here, stop) as watch, memory_explained(recipe):
             try:
                 return Run(recipe, here, stop, startup, watch.phases).run()
             except RuntimeError as error:

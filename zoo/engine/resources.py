@@ -48,20 +48,45 @@ def explained(recipe: Recipe) -> Iterator[None]:
         raise mistake from error
 
 
+@contextmanager
+def memory_explained(recipe: Recipe) -> Iterator[None]:
+    """The same for memory alone, to be entered where other ranks still wait.
+
+    Planning takes seconds, and what starts ranks ends those that are left soon after the first has gone.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        mistake = _memory(error, recipe)
+        if mistake is None:
+            raise
+        raise mistake from error
+
+
 def explain(error: BaseException, recipe: Recipe) -> UserError | None:
     """An error as what has run out; None where nothing has."""
+    mistake = _memory(error, recipe)
+    if mistake is not None:
+        return mistake
     run_dir = Path(recipe.run.dir or ".")
     for cause in _causes(error):
         text = str(cause)
-        if isinstance(cause, torch.OutOfMemoryError):
-            return _gpu(text, recipe)
-        if ran_out(cause):
-            return _host(text, recipe)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
             mend = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             return file_error(cause, _full(run_dir), mend)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
+    return None
+
+
+def _memory(error: BaseException, recipe: Recipe) -> UserError | None:
+    for cause in _causes(error):
+        if isinstance(cause, torch.OutOfMemoryError):
+            return _gpu(str(cause), recipe)
+        if ran_out(cause):
+            return _host(str(cause), recipe)
     return None
 
 
