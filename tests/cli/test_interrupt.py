@@ -64,7 +64,7 @@ def test_after_the_last_step_only_the_rest_is_left_to_do(
         running.until(partial(reached_or_over, reached, folder))
         running.interrupt()
         done = running.ended()
-        if done.code != 0:
+        if not (folder / "export").exists():
             break
     assert done.code == 130, (stage, done)
     assert done.out.splitlines()[-1].endswith("run the same command again to evaluate and export")
