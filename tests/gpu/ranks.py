@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -201,12 +200,14 @@ def compare(case: Case, found: list[Any], serial: list[Any]) -> tuple[bool, str]
 
 def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
     """Run cases and what they are held to; whether all are within their bounds."""
+    from zoo.engine.launch import free_port
+
     serial = references(cases)
     everything = [*serial, *cases]
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tasks = [(case, prepare(case, folder), _free_port()) for case in everything]
+        tasks = [(case, prepare(case, folder), free_port()) for case in everything]
         launch(tasks, folder, max(case.ranks for case in cases))
         results: dict[Case, list[Any]] = {}
         for index, case in enumerate(everything):
@@ -225,12 +226,6 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
                 good = good and right
                 say(f"{'ok' if right else 'WRONG':<6} {case.name}: {figures} ({seconds:.1f} s)")
     return good
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def main() -> int:

@@ -20,7 +20,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from zoo.engine.launch import free_port
 
 CALLS = 8  # after which the ranks are replaced: gloo leaves the threads of each call's groups behind
 START_SECONDS = 300.0  # imports of all ranks
@@ -92,7 +93,7 @@ class Pool:
             self.close()
         self._start()
         self._calls += 1
-        message = pickle.dumps((size, _free_port(), function, arguments))
+        message = pickle.dumps((size, free_port(), function, arguments))
         ranks = self._ranks[:size]
         for rank in ranks:
             rank.connection.send_bytes(message)
@@ -190,12 +191,6 @@ def _report(ranks: list[_Rank], answers: dict[int, tuple[bool, Any]], timeout: f
         lines = rank.log.read_text(errors="replace").splitlines() if rank.log.exists() else []
         parts.append("\n".join([f"{headline}; its last lines:", *lines[-_LAST_LINES:]]))
     return "\n".join(parts)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _serve(index: int, connection: Connection, log: str) -> None:

@@ -7,10 +7,12 @@ so is what any rank says of its failure: it is shown when it is known which rank
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -217,7 +219,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) ->
         they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
         killed it).
     """
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     shared[STARTED] = os.environ.get(STARTED, str(time.time()))
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
@@ -375,10 +377,14 @@ def _ending(code: int, kills: int) -> str:
     return f"was ended by {signal.Signals(-code).name}{why}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port() -> int:
+    """A port that nobody has, below those that systems give to outgoing connections: none takes it before rank 0 does."""
+    draw = random.SystemRandom()  # not seeded as a run is: two that start together draw differently
+    while True:
+        port = draw.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _cores() -> int:
