@@ -83,7 +83,7 @@ def test_too_little_address_space_is_said_before_anything_hangs(zoo: Zoo, tmp_pa
 def test_host_memory_that_is_used_up_is_told_with_the_planners_figures(zoo: Zoo, tmp_path: Path) -> None:
     used = int(Path(f"/proc/{zoo.server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
     overrides = [
-        "packing.budget=16384",
+        "packing.budget=32768",
         "data.train=digits:train",
         "data.eval=digits:heldout",
         "train.global_batch=1",
@@ -94,7 +94,7 @@ def test_host_memory_that_is_used_up_is_told_with_the_planners_figures(zoo: Zoo,
     assert message.startswith("the host's memory is used up"), message
     assert "a rank was estimated to need " in message and "activations" in message
     assert (
-        "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
+        "packing.budget=16384 would make it " in message and "engine.recompute=full would make it " in message
     )
     assert not checkpoints(tmp_path / "run") and summary_is_missing(tmp_path / "run")
 

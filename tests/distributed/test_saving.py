@@ -17,9 +17,8 @@ from support.pool import Pool, PoolError
 from zoo.config.locate import checkpoints
 from zoo.engine.saving import files
 
-FOLLOWED = (
-    5e-5  # as test_training.py has it for this model; a state that is lost or shifted shows from 1e-3 on
-)
+# Losses as test_training.py has them for this model; a state that is lost or shifted shows from 1e-3 on.
+FOLLOWED = {"loss": 5e-5, "mtp_loss": 5e-5, "grad_norm": 2e-4}
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (
     "train.steps=4", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
@@ -91,10 +90,10 @@ def test_a_save_goes_on_under_any_layout(
     errors = {
         f"{key} {mine['step']}": abs(mine[key] - want[key]) / abs(want[key])
         for mine, want in zip(found, wanted, strict=True)
-        for key in ("loss", "mtp_loss", "grad_norm")
+        for key in FOLLOWED
     }
     record_property("errors", {key: f"{error:.1e}" for key, error in errors.items()})
-    assert max(errors.values()) < FOLLOWED, errors
+    assert all(error < FOLLOWED[name.split()[0]] for name, error in errors.items()), errors
     if saved == loaded:
         assert [[s["loss"], s["grad_norm"]] for s in found] == [
             [s["loss"], s["grad_norm"]] for s in runs(saved)["steps"][2:]

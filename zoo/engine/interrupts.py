@@ -38,6 +38,7 @@ class Interrupts:
         self.asked = False  # a signal has come
         self.preempted = False  # and it was the cluster's
         self.since = 0.0  # when, on the monotonic clock
+        self.raised = False  # and it was not only noted
         self._deferring = False
 
     @contextmanager
@@ -48,6 +49,16 @@ class Interrupts:
             yield
         finally:
             self._deferring = False
+
+    @contextmanager
+    def undisguised(self) -> Iterator[None]:
+        """Raise what a signal has raised, where a library has made an exception of its own of it."""
+        try:
+            yield
+        except Exception as error:
+            if self.raised:
+                raise self.error() from error
+            raise
 
     def error(self) -> KeyboardInterrupt:
         """What to raise for the signal that has come."""
@@ -64,6 +75,7 @@ class Interrupts:
             os._exit(PREEMPTED if request else INTERRUPTED)
         self.asked, self.preempted, self.since = True, request, now
         if not self._deferring:
+            self.raised = True
             raise self.error()
         if os.environ.get("RANK", "0") == "0" and not request:
             _say("zoo: ending this step and saving; Ctrl-C again stops at once, without saving\n")

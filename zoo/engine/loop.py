@@ -45,7 +45,7 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
-    with interrupts() as stop, explained(recipe):
+    with interrupts() as stop, explained(recipe), stop.undisguised():
         _refuse_misfit(recipe)
         check_kernels(recipe)
         return _train(recipe, stop)
