@@ -9,6 +9,7 @@ from support.commands import Zoo, logged, summary
 from support.disks import Disk, mounted, remount
 
 from zoo.config.locate import checkpoints
+from zoo.engine.saving import files
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -83,20 +84,21 @@ def test_too_little_address_space_is_said_before_anything_hangs(zoo: Zoo, tmp_pa
 def test_host_memory_that_is_used_up_is_told_with_the_planners_figures(zoo: Zoo, tmp_path: Path) -> None:
     used = int(Path(f"/proc/{zoo.server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
     overrides = [
-        "packing.budget=32768",
+        "packing.budget=16384",
         "data.train=digits:train",
         "data.eval=digits:heldout",
         "train.global_batch=1",
         "train.steps=1",
     ]
     arguments = zoo.train_arguments(tmp_path / "run", *overrides, "data.lookahead=1")
-    message = zoo.refused(*arguments, limits={"RLIMIT_AS": used + 3_300_000_000})
+    message = zoo.refused(*arguments, limits={"RLIMIT_AS": used + 3_000_000_000})
     assert message.startswith("the host's memory is used up"), message
     assert "a rank was estimated to need " in message and "activations" in message
     assert (
-        "packing.budget=16384 would make it " in message and "engine.recompute=full would make it " in message
+        "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
     )
-    assert not checkpoints(tmp_path / "run") and summary_is_missing(tmp_path / "run")
+    assert not any(files.faults(found) for found in checkpoints(tmp_path / "run"))  # it may have come so far
+    assert summary_is_missing(tmp_path / "run")
 
 
 def summary_is_missing(folder: Path) -> bool:

@@ -14,6 +14,7 @@ import signal
 import struct
 import sys
 import termios
+import traceback
 from typing import NoReturn
 
 from zoo.cli.main import main
@@ -37,6 +38,8 @@ def command(request: dict) -> NoReturn:
     code = 1
     try:
         code = main(request["argv"])
+    except BaseException:
+        traceback.print_exc()  # as Python does before it ends a process of its own
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
