@@ -10,7 +10,9 @@ from pathlib import Path
 
 from zoo.errors import size
 
-_WORDS = re.compile(r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread")
+_WORDS = re.compile(
+    r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread|failed to map segment from shared object"
+)
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
@@ -57,10 +59,13 @@ def killed_for_memory(before: int) -> str:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that the host's memory is used up: Python's, NumPy's, torch's or the system's."""
+    """Whether an error says that the host's memory is used up: Python's, a library's or the system's."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    return isinstance(error, RuntimeError) and _WORDS.search(str(error)) is not None
+    told = isinstance(error, Exception) and not isinstance(
+        error, ValueError
+    )  # which is of something that was given
+    return told and _WORDS.search(str(error)) is not None
 
 
 def _machine() -> Iterator[Limit]:

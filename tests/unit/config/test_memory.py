@@ -76,6 +76,7 @@ def test_what_says_that_memory_is_used_up() -> None:
         ran_out(MemoryError())
         and ran_out(OSError(12, "Cannot allocate memory"))
         and ran_out(RuntimeError(torch))
+        and ran_out(ImportError("libx.so: failed to map segment from shared object"))
     )
     assert not ran_out(RuntimeError("shape")) and not ran_out(OSError(28, "No space left on device"))
 
