@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
+from types import FrameType
 
 from zoo import __version__
 from zoo.errors import UserError, file_error
@@ -32,22 +36,49 @@ VERBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with _ctrl_c_noted() as came:
+        try:
+            code = _run(arguments)
+            sys.stdout.flush()
+            return code
+        except KeyboardInterrupt as interrupt:
+            return _interrupted(interrupt)
+        except Exception as error:
+            if came:  # and a library has made another exception of it
+                return _interrupted(KeyboardInterrupt())
+            return _failed(error)
+
+
+@contextmanager
+def _ctrl_c_noted() -> Iterator[list[int]]:
+    """A list that is no longer empty once Ctrl-C has raised KeyboardInterrupt; a run handles its signals itself."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        signal.default_int_handler(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():  # Python delivers signals to that one alone
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, note)
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
-        return code
-    except UserError as error:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _failed(error: Exception) -> int:
+    """The exit code for a mistake of the user's, which is told; raises what is none."""
+    if isinstance(error, UserError):
         return _refuse(str(error))
-    except KeyboardInterrupt as interrupt:
-        return _interrupted(interrupt)
-    except BrokenPipeError:  # `zoo list | head`
+    if isinstance(error, BrokenPipeError):  # `zoo list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except OSError as error:
-        mistake = file_error(error)
-        if mistake is None:
-            raise
-        return _refuse(str(mistake))
+    mistake = file_error(error) if isinstance(error, OSError) else None
+    if mistake is None:
+        raise error
+    return _refuse(str(mistake))
 
 
 def _run(arguments: list[str]) -> int:

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     try:
-        with interrupts():  # importing the loop takes seconds
+        with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
             from zoo.config.compose import load_recipe
 
             recipe = load_recipe(path)

@@ -1,6 +1,8 @@
 """The command line: what it prints, and that a user's mistake is one line on stderr and exit code 2."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe
 from zoo.engine import launch
 from zoo.engine.result import TrainResult
+from zoo.errors import UserError
 
 NAME = "qwen3_omni_sft"
 RECIPES = ", ".join(recipe_names())
@@ -213,3 +216,23 @@ def test_names_of_the_package() -> None:
     assert zoo.TrainResult is TrainResult
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         zoo.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("guise", [AttributeError, UserError, OSError])
+def test_ctrl_c_in_the_guise_of_a_library_s_error(
+    guise: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OmegaConf, for one, makes others of what is raised within it."""
+
+    def disguise(arguments: list[str]) -> int:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise guise("'NoneType' object has no attribute") from None
+        return 0
+
+    monkeypatch.setattr("zoo.cli.list.run", disguise)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "zoo: interrupted\n"
+    assert signal.getsignal(signal.SIGINT) is before
