@@ -87,8 +87,8 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "35b-a3b": 35_107_181_936,
         "122b-a10b": 122_562_817_776,
         "397b-a17b": 396_802_360_816,
-        "tiny": 1_094_288,
-        "tiny-moe": 1_244_304,
+        "tiny": 1_225_488,
+        "tiny-moe": 1_375_504,
     },
 }
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
