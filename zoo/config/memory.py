@@ -62,10 +62,11 @@ def ran_out(error: BaseException) -> bool:
     """Whether an error says that the host's memory is used up: Python's, a library's or the system's."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return True
-    told = isinstance(error, Exception) and not isinstance(
+    if not isinstance(error, Exception) or isinstance(
         error, ValueError
-    )  # which is of something that was given
-    return told and _WORDS.search(str(error)) is not None
+    ):  # the latter is about what was given
+        return False
+    return _WORDS.search(str(error)) is not None
 
 
 def _machine() -> Iterator[Limit]:
