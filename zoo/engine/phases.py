@@ -63,8 +63,8 @@ class Phases:
     def moment(self, error: BaseException | None = None) -> Moment:
         """How it stands now, or stood when the exception was raised."""
         phase, moves, since = self._phase, self._moves, self._since
-        frames = sys._current_frames()
-        stack = _lines(frames.get(self._thread))
+        by_thread = _stacks()
+        stack = by_thread.get(self._thread, [])
         if phase in _UNTICKED and error is None:
             self._ticks += stack != self._stack
             self._stack = stack
@@ -73,14 +73,27 @@ class Phases:
             stacks = [_raised(error.__traceback__)]
         elif phase == "data":  # the main thread waits for another one
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            busy = [f for ident, f in frames.items() if (names.get(ident) or "").startswith(_DATA_THREAD)]
-            stacks = [_lines(frame) for frame in busy] or stacks
+            busy = [ident for ident in by_thread if (names.get(ident) or "").startswith(_DATA_THREAD)]
+            stacks = [by_thread[ident] for ident in busy] or stacks
         found = [where(lines) for lines in stacks]
         place, waits_in = next((one for one in found if not one[1]), found[0])
         return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
 
 
 Line = tuple[str, int, str]  # file, line, function
+
+
+def _stacks() -> dict[int, list[Line]]:
+    """Every thread's stack, by its ident.
+
+    The frames are let go of at once. This function's own is among them: as a cycle they would outlive their functions,
+    with all activations that those hold, until the garbage collector comes.
+    """
+    frames = sys._current_frames()
+    try:
+        return {ident: _lines(frame) for ident, frame in frames.items()}
+    finally:
+        frames.clear()
 
 
 def _lines(frame: FrameType | None) -> list[Line]:
