@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 from collections import Counter
@@ -28,6 +27,7 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import checkpoints
 from zoo.data.loader import BatchLoader
 from zoo.engine import worker
+from zoo.engine.launch import free_port
 from zoo.engine.saving import files
 from zoo.engine.saving.choose import DAMAGED
 from zoo.registry import families
@@ -57,9 +57,7 @@ def recipe_of(folder: Path, run_dir: Path, ranks: int, steps: int) -> Path:
 
 def start(config: Path, trace: Path, ranks: int) -> list[int]:
     """One process a rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     children = []
     for rank in range(ranks):
         child = os.fork()

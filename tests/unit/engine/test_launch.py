@@ -289,16 +289,22 @@ def test_the_worker_maps_what_happens_to_exit_codes(
     assert capsys.readouterr().err.endswith("ZeroDivisionError\n")
 
 
-def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("deaf", [False, True], ids=["in Python", "waiting for the store"])
+def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> None:
     text = """
+        from datetime import timedelta
+        from torch.distributed import TCPStore
         from zoo.engine import worker
-        worker._POLL_SECONDS = 0.05
+        worker._POLL_SECONDS, worker._DEAF_SECONDS = 0.05, 0.5
         worker.end_with_parent()
-        open(sys.argv[1] + f"/ready{rank}", "w").write(str(os.getpid()))
-        time.sleep(60)
+        with worker.interrupts():
+            open(sys.argv[1] + f"/ready{rank}", "w").write(str(os.getpid()))
+            if sys.argv[2] == "True":
+                TCPStore("127.0.0.1", 9, is_master=False, timeout=timedelta(seconds=60))
+            time.sleep(60)
     """
     code = "import sys; from zoo.engine.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
-    parent = subprocess.Popen([sys.executable, "-c", code, *program(text), str(tmp_path)])
+    parent = subprocess.Popen([sys.executable, "-c", code, *program(text), str(tmp_path), str(deaf)])
     while len([path for path in tmp_path.glob("ready*") if path.read_text()]) < 2:
         time.sleep(0.02)
     parent.kill()
