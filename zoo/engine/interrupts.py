@@ -21,7 +21,7 @@ PREEMPTED = 75  # exit code after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again)
 LOST = 76  # exit code of a rank that left because another one died, failed or hangs
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # what a cluster asks a run to save and leave with
 SIGNALS = (signal.SIGINT, *REQUESTS)
-heard = threading.Event()  # set once a signal has been handled: Python does that only between two lines of its own
+heard = threading.Event()  # set once a signal has been handled, which Python does only between two lines
 SAME_SECONDS = 1.0  # requests so close together are one: a launcher and the cluster may both pass it on
 
 
