@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +42,7 @@ class LlavaModel(MultimodalModel):
         """The projector is idle when its tower is."""
         return super()._nothing(name) + super()._nothing("projector")
 
-    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
+    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
         """Tiles of images and frames of videos through the tower in one call, then images and videos one by one."""
         images, frames = (media.get(name) for name in ("pixel_values", "pixel_values_videos"))
         tiles = [tiles for tiles in (images, frames) if tiles is not None]

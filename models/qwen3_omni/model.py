@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zoo.nn.family import FamilyConfig
 from zoo.nn.multimodal import Encoded
@@ -19,7 +19,7 @@ class Qwen3OmniModel(VisionLanguageModel):
         """Both towers."""
         return ("vision", "audio")
 
-    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
+    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
         """Images, then videos, through the vision tower in one call; audio clips through the audio tower."""
         encoded = super().encode(media)
         if "input_features" in media:

@@ -77,9 +77,8 @@ class ModelInputs:
     positions: Tensor  # (A, B, T) positions, A axes
     padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
     seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
-    media: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # media that this rank encodes; sizes on the host
+    # Media that this rank encodes, sizes on the host, and what `PackedStep.tower_inputs` worked out for their towers.
+    media: Mapping[str, Any] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
@@ -190,7 +189,7 @@ class MultimodalModel(LanguageModule):
         layer = decoder_layer(config, provider, experts=bool(_layer_kinds(config)[0][-1]))
         return MultiTokenPrediction(config, provider, layer, groups)
 
-    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
+    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
         """Tower outputs by tower name; towers without media in this batch are left out."""
         raise NotImplementedError
 
@@ -388,6 +387,9 @@ def most_likely(logits: Tensor, group: Any) -> Tensor:
 
 
 def _to(index: Tensor, like: Tensor) -> Tensor:
+    """On the device of `like`; from pinned memory, as the host would wait for a copy from other memory."""
+    if like.is_cuda and not index.is_cuda:
+        index = index.pin_memory()
     return index.to(like.device, non_blocking=True)
 
 

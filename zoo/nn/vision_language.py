@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.nn.decoder_config import transformer_config
@@ -41,13 +41,19 @@ class VisionLanguageModel(MultimodalModel):
         """The one tower."""
         return ("vision",)
 
-    def encode(self, media: Mapping[str, Tensor]) -> dict[str, Encoded]:
-        """Images, then videos, through the vision tower in one call."""
+    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+        """Images, then videos, through the vision tower in one call; what the step worked out for it goes along."""
         pixels = [media[k] for k in ("pixel_values", "pixel_values_videos") if k in media]
         if not pixels:
             return {}
         grids = torch.cat([media[k] for k in ("image_grid_thw", "video_grid_thw") if k in media])
-        grids = grids.to(pixels[0].device, non_blocking=True)
-        seen = self.vision(torch.cat(pixels).to(self.vision.dtype), grid_thw=grids)
+        worked_out = {
+            name.removeprefix("vision."): x for name, x in media.items() if name.startswith("vision.")
+        }
+        seen = self.vision(
+            torch.cat(pixels).to(self.vision.dtype),
+            grid_thw=grids.to(pixels[0].device, non_blocking=True),
+            **worked_out,
+        )
         deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()
         return {"vision": Encoded(seen.pooler_output, deepstack)}

@@ -121,7 +121,8 @@ class StepOutput:
 class PackedStep:
     """One step of a family: subclass and override the stages that differ.
 
-    Those are `positions`, `tower_tokens`, `media_streams`, and `expand` where placeholders come as one token each.
+    Those are `positions`, `tower_tokens`, `media_streams`, `tower_inputs`, and `expand` where placeholders come as one
+    token each.
     """
 
     def __init__(
@@ -290,6 +291,13 @@ class PackedStep:
         """Tower name -> its media in the order in which it encodes them, of towers that have any in this batch."""
         return {}
 
+    def tower_inputs(self, media: Mapping[str, Tensor]) -> Mapping[str, Tensor | int]:
+        """What a tower would work out of the sizes of the media that this rank encodes, as `<tower>.<argument>`.
+
+        On a GPU a tower waits for each number that it reads; here the host works them out while a step before is computed.
+        """
+        return {}
+
     def place(self, ids: Tensor, padding: Tensor) -> dict[str, Placement]:
         """Where each tower's embeddings go: the placeholders in row order, one after the other."""
         placements = {}
@@ -328,6 +336,7 @@ class PackedStep:
         shares = self._shares(streams, media)
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
+        given: dict[str, Any] = {**media, **self.tower_inputs(media)}
         # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
         sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
         depths = self.mtp_depths if training else 0
@@ -337,7 +346,7 @@ class PackedStep:
             positions=self._move(layout.cp_shard(parts.positions, self.cp_rank, self.cp_size, dim=2)),
             padding_mask=self._move(padding) if has_padding else None,
             seq_params=seq_params,
-            media={name: tensor if name in sizes else self._move(tensor) for name, tensor in media.items()},
+            media={name: x if name in sizes else self._move(x) for name, x in given.items()},
             placements=self._local_placements(parts.placements, local, rows, shares),
             shared={name: share.longest for name, share in shares.items()},
             label_rows=None if logits else self._move(label_rows),
@@ -414,8 +423,9 @@ class PackedStep:
             found[name] = Placement(here[keep] * rows + row[keep], source)
         return found
 
-    def _move(self, tensor: Tensor) -> Tensor:
-        if self.device.type == "cuda" and not tensor.is_cuda:
+    def _move(self, tensor: Any) -> Any:
+        """A tensor on its way to the device; a number as it is."""
+        if self.device.type == "cuda" and isinstance(tensor, Tensor) and not tensor.is_cuda:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
