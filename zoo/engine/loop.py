@@ -108,6 +108,8 @@ class Run:
         self.exported: str | None = None
         self.interrupted = self.preempted = False
         self.ahead: Fetched | None = None  # the next step's, where a GPU still worked on the one before
+        # Copies to a GPU run beside what it computes.
+        self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None
         self.phases.step = self.done
         self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
@@ -237,6 +239,8 @@ class Run:
         self.times.begin()
         self.phases.enter("data")
         fetched, self.ahead = self.ahead or self._fetch(), None
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
         data, batches, waited = fetched.data, fetched.batches, fetched.waited
         self.phases.enter("compute")
         counts = Counts.of(batches)
@@ -280,11 +284,17 @@ class Run:
             raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
 
     def _fetch(self) -> Fetched:
-        """The next step's micro-batches, the first of them on its way to the device."""
+        """The next step's micro-batches, the first of them on its way to the device.
+
+        Its tensors belong to the stream of the copies. They live until the host has waited for the gradient's norm, so what
+        is copied into their memory later can't be too early.
+        """
         data, began = self.loader.state_dict(), time.monotonic()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
-        return Fetched(data, batches, Prepared(*self.step.prepare(batches[0])), waited)
+        with torch.cuda.stream(self.copies):
+            first = Prepared(*self.step.prepare(batches[0]))
+        return Fetched(data, batches, first, waited)
 
     def _forward_backward(
         self, fetched: Fetched, scale: torch.Tensor | float

@@ -129,6 +129,7 @@ def test_idle_time_is_what_no_kernel_covers() -> None:
     assert (found["span_ms"], found["busy_ms"], found["idle_ms"]) == (4.0, 3.0, 1.0)
     assert found["kinds"] == {"matrix products": 2.5, "communication": 1.0}
     assert found["top"][0] == {"name": "gemm", "kind": "matrix products", "ms": 2.5, "calls": 1.0}
+    assert found["gaps"] == [{"after": "nccl", "before": "gemm", "ms": 1.0}]
 
 
 SMALL = ["size=tiny", "longest=128", "samples=4", "passes=1", "backends=torch"]

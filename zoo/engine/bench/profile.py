@@ -16,6 +16,8 @@ import torch
 
 STEPS = 2
 TOP = 30
+GAPS = 20
+GAPS_SHOWN = 5
 
 _ATTENTION = r"flash|fmha|sdpa|attention|attn"
 # The first that is found in a name, in any case of letters.
@@ -84,12 +86,13 @@ def _events(found: Any, on_gpu: bool) -> list[Event]:
 
 def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
     """Milliseconds a step: `span_ms` from the first to the last event, `busy_ms` with anything running, `idle_ms` without,
-    `kinds` by kind and `top` by name."""
+    `kinds` by kind, `top` by name and `gaps`, of the time without, by what ran before and what came after."""
     if not events:
-        return {"span_ms": 0.0, "busy_ms": 0.0, "idle_ms": 0.0, "kinds": {}, "top": []}
+        return {"span_ms": 0.0, "busy_ms": 0.0, "idle_ms": 0.0, "kinds": {}, "top": [], "gaps": []}
     per_step = 1e3 * steps
     span = max(event.end for event in events) - min(event.start for event in events)
-    busy = _covered(events)
+    gaps = _gaps(events)
+    idle = sum(gaps.values())
     by_name: dict[str, float] = {}
     calls = Counter(event.name for event in events)
     for event in events:
@@ -99,8 +102,8 @@ def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
         kinds[kind(name)] = kinds.get(kind(name), 0.0) + time
     return {
         "span_ms": round(span / per_step, 3),
-        "busy_ms": round(busy / per_step, 3),
-        "idle_ms": round((span - busy) / per_step, 3),
+        "busy_ms": round((span - idle) / per_step, 3),
+        "idle_ms": round(idle / per_step, 3),
         "kinds": {name: round(time / per_step, 3) for name, time in _largest(kinds)},
         "top": [
             {
@@ -111,10 +114,14 @@ def report(events: Sequence[Event], steps: int) -> dict[str, Any]:
             }
             for name, time in _largest(by_name)[:TOP]
         ],
+        "gaps": [
+            {"after": before[:160], "before": after[:160], "ms": round(time / per_step, 3)}
+            for (before, after), time in _largest(gaps)[:GAPS]
+        ],
     }
 
 
-def _largest(times: dict[str, float]) -> list[tuple[str, float]]:
+def _largest[K](times: dict[K, float]) -> list[tuple[K, float]]:
     return sorted(times.items(), key=lambda item: -item[1])
 
 
@@ -123,13 +130,17 @@ def kind(name: str) -> str:
     return next(kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE))
 
 
-def _covered(events: Sequence[Event]) -> float:
-    """Microseconds in which any event ran."""
-    total, until = 0.0, float("-inf")
+def _gaps(events: Sequence[Event]) -> dict[tuple[str, str], float]:
+    """Microseconds in which nothing ran, by the names of what ran last and of what came next."""
+    found: dict[tuple[str, str], float] = {}
+    last = None
     for event in sorted(events, key=lambda event: event.start):
-        total += max(0.0, event.end - max(event.start, until))
-        until = max(until, event.end)
-    return total
+        if last is not None and event.start > last.end:
+            pair = (last.name, event.name)
+            found[pair] = found.get(pair, 0.0) + event.start - last.end
+        if last is None or event.end > last.end:
+            last = event
+    return found
 
 
 def table(found: dict[str, Any], top: int = 12) -> str:
@@ -141,5 +152,9 @@ def table(found: dict[str, Any], top: int = 12) -> str:
     lines += [
         f"    {entry['ms']:>9.2f} ms {entry['calls']:>6.0f} x  {entry['name'][:110]}"
         for entry in found["top"][:top]
+    ]
+    lines += [
+        f"    {gap['ms']:>9.2f} ms idle between {gap['after'][:50]} and {gap['before'][:50]}"
+        for gap in found["gaps"][:GAPS_SHOWN]
     ]
     return "\n".join(lines)
