@@ -19,6 +19,7 @@ from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
 from zoo.engine.world import World, seed_everything
 from zoo.errors import UserError
+from zoo.nn.accumulate import accumulate_in_place
 from zoo.nn.multimodal import Stage
 from zoo.registry import ModelFamily, get_family
 
@@ -199,6 +200,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     ]
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
+    if on_gpu and recipe.engine.precision == "bf16":
+        accumulate_in_place(chunks)
     if on_gpu:
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     for chunk in chunks[1:]:

@@ -1,0 +1,53 @@
+"""Gradients that are added to DDP's buffer by the matrix product itself are those that autograd sums."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import packed_batch, recipe_for
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
+
+from zoo.engine import build
+from zoo.nn.accumulate import accumulate_in_place
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_qwen35(tmp_path_factory.mktemp("accumulate"), tied=request.param, mtp=2)
+
+
+def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """How many linears add in place, and each parameter's gradient of two micro-batches."""
+    recipe = recipe_for(folder, *overrides, recipe="qwen35_vl_sft")
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, world)
+    build.init_weights(chunks, assembly, recipe, world)
+    build.freeze(chunks, recipe.model.freeze, assembly.family)
+    (wrapped,) = build.wrap_ddp(chunks, recipe)
+    count = accumulate_in_place(chunks) if in_place else 0
+    step, examples = build.build_step(assembly, recipe, world), vision_examples(assembly.processor)
+    wrapped.zero_grad_buffer()
+    for name in ("image-long", "text-short"):
+        output, loss_function = step(iter([packed_batch([examples[name].sample])]), wrapped, loss_scale=1.0)
+        loss_function(output)[0].backward()
+    wrapped.finish_grad_sync()
+    return count, {name: p.main_grad.clone() for name, p in chunks[0].named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.freeze=[vision]",), ("engine.recompute=full",)],
+    ids=["trained", "frozen tower", "recomputed"],
+)
+def test_the_gradient_is_the_same(overrides: tuple[str, ...], folder: Path, cpu_world: Any) -> None:
+    none, wanted = summed(folder, cpu_world, *overrides, in_place=False)
+    count, found = summed(folder, cpu_world, *overrides, in_place=True)
+    assert none == 0 and count > 10
+    assert wanted.keys() == found.keys()
+    for name, grad in wanted.items():
+        assert float(grad.abs().max()) > 0, name
+        torch.testing.assert_close(
+            found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+        )

@@ -1,0 +1,44 @@
+"""Gradients of the decoder's linears, added to DDP's fp32 buffer by the matrix product that makes them.
+
+Else each is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
+apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+
+class _Products:
+    """In the place of apex's `fused_weight_gradient_mlp_cuda`."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
+        """total (out, in) fp32 += grad (T, out)^T x (T, in)."""
+        if x.dtype == total.dtype:
+            total.addmm_(grad.t(), x)
+        else:
+            torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+
+
+def accumulate_in_place(chunks: list[Any]) -> int:
+    """Have the linears of model chunks under DDP that are trained add their gradients so; how many there are.
+
+    Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them.
+    """
+    module: Any = layers
+    if not hasattr(module, "fused_weight_gradient_mlp_cuda"):
+        module.fused_weight_gradient_mlp_cuda = _Products
+    found = 0
+    for chunk in chunks:
+        for linear in chunk.modules():
+            weight = getattr(linear, "weight", None)
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear) and hasattr(weight, "main_grad"):
+                linear.gradient_accumulation_fusion = True
+                found += 1
+    return found
