@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.engine import single_process_world
+from support.engine import packed_batch, single_process_world
+from support.vision_rows import vision_examples
 
 ON_GPU = torch.cuda.is_available()
 REPO = Path(__file__).parents[2]
@@ -105,6 +106,43 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
         assert len(moved) == len(masters), "a step of 1e-6 moves every fp32 copy"
         same = sum(int((p == was).sum()) for p, was in zip(wrapped.parameters(), weights, strict=True))
         assert same > 0.5 * sum(p.numel() for p in weights), "and is below the digits of most bf16 weights"
+
+
+def test_gradients_are_added_in_place(tmp_path: Path, reports: list[str]) -> None:
+    """By the matrix product itself on a GPU, and the same as those that autograd makes and DDP adds."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine import build
+
+    overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", f"run.dir={tmp_path}"]
+    recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
+    with single_process_world() as here:
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, here)
+        build.init_weights(chunks, assembly, recipe, here)
+        (wrapped,) = build.wrap_ddp(chunks, recipe)
+        linears = [m for m in chunks[0].modules() if getattr(m, "gradient_accumulation_fusion", False)]
+        assert bool(linears) == ON_GPU
+        step, examples = build.build_step(assembly, recipe, here), vision_examples(assembly.processor)
+        batch = packed_batch([examples[name].sample for name in ("image-long", "text-short")])
+        found = []
+        for in_place in (True, False):
+            for linear in linears:
+                linear.gradient_accumulation_fusion = in_place
+            wrapped.zero_grad_buffer()
+            for _ in range(2):
+                output, loss_function = step(iter([batch]), wrapped, loss_scale=1.0)
+                loss_function(output)[0].backward()
+            wrapped.finish_grad_sync()
+            found.append({name: p.main_grad.clone() for name, p in chunks[0].named_parameters()})
+        errors = {
+            name: float((grad - found[1][name]).norm() / found[1][name].norm())
+            for name, grad in found[0].items()
+            if found[1][name].norm() > 0
+        }
+        worst = max(errors, key=errors.__getitem__)
+        reports.append(f"gradients in place, {len(linears)} linears: {errors[worst]:.1e} ({worst})")
+        assert errors[worst] < 1e-2
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
