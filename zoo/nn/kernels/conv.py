@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels.functions import sigmoid
 from zoo.nn.kernels.launch import Launch
 
 TAPS = 4  # of the kernels: most that they take
@@ -20,12 +21,12 @@ TAPS = 4  # of the kernels: most that they take
 
 def forward_launch(width: int) -> Launch:
     """Rows are a program's tokens, a multiple of 4."""
-    return Launch(rows=64, columns=256, warps=1)
+    return Launch(rows=64, columns=256, warps=2)
 
 
 def backward_launch(width: int) -> Launch:
     """Rows are a program's tokens, a multiple of 4; it reads six more, and writes its part of the weight's gradient."""
-    return Launch(rows=64, columns=256, warps=1)
+    return Launch(rows=64, columns=256, warps=2)
 
 
 @triton.jit
@@ -109,7 +110,7 @@ def _forward(
         for ahead in tl.static_range(4):
             x_0 = values[ahead].to(tl.float32)
             x_1, x_2, x_3, before = _convolve(x_0, places[ahead], x_1, x_2, x_3, w_0, w_1, w_2, w_3)
-            result = before * tl.sigmoid(before)
+            result = before * sigmoid(before)
             place = out + (token + ahead) * width + column
             tl.store(place, result.to(out.dtype.element_ty), mask=there & (token + ahead < rows))
             x_1, x_2, x_3 = x_0, x_1, x_2
@@ -119,8 +120,8 @@ def _forward(
 def _slopes(x_0, grad, place, x_1, x_2, x_3, g_1, g_2, g_3, w_0, w_1, w_2, w_3):
     """The backward pass at a token: x before it, its slope before SiLU, and the gradients of the three x before it."""
     x_1, x_2, x_3, before = _convolve(x_0, place, x_1, x_2, x_3, w_0, w_1, w_2, w_3)
-    sigmoid = tl.sigmoid(before)
-    slope = grad.to(tl.float32) * (sigmoid + before * sigmoid * (1.0 - sigmoid))
+    open_ = sigmoid(before)
+    slope = grad.to(tl.float32) * (open_ + before * open_ * (1.0 - open_))
     g_1 = tl.where(place >= 1, g_1 + slope * w_2, g_1)
     g_2 = tl.where(place >= 2, g_2 + slope * w_1, g_2)
     g_3 = tl.where(place >= 3, g_3 + slope * w_0, g_3)
