@@ -7,16 +7,21 @@ A process of its own, as Triton decides when it is imported. Errors are relative
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import zoo.nn.kernels.gelu
+import zoo.nn.kernels.layer_norm
+import zoo.nn.kernels.norm
 from zoo.nn.kernels.conv import causal_conv_silu
-from zoo.nn.kernels.layer_norm import layer_norm
+from zoo.nn.kernels.gelu import linear_gelu
+from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
-from zoo.nn.kernels.norm import gated_rms_norm, rms_norm
+from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
 from zoo.nn.kernels.rotary import rotate, rotate_qkv
 from zoo.nn.kernels.swiglu import swiglu
 from zoo.nn.rotary import apply_rotary
@@ -47,14 +52,83 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return apply_rotary(x[:, None], angles.cos()[:, None, None], angles.sin()[:, None, None])[:, 0]
 
 
-def convolved(x: Tensor, weight: Tensor) -> Tensor:
-    """`causal_conv_silu` of a slice of columns, a segment at a time."""
-    width, taps = weight.shape
-    parts = [
-        F.silu(F.conv1d(F.pad(part.t()[None], (taps - 1, 0)), weight[:, None], groups=width)[0].t())
-        for part in x[:, 3 : 3 + width].split(list(LENGTHS))
-    ]
-    return torch.cat(parts)
+def convolution(lengths: tuple[int, ...], width: int, taps: int) -> float:
+    """Error of `causal_conv_silu` of a slice of columns, against a segment at a time."""
+    places = torch.cat([torch.arange(n) for n in lengths])
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        padded = (F.pad(part.t()[None], (taps - 1, 0)) for part in x[:, 3 : 3 + width].split(list(lengths)))
+        return torch.cat([F.silu(F.conv1d(x, weight[:, None], groups=width)[0].t()) for x in padded])
+
+    x, weight = torch.randn(sum(lengths), width + 13), torch.randn(width, taps)
+    return error(lambda x, w: causal_conv_silu(x[:, 3 : 3 + width], w, places), plain, x, weight)
+
+
+def outputs(function: Callable[..., tuple[Tensor, ...]], which: int | None) -> Callable[..., Any]:
+    """One of the function's two results, so that the other has no gradient; or both."""
+    return lambda *inputs: function(*inputs) if which is None else function(*inputs)[which]
+
+
+def residual_norms(which: int | None) -> dict[str, float]:
+    """Errors of the norms with a residual path, where the gradients of `which` result are given."""
+
+    def layer(x: Tensor, delta: Tensor | None, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        total = x * 1.0 if delta is None else x + delta
+        return F.layer_norm(total, w.shape, w, b, 1e-6), total
+
+    def rms(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        return F.rms_norm(x, w.shape, 1 + w, 1e-6), x * 1.0
+
+    x, delta, weight, bias = torch.randn(14, 3, 40), torch.randn(14, 3, 40), torch.randn(40), torch.randn(40)
+
+    def compare(kernel: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> float:
+        return error(outputs(kernel, which), outputs(plain, which), *inputs)
+
+    return {
+        "rms_norm_residual": compare(lambda x, w: rms_norm_residual(x, w, 1e-6, True), rms, x, weight),
+        "rms_norm_residual, of a slice": compare(
+            lambda x, w: rms_norm_residual(x[..., :40], w, 1e-6, True), lambda x, w: rms(x[..., :40], w),
+            torch.randn(7, 3, 80), weight,
+        ),
+        "rms_norm_residual, one row": compare(
+            lambda x, w: rms_norm_residual(x, w, 1e-6, True), rms, torch.randn(1, 2500), torch.randn(2500)
+        ),
+        "add_layer_norm": compare(
+            lambda x, d, w, b: add_layer_norm(x, d, w, b, 1e-6), layer, x, delta, weight, bias
+        ),
+        "add_layer_norm of one twice": compare(
+            lambda x, w, b: add_layer_norm(x, x, w, b, 1e-6), lambda x, w, b: layer(x, x, w, b), x, weight, bias
+        ),
+        "add_layer_norm, no delta": compare(
+            lambda x, w, b: add_layer_norm(x, None, w, b, 1e-6), lambda x, w, b: layer(x, None, w, b), x, weight, bias
+        ),
+    }  # fmt: skip
+
+
+def block(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, norm: Callable[..., Any]) -> Tensor:
+    """Two pre-norm steps on one residual path, all of whose tensors have several gradients."""
+    normed, x = norm(x, delta, weight, bias, 1e-6)
+    normed, x = norm(x, normed.tanh(), weight, bias, 1e-6)
+    return normed + x * delta
+
+
+def block_plain(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """`block` in plain PyTorch."""
+    return block(x, delta, weight, bias, lambda x, d, w, b, e: (F.layer_norm(x + d, w.shape, w, b, e), x + d))
+
+
+def gelu_of_linear(tanh: bool, rows: tuple[int, ...], frozen: tuple[str, ...] = ()) -> float:
+    """Error of `linear_gelu` (..., 40) -> (..., 600) with strided gradients, without those of what is frozen."""
+    made = {"x": torch.randn(*rows, 40), "weight": torch.randn(600, 40) / 6, "bias": torch.randn(600)}
+    learned = [name for name in made if name not in frozen]
+
+    def run(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given: function(**{**made, **dict(zip(learned, given, strict=True))}).transpose(0, -1)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh" if tanh else "none")
+
+    return error(run(lambda **x: linear_gelu(**x, tanh=tanh)), run(plain), *(made[name] for name in learned))
 
 
 def swiglu_plain(x: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -63,16 +137,21 @@ def swiglu_plain(x: Tensor, probs: Tensor | None = None) -> Tensor:
     return F.silu(gate) * up * (1.0 if probs is None else probs[:, None])
 
 
+def few_programs() -> None:
+    """Make the kernels that sum over rows take several tiles to a program, as they do for thousands of rows."""
+    for module in (zoo.nn.kernels.gelu, zoo.nn.kernels.layer_norm, zoo.nn.kernels.norm):
+        launch = replace(module.backward_launch(40), programs=3, rows=4)
+        module.backward_launch = lambda width, launch=launch: launch  # type: ignore[attr-defined]
+
+
 def main() -> None:
     """Every kernel, of odd sizes and strides."""
     torch.manual_seed(0)
     half = torch.randn(9, 8)
     angles = torch.cat((half, half), -1)
     cos, sin = angles.cos(), angles.sin()
-    places = torch.cat([torch.arange(n) for n in LENGTHS])
     targets = torch.randint(0, 20001, (6,))
     rows, weight = torch.randn(70, 3, 40), torch.randn(40)
-    tokens = sum(LENGTHS)
     errors = {
         "rms_norm": error(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, (40,), w, 1e-6), rows, weight),
         "rms_norm centred, of a slice": error(
@@ -109,10 +188,31 @@ def main() -> None:
             lambda x: F.cross_entropy(x, targets, reduction="none"),
             torch.randn(6, 20001) * 3,
         ),
-        "causal_conv_silu": error(
-            lambda x, w: causal_conv_silu(x[:, 3:80], w, places), convolved, torch.randn(tokens, 90), torch.randn(77, 4)
+        "causal_conv_silu": convolution(LENGTHS, 300, 4),
+        "causal_conv_silu, two taps": convolution(LENGTHS, 77, 2),
+        "causal_conv_silu, one token": convolution((1,), 77, 4),
+        "causal_conv_silu, ends at tiles": convolution((61, 1, 2, 64, 62, 66), 77, 4),
+        "causal_conv_silu, short segments": convolution((2, 1, 3) * 12, 77, 4),
+        "linear_gelu, tanh": gelu_of_linear(True, (5, 31)),
+        "linear_gelu, exact": gelu_of_linear(False, (5, 31)),
+        "linear_gelu, one row": gelu_of_linear(True, (1,)),
+        "linear_gelu, frozen weight": gelu_of_linear(True, (31,), ("weight",)),
+        "linear_gelu, frozen but for the bias": gelu_of_linear(True, (31,), ("x", "weight")),
+        "linear_gelu, frozen but for the weight": gelu_of_linear(False, (31,), ("x", "bias")),
+        "layer_norm, one row": error(
+            lambda x, w, b: layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (1100,), w, b, 1e-6),
+            torch.randn(1, 1100), torch.randn(1100), torch.randn(1100),
+        ),
+        "add_layer_norm, on one path": error(
+            lambda x, d, w, b: block(x, d, w, b, add_layer_norm), block_plain,
+            torch.randn(70, 40), torch.randn(70, 40), torch.randn(40), torch.randn(40),
         ),
     }  # fmt: skip
+    for which in (None, 0, 1):
+        errors |= {f"{name}, results {which}": value for name, value in residual_norms(which).items()}
+    few_programs()
+    errors |= {f"{name}, few programs": value for name, value in residual_norms(None).items()}
+    errors["linear_gelu, few programs"] = gelu_of_linear(True, (5, 31))
     print(json.dumps(errors))
 
 

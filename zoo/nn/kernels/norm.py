@@ -10,13 +10,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # elements that a program works on at once
-PROGRAMS = (
-    1056  # most programs of the backward pass, each of which sums its rows' part of the weight's gradient
-)
+from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.launch import Launch, steps
 
 
-@triton.jit
+def forward_launch(width: int) -> Launch:
+    """Rows are read at once."""
+    return Launch(rows=_tile(width, 4096), warps=8 if width > 2048 else 4)
+
+
+def backward_launch(width: int) -> Launch:
+    """Rows are read at once; a program takes several such tiles and writes its part of the weight's gradient."""
+    return Launch(rows=_tile(width, 2048), warps=8 if width > 2048 else 4)
+
+
+def _tile(width: int, elements: int) -> int:
+    return max(1, min(32, elements // int(triton.next_power_of_2(width))))
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _forward(
     x, weight, gate, out, scale, rows, heads, token_stride, head_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, GATED: tl.constexpr,
@@ -34,48 +46,87 @@ def _forward(
     flat = row[:, None] * WIDTH + column[None, :]
     if GATED:
         g = tl.load(gate + flat, mask=inside, other=0.0).to(tl.float32)
-        result *= g * tl.sigmoid(g)
+        result *= g * sigmoid(g)
     tl.store(out + flat, result.to(out.dtype.element_ty), mask=inside)
     tl.store(scale + row, inverse, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _backward(
-    grad, x, weight, gate, scale, grad_x, grad_gate, parts, rows, heads, token_stride, head_stride,
+    grad, residual, x, weight, gate, scale, grad_x, grad_gate, parts, rows, heads, token_stride, head_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTERED: tl.constexpr, GATED: tl.constexpr,
-    STEPS: tl.constexpr,
+    RESIDUAL: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
     factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if CENTERED:
         factor += 1.0
-    part = tl.zeros((BLOCK,), dtype=tl.float32)
-    for step in range(0, STEPS):
-        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+    part = tl.zeros((ROWS, BLOCK), dtype=tl.float32)  # summed over rows once, behind the loop
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        tile = tl.program_id(0).to(tl.int64) + step * tl.num_programs(0)
+        row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
         start = (row // heads) * token_stride + (row % heads) * head_stride
         flat = row[:, None] * WIDTH + column[None, :]
         inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
-        normed = (
-            tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32) * inverse
-        )
+        value = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)
         slope = tl.load(grad + flat, mask=inside, other=0.0).to(tl.float32)
+        normed = value.to(tl.float32) * inverse
         if GATED:
             g = tl.load(gate + flat, mask=inside, other=0.0).to(tl.float32)
-            open_ = tl.sigmoid(g)
-            before = slope * normed * factor[None, :]
-            tl.store(
-                grad_gate + flat,
-                (before * open_ * (1.0 + g * (1.0 - open_))).to(grad_gate.dtype.element_ty),
-                mask=inside,
-            )
+            open_ = sigmoid(g)
+            d_gate = slope * normed * factor[None, :] * open_ * (1.0 + g * (1.0 - open_))
+            tl.store(grad_gate + flat, d_gate.to(grad_gate.dtype.element_ty), mask=inside)
             slope *= g * open_
-        part += tl.sum(slope * normed, axis=0)
+        part += slope * normed
         slope *= factor[None, :]
         shared = tl.sum(slope * normed, axis=1) / WIDTH
         result = (slope - normed * shared[:, None]) * inverse
+        if RESIDUAL:
+            result += tl.load(residual + flat, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_x + flat, result.to(grad_x.dtype.element_ty), mask=inside)
-    tl.store(parts + tl.program_id(0) * WIDTH + column, part, mask=column < WIDTH)
+    tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(part, axis=0), mask=column < WIDTH)
+
+
+def _normalise(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """The forward pass; `ctx` gets what `_gradients` needs."""
+    x, heads, strides = _strided(x)
+    gate = None if gate is None else gate.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width = x.shape[-1]
+    rows, launch = out.numel() // width, forward_launch(width)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    ctx.shape = {
+        "WIDTH": width,
+        "BLOCK": triton.next_power_of_2(width),
+        "CENTERED": centered,
+        "GATED": gate is not None,
+    }
+    _forward[(triton.cdiv(rows, launch.rows),)](
+        x, weight, gate, out, scale, rows, heads, *strides, eps, **ctx.shape, ROWS=launch.rows, num_warps=launch.warps
+    )  # fmt: skip
+    ctx.save_for_backward(x, weight, gate, scale)
+    ctx.heads, ctx.strides = heads, strides
+    return out
+
+
+def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of x, to which `residual` is added, of the weight, and of the gate."""
+    x, weight, gate, scale = ctx.saved_tensors
+    grad, rows = grad.contiguous(), scale.shape[0]
+    residual = None if residual is None else residual.contiguous()
+    grad_x = torch.empty_like(grad)
+    grad_gate = None if gate is None else torch.empty_like(gate)
+    launch = backward_launch(x.shape[-1])
+    tiles = triton.cdiv(rows, launch.rows)
+    each = steps(tiles, launch.programs)
+    programs = triton.cdiv(tiles, each)
+    parts = torch.empty(programs, weight.shape[0], dtype=torch.float32, device=x.device)
+    _backward[(programs,)](
+        grad, residual, x, weight, gate, scale, grad_x, grad_gate, parts, rows, ctx.heads, *ctx.strides, **ctx.shape,
+        RESIDUAL=residual is not None, ROWS=launch.rows, STEPS=each, STAGES=launch.stages, num_warps=launch.warps,
+    )  # fmt: skip
+    return grad_x, parts.sum(0).to(weight.dtype), grad_gate
 
 
 class _Norm(torch.autograd.Function):
@@ -83,48 +134,27 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool
     ) -> Tensor:
-        width = x.shape[-1]
-        x, heads, strides = _strided(x)
-        gate = None if gate is None else gate.contiguous()
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows = out.numel() // width
-        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
-        ctx.shape = _tiles(width, centered, gate is not None)
-        grid = (triton.cdiv(rows, ctx.shape["ROWS"]),)
-        _forward[grid](x, weight, gate, out, scale, rows, heads, *strides, eps, **ctx.shape)
-        ctx.save_for_backward(x, weight, gate, scale)
-        ctx.heads, ctx.strides = heads, strides
-        return out
+        return _normalise(ctx, x, weight, gate, eps, centered)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate, scale = ctx.saved_tensors
-        grad, rows = grad.contiguous(), scale.shape[0]
-        grad_x = torch.empty_like(grad)
-        grad_gate = None if gate is None else torch.empty_like(gate)
-        blocks = triton.cdiv(rows, ctx.shape["ROWS"])
-        steps = triton.next_power_of_2(triton.cdiv(blocks, PROGRAMS))  # few values, as each is compiled
-        programs = triton.cdiv(blocks, steps)
-        parts = torch.empty(programs, weight.shape[0], dtype=torch.float32, device=x.device)
-        _backward[(programs,)](
-            grad, x, weight, gate, scale, grad_x, grad_gate, parts, rows, ctx.heads, *ctx.strides,
-            STEPS=steps, **ctx.shape,
-        )  # fmt: skip
-        return grad_x, parts.sum(0).to(weight.dtype), grad_gate, None, None
+        return *_gradients(ctx, grad, None), None, None
 
 
-def _tiles(width: int, centered: bool, gated: bool) -> dict[str, Any]:
-    block = triton.next_power_of_2(width)
-    rows = max(1, min(32, TILE // block))
-    warps = 8 if block >= TILE else 4
-    return {
-        "WIDTH": width,
-        "BLOCK": block,
-        "ROWS": rows,
-        "CENTERED": centered,
-        "GATED": gated,
-        "num_warps": warps,
-    }
+class _NormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return _normalise(ctx, x, weight, None, eps, centered), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, residual: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return residual, None, None, None
+        grad_x, grad_weight, _ = _gradients(ctx, grad, residual)
+        return grad_x, grad_weight, None, None
 
 
 def _strided(x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
@@ -149,4 +179,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> T
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight * silu(gate) over the last axis; x and gate (..., D)."""
     out: Tensor = _Norm.apply(x, weight, gate, eps, False)
+    return out
+
+
+def rms_norm_residual(x: Tensor, weight: Tensor, eps: float, centered: bool = False) -> tuple[Tensor, Tensor]:
+    """`rms_norm` of x, and x for the residual path, whose gradient is added in the norm's backward pass.
+
+    The second is a view of x that must not be written to (PyTorch says so where it is).
+    """
+    out: tuple[Tensor, Tensor] = _NormResidual.apply(x, weight, eps, centered)
     return out

@@ -9,7 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048
+from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.launch import Launch
+
+
+def forward_launch(width: int) -> Launch:
+    """A program takes a row, so many columns at a time."""
+    return Launch(rows=1, columns=min(2048, int(triton.next_power_of_2(width))), warps=4)
+
+
+def backward_launch(width: int) -> Launch:
+    """A program takes a row, so many columns at a time."""
+    return Launch(rows=1, columns=min(2048, int(triton.next_power_of_2(width))), warps=4)
 
 
 @triton.jit
@@ -20,7 +31,7 @@ def _forward(x, probs, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: 
         inside = column < WIDTH
         gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        result = gate * tl.sigmoid(gate) * up
+        result = gate * sigmoid(gate) * up
         if WEIGHTED:
             result *= tl.load(probs + row).to(tl.float32)
         tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
@@ -38,12 +49,12 @@ def _backward(
         gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         slope = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
+        open_ = sigmoid(gate)
         if WEIGHTED:
-            total += slope * gate * sigmoid * up
+            total += slope * gate * open_ * up
             slope *= tl.load(probs + row).to(tl.float32)
-        d_gate = slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        d_up = slope * gate * sigmoid
+        d_gate = slope * up * open_ * (1.0 + gate * (1.0 - open_))
+        d_up = slope * gate * open_
         tl.store(grad_x + row * 2 * WIDTH + column, d_gate.to(grad_x.dtype.element_ty), mask=inside)
         tl.store(grad_x + row * 2 * WIDTH + WIDTH + column, d_up.to(grad_x.dtype.element_ty), mask=inside)
     if WEIGHTED:
@@ -57,13 +68,11 @@ class _SwiGLU(torch.autograd.Function):
         width = x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
         probs = None if probs is None else probs.contiguous()
-        ctx.shape = {
-            "WIDTH": width,
-            "BLOCK": min(BLOCK, triton.next_power_of_2(width)),
-            "WEIGHTED": probs is not None,
-        }
         if out.numel():
-            _forward[(out.numel() // width,)](x, probs, out, **ctx.shape)
+            launch = forward_launch(width)
+            _forward[(out.numel() // width,)](
+                x, probs, out, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None, num_warps=launch.warps
+            )  # fmt: skip
         ctx.save_for_backward(x, probs)
         return out
 
@@ -73,7 +82,11 @@ class _SwiGLU(torch.autograd.Function):
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_probs = None if probs is None else torch.empty_like(probs)
         if grad.numel():
-            _backward[(grad.numel() // grad.shape[-1],)](grad, x, probs, grad_x, grad_probs, **ctx.shape)
+            width, launch = grad.shape[-1], backward_launch(grad.shape[-1])
+            _backward[(grad.numel() // width,)](
+                grad, x, probs, grad_x, grad_probs, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None,
+                num_warps=launch.warps,
+            )  # fmt: skip
         return grad_x, grad_probs
 
 

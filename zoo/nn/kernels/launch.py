@@ -1,0 +1,28 @@
+"""How a kernel is launched: its tile, warps and how far it reads ahead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Settings of one kernel for one width. Found by timing on an H200; no result depends on them but for rounding."""
+
+    rows: int  # that a program works on at once; of the convolution: one after the other
+    columns: int = 0  # that a program owns, where it doesn't take whole rows
+    warps: int = 4
+    stages: int = 1  # of the loop over rows: 1 doesn't read ahead
+    programs: int = 1056  # most of a kernel that sums over rows: each writes its part of the sum
+
+
+def steps(tiles: int, programs: int) -> int:
+    """Tiles for each of about `programs` programs: at least enough, and few values, as each is compiled.
+
+    1, 2, 3, 4, 6, 8, 12, 16, 24...: at most half more than enough.
+    """
+    wanted = max(1, triton.cdiv(tiles, programs))
+    power: int = triton.next_power_of_2(wanted)
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= wanted else power
