@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KERNELS = (
     "attention", "attention_padded", "convolution", "delta_rule", "gated_norm", "experts", "norm", "qk_norm", "rotary",
-    "swiglu", "loss", "vision_attention", "audio_attention",
+    "swiglu", "loss", "vision_attention", "audio_attention", "vision_block",
 )  # fmt: skip
 
 
@@ -81,16 +81,16 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
     return [validate(load_recipe(name, plain), 1) for name in recipe_names() if "lora" not in name]
 
 
-HEAD = f"{'kernel':<17} {'runs':<22} {'worst':>9}  {'of':<9} {'bound':>7}  {'':<5}  shape"
+HEAD = f"{'kernel':<17} {'runs':<22} {'worst':>9}  {'of':<17} {'bound':>7}  {'':<5}  shape"
 
 
 def _line(verdict: Verdict, used: bool = True) -> str:
     check = verdict.check
     if verdict.errors:
         what, error = verdict.worst
-        figures = f"{error:9.1e}  {what:<9}"
+        figures = f"{error:9.1e}  {what:<17}"
     else:
-        figures = f"{'-':>9}  {'-':<9}"
+        figures = f"{'-':>9}  {'-':<17}"
     said = "ok" if verdict.right else "WRONG"
     shown = f"{check.name:<17} {check.kernel:<22} {figures} {check.bound:7.0e}  {said:<5}  {check.dtype} {check.shape}"
     if not used:

@@ -26,7 +26,7 @@ from torch import Tensor
 from zoo.nn.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.experts import GroupedExperts
 from zoo.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm
-from zoo.nn.norm import RMSNorm
+from zoo.nn.norm import ResidualRMSNorm, RMSNorm
 from zoo.nn.router import Router
 from zoo.nn.swiglu import DenseMLP, SharedExperts
 
@@ -54,7 +54,7 @@ class TorchBackend(BackendSpecProvider):
         """RMSNorm that knows sequence parallelism."""
         if not rms_norm:
             raise ValueError("the decoders of zoo use RMSNorm")
-        return RMSNorm
+        return ResidualRMSNorm if has_residual else RMSNorm
 
     def core_attention(self) -> type:
         """Varlen attention of PyTorch."""
@@ -164,7 +164,7 @@ def decoder_layer(
     config: TransformerConfig, backend: BackendSpecProvider, *, experts: bool, linear: bool = False
 ) -> ModuleSpec:
     """One pre-norm decoder layer: (`linear`) attention, then an MLP or (with `experts`) an MoE layer."""
-    norm = backend.layer_norm(rms_norm=True)
+    norm = backend.layer_norm(rms_norm=True, has_residual=True)
     attention = linear_attention(backend) if linear else self_attention(config, backend)
     dense = MLPSubmodules(
         linear_fc1=backend.column_parallel_linear(), linear_fc2=backend.row_parallel_linear()

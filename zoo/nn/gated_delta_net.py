@@ -88,8 +88,9 @@ class GatedDeltaNet(McoreGatedDeltaNet):
 
     def _mix(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(N, channels of this rank's heads) -> (N, value width of this rank's heads)."""
-        qkv, gate, beta, alpha = rows.split(self.feat_dim_split, dim=-1)
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        widths = [section // self.cp_size for section in sections]
+        *qkv, gate, beta, alpha = rows.split([*widths, *self.feat_dim_split[1:]], dim=-1)
         kernel, a_log, dt_bias = (
             get_parameter_local_cp(parameter, dim=0, cp_group=self.pg_collection.cp, split_sections=parts)
             for parameter, parts in (
@@ -98,8 +99,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
-        widths = [section // self.cp_size for section in sections]
-        parts = zip(qkv.split(widths, dim=-1), kernel.squeeze(1).split(widths), strict=True)
+        parts = zip(qkv, kernel.squeeze(1).split(widths), strict=True)
         query, key, value = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
         value = value.unflatten(-1, (-1, self.value_head_dim))

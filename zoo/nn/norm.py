@@ -6,6 +6,8 @@ gradient over the tensor-parallel ranks, each of which sees only its share of th
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -37,3 +39,18 @@ class RMSNorm(torch.nn.Module):
         if self.zero_centered:  # in fp32: 1 + weight has too few digits in bf16
             return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class ResidualRMSNorm(RMSNorm):
+    """The norm before a branch of a layer; where kernels are fused it gives what goes past the branch as well.
+
+    megatron-core takes that for the residual. So its gradient is added to the norm's by the norm's kernel.
+    """
+
+    def forward(self, x: Tensor) -> Any:
+        """x: (..., hidden_size) -> its norm, or its norm and x."""
+        if not fused(x):
+            return super().forward(x)
+        from zoo.nn.kernels.norm import rms_norm_residual
+
+        return rms_norm_residual(x, self.weight, self.eps, self.zero_centered)

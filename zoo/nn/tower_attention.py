@@ -4,8 +4,9 @@ transformers' vision and audio encoders run all images or clips as one row with 
 Python for every implementation whose name lacks "flash". `use_varlen_attention` gives them this one: PyTorch's
 varlen flash attention on a GPU in half precision, else one masked call over the segments side by side.
 
-On a GPU in half precision, attention with one projection for queries, keys and values turns them in one pass, and a
-convolution whose input is one patch is the matrix product that it amounts to.
+On a GPU in half precision, attention with one projection for queries, keys and values turns them in one pass, sums and
+norms of a block are one kernel, so are the gradients of GELU and of the bias before it, and a convolution whose input is
+one patch is the matrix product that it amounts to.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
+from transformers.activations import GELUTanh
 
 from zoo.nn.attention import has_flash, sdpa, varlen_attention
 from zoo.nn.kernels import fused
@@ -40,7 +42,16 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             _give(module, _project_patches)
         if isinstance(module, torch.nn.LayerNorm):
             _give(module, _normalise)
+        if is_block(module):
+            _give(module, _block)
+        if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
+            _give(module, _feed_forward)
     return tower
+
+
+def is_block(module: torch.nn.Module) -> bool:
+    """Whether it is a vision block as Qwen's towers have them: attention and MLP, each behind a LayerNorm."""
+    return all(isinstance(getattr(module, norm, None), torch.nn.LayerNorm) for norm in ("norm1", "norm2"))
 
 
 def _give(module: Any, forward: Callable[..., Tensor]) -> None:
@@ -72,6 +83,39 @@ def _attend(
     query, key, value = rotate_qkv(qkv, *(angles.float() for angles in position_embeddings))
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
     return self.proj(attended.flatten(1))
+
+
+def _block(
+    self: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **further: Any,
+) -> Tensor:
+    """The block's own forward, hidden_states (N, C), with sums and norms in one pass."""
+    if not fused(hidden_states):
+        out: Tensor = type(self).forward(
+            self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **further
+        )
+        return out
+    from zoo.nn.kernels.layer_norm import add_layer_norm
+
+    first, second = self.norm1, self.norm2
+    normed, hidden = add_layer_norm(hidden_states, None, first.weight, first.bias, first.eps)
+    attended = self.attn(normed, cu_seqlens, position_embeddings=position_embeddings, **further)
+    normed, hidden = add_layer_norm(hidden, attended, second.weight, second.bias, second.eps)
+    return hidden + self.mlp(normed)
+
+
+def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
+    """The MLP's own forward, hidden_state (N, C), with the gradients of GELU and of the bias before it in one pass."""
+    first = self.linear_fc1
+    if not fused(hidden_state) or first._forward_hooks:  # an adapter's, for one
+        out: Tensor = type(self).forward(self, hidden_state)
+        return out
+    from zoo.nn.kernels.gelu import linear_gelu
+
+    return self.linear_fc2(linear_gelu(hidden_state, first.weight, first.bias, tanh=True))
 
 
 def _normalise(self: Any, x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,17 +14,25 @@ import torch
 from zoo.nn.kernels import fused
 from zoo.nn.tuned import SETTINGS
 
-SCRIPT = Path(__file__).parents[2] / "support" / "interpret_kernels.py"
+SUPPORT = Path(__file__).parents[2] / "support"
+
+
+def output(script: str, *arguments: str, **environment: str) -> Any:
+    """What a script of tests/support prints as JSON."""
+    done = subprocess.run(
+        [sys.executable, SUPPORT / script, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this machine")
 def test_interpreted_kernels_equal_plain_pytorch() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, SCRIPT], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    errors = json.loads(done.stdout)
+    errors = output("interpret_kernels.py", TRITON_INTERPRET="1")
     assert len(errors) == 49
     assert max(errors.values()) < 5e-6, errors
 
@@ -39,3 +48,25 @@ def test_settings_name_kernels_of_one_library() -> None:
         for kernels in SETTINGS.values()
         for name, values in kernels.items()
     )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this machine")
+def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(tmp_path: Path) -> None:
+    """Where each kernel stands in a model, with what goes past it and back: one training step."""
+    found = output("interpret_model.py", str(tmp_path), TRITON_INTERPRET="1")
+    assert found["loss"] < 1e-6 and found["gradient"] < 5e-6, found
+    assert {name.partition(".")[0] for name in found["kernels"]} == {
+        "conv", "gelu", "layer_norm", "loss", "norm", "rotary", "swiglu"
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or not sys.platform.startswith("linux"),
+    reason="Triton's compiler is not made for this machine",
+)
+def test_they_compile_for_a_gpu_without_running_out_of_registers() -> None:
+    found = output("compile_kernels.py")
+    failed = {name: why for name, why in found.items() if isinstance(why, str)}
+    assert not failed, failed
+    assert len(found) > 30
+    assert not any(found.values()), {name: spilled for name, spilled in found.items() if spilled}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 STEPS = 2
-TOP = 30
+TOP = 60
 GAPS = 20
 GAPS_SHOWN = 5
 

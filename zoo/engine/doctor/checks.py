@@ -6,6 +6,7 @@ bf16 products alone makes 2e-3 to 4e-3; a kernel that is wrong makes 0.1 and mor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from zoo.packing import PackedLayout
 
 BOUNDS = {"bf16": 1e-2, "fp32": 1e-4}
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
+BLOCK_BOUNDS = {"bf16": 3e-2, "fp32": 1e-3}  # a chain of eight kernels, each rounded
 LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of probabilities
 MOST_TOKENS = 4096  # of a row that is tried; fp64 scores of longer segments would fill a GPU
 LENGTHS = (1098, 3, 771, 64, 1, 517, 65, 127, 300, 2, 640, 130)  # of segments: around chunks, single, long
@@ -44,6 +46,8 @@ def checks(subject: Subject) -> Iterator[Check]:
     yield _loss(subject)
     for tower in subject.towers:
         yield _tower(subject, tower)
+        if tower.block is not None:
+            yield _tower_block(subject, tower)
 
 
 def row_layout(subject: Subject) -> PackedLayout:
@@ -326,6 +330,7 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
 def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:
     config, rows = subject.config, min(subject.recipe.packing.budget, MOST_TOKENS)
     zero_centred = config.layernorm_zero_centered_gamma
+    before = name == "norm"  # before a branch: with what goes past it, whose gradient it may add
 
     def prepare() -> Trial:
         with torch.no_grad():
@@ -333,10 +338,17 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
         def exact(x: Tensor, weight: Tensor) -> Tensor:
             weight = weight + 1.0 if zero_centred else weight
-            return references.rms_norm(x, weight, config.layernorm_epsilon)
+            normed = references.rms_norm(x, weight, config.layernorm_epsilon)
+            return torch.stack((normed, x)) if before else normed
+
+        def run(x: Tensor) -> Tensor:
+            out = module(x)
+            if not before:
+                return out
+            return torch.stack(out if isinstance(out, tuple) else (out, x))
 
         x = _randn(subject, rows, 1, *shape)
-        return Trial(lambda x: module(x), exact, {"x": x}, {"weight": module.weight})
+        return Trial(run, exact, {"x": x}, {"weight": module.weight})
 
     kind = ", zero-centred" if zero_centred else ""
     sizes = " x ".join(map(str, (rows, *shape)))
@@ -428,21 +440,62 @@ def _loss(subject: Subject) -> Check:
     )
 
 
+def _images(subject: Subject, varlen: bool = True) -> PackedLayout:
+    """Images side by side in a tower's row; one where the tower takes them one by one."""
+    lengths: tuple[int, ...] = PATCHES if varlen else (576,)
+    if subject.device.type == "cpu":
+        lengths = tuple(max(1, n // 8) for n in lengths)
+    return PackedLayout.from_lengths(lengths).to(subject.device)
+
+
+def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
+    """A whole block, whose sums, norms and MLP are fused where attention is, against its own modules in fp64."""
+    layout, meta = _images(subject), tower.block
+    assert meta is not None
+
+    def prepare() -> Trial:
+        block: Any = copy.deepcopy(meta).to_empty(device=subject.device).to(subject.dtype)
+        with torch.no_grad():
+            for name, parameter in block.named_parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+                else:
+                    parameter.normal_(float("norm" in name and name.endswith("weight")), 0.25)
+        plain = copy.deepcopy(block).double()
+        angles = torch.randn(layout.total, tower.width // 2, device=subject.device).repeat(1, 2)
+        facts = {"position_embeddings": (angles.cos(), angles.sin()), "max_seqlen": max(layout.lengths)}
+
+        def exact(x: Tensor, **parameters: Tensor) -> Tensor:
+            out: Tensor = torch.func.functional_call(plain, parameters, (x, layout.cu_seqlens), facts)
+            return out
+
+        x = _randn(subject, layout.total, block.norm1.normalized_shape[0])
+        parameters = dict(block.named_parameters())
+        return Trial(lambda x: block(x, layout.cu_seqlens, **facts), exact, {"x": x}, parameters)
+
+    return Check(
+        f"{tower.tower}_block",
+        _fused_name(subject),
+        f"{tower.heads} heads x {tower.width}, {_row_shape(layout)}",
+        subject.precision,
+        BLOCK_BOUNDS[subject.precision],
+        KEEP,
+        prepare,
+    )
+
+
 def _tower(subject: Subject, tower: TowerHeads) -> Check:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     heads, width, varlen = tower.heads, tower.width, tower.implementation == VARLEN_TOWER
-    lengths: tuple[int, ...] = PATCHES if varlen else (576,)
-    if subject.device.type == "cpu":
-        lengths = tuple(max(1, n // 8) for n in lengths)
-    layout = PackedLayout.from_lengths(lengths).to(subject.device)
+    layout = _images(subject, varlen)
     function = ALL_ATTENTION_FUNCTIONS[tower.implementation]
 
     def prepare() -> Trial:
         offsets = layout.cu_seqlens
         facts: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
         if varlen:
-            facts |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+            facts |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

@@ -20,6 +20,7 @@ from zoo.engine import build
 from zoo.engine.blueprint import on_meta
 from zoo.engine.world import World, on_one_rank
 from zoo.nn.multimodal import MultimodalModel, Stage
+from zoo.nn.tower_attention import is_block
 from zoo.registry import get_family
 
 MOST_EXPERTS = 32  # that stand for any number of them: a grouped product does not mix experts
@@ -33,6 +34,7 @@ class TowerHeads:
     module: torch.nn.Module  # on the meta device
     heads: int
     width: int
+    block: torch.nn.Module | None  # around it, with norms and MLP; None where zoo leaves that to transformers
 
     @property
     def implementation(self) -> str:
@@ -127,9 +129,11 @@ def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
 def _towers(model: Any) -> Iterator[TowerHeads]:
     """One attention of each tower."""
     for name in model.tower_names():
-        for module in getattr(model, name).modules():
+        modules = list(getattr(model, name).modules())
+        block = next((module for module in modules if is_block(module)), None)
+        for module in modules:
             heads = getattr(module, "num_heads", None)
             width = getattr(module, "head_dim", None)
             if isinstance(heads, int) and isinstance(width, int) and hasattr(module, "config"):
-                yield TowerHeads(name, module, heads, width)
+                yield TowerHeads(name, module, heads, width, block)
                 break

@@ -9,7 +9,7 @@ import triton
 
 @dataclass(frozen=True)
 class Launch:
-    """Settings of one kernel for one width. Found by timing on an H200; no result depends on them but for rounding."""
+    """Settings of one kernel for one width; no result depends on them but for rounding."""
 
     rows: int  # that a program works on at once; of the convolution: one after the other
     columns: int = 0  # that a program owns, where it doesn't take whole rows

@@ -88,7 +88,9 @@ def _backward(
     tl.store(parts + tl.program_id(0) * WIDTH + column, tl.sum(part, axis=0), mask=column < WIDTH)
 
 
-def _normalise(ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool) -> Tensor:
+def _normalise(
+    ctx: Any, x: Tensor, weight: Tensor, gate: Tensor | None, eps: float, centered: bool
+) -> Tensor:
     """The forward pass; `ctx` gets what `_gradients` needs."""
     x, heads, strides = _strided(x)
     gate = None if gate is None else gate.contiguous()
@@ -143,9 +145,7 @@ class _Norm(torch.autograd.Function):
 
 class _NormResidual(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         return _normalise(ctx, x, weight, None, eps, centered), x.view_as(x)
 

@@ -1,0 +1,73 @@
+"""A whole model on the fused kernels, run by Triton's interpreter on the CPU in fp32, against the model without them.
+
+    TRITON_INTERPRET=1 python tests/support/interpret_model.py FOLDER
+
+Prints as JSON the relative errors of loss and gradient (as one vector), the worst of a parameter, and which kernels ran. A
+process of its own, as Triton decides when it is imported.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from support.engine import Zoo, packed_batch, single_process_world
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
+from zoo.nn import gated_delta_net, multimodal, norm, rotary, swiglu, tower_attention
+
+MODULES: tuple[Any, ...] = (gated_delta_net, multimodal, norm, rotary, swiglu, tower_attention)
+
+
+def segments(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float, *, causal: bool
+) -> Tensor:
+    """In the place of flash attention, which wants a GPU: a call for each segment."""
+    parts = []
+    for start, stop in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        one = (x[start:stop].transpose(0, 1)[None] for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=causal, scale=scale)
+        parts.append(out[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+def main(folder: Path) -> dict[str, Any]:
+    ran: set[str] = set()
+    launch = InterpretedFunction.run
+
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        ran.add(f"{Path(self.fn.__code__.co_filename).stem}.{self.fn.__name__}")
+        return launch(self, *arguments, **options)
+
+    InterpretedFunction.run = run  # type: ignore[method-assign]
+    write_tiny_qwen35(folder)
+    with single_process_world() as world:
+        model = Zoo.load(folder, world, "model.family=qwen35_vl")
+        examples = vision_examples(model.assembly.processor)
+        samples = [examples[name].sample for name in ("image-long", "text-short")]
+        batches, labels = [packed_batch(samples)], sum(int((s.labels != -100).sum()) for s in samples)
+        loss, wanted = model.gradients(batches, labels)
+        assert not ran
+        for module in MODULES:
+            module.fused = lambda x: x.is_floating_point()
+        tower_attention.varlen_attention = segments  # type: ignore[assignment]
+        fused_loss, found = model.gradients(batches, labels)
+    whole = torch.stack([x.norm() for x in wanted.values() if x is not None]).norm()
+    errors = {name: float((found[name] - x).norm() / whole) for name, x in wanted.items() if x is not None}  # type: ignore[operator]
+    return {
+        "loss": abs(fused_loss - loss) / loss,
+        "gradient": sum(error**2 for error in errors.values()) ** 0.5,
+        "worst": max(errors, key=errors.__getitem__),
+        "kernels": sorted(ran),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))
