@@ -10,8 +10,11 @@ take; runs are whole trainings of three steps. Prints a line a case and exits wi
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import itertools
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the package `support`
 
 FP32, BF16 = (1e-5, 1e-4), (1e-2, 6e-2)  # relative errors of the loss, and of the gradient as one vector
 FP32_LOSSES = 1e-4  # of each step of a run
-CASE_SECONDS = 150.0
+START_SECONDS = 240.0  # for a rank's imports
+CASE_SECONDS = 100.0  # for a case, most of which is compiling kernels; a rank that takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,9 @@ SHORT = (
 )  # fmt: skip
 
 
-def references(cases: tuple[Case, ...]) -> list[Case]:
-    """The one-rank cases that the others are held to."""
-    return list(dict.fromkeys(Case(1, case.model, (), case.kind) for case in cases))
+def reference(case: Case) -> Case:
+    """The one-rank case that it is held to."""
+    return Case(1, case.model, (), case.kind)
 
 
 def prepare(case: Case, root: Path) -> Any:
@@ -124,12 +128,21 @@ def prepare(case: Case, root: Path) -> Any:
     )
 
 
-def rank_main(folder: Path, rank: int) -> None:
-    """A rank: every case of tasks.pickle that it belongs to, results beside it."""
+def rank_main(folder: Path, rank: int, first: int) -> None:
+    """A rank: from task `first` on, every one that it belongs to, as they come; results beside them."""
     import torch
+    import torch.distributed as dist
     from support.rank_tasks import run_layouts, train
 
-    for index, (case, given, port) in enumerate(pickle.loads((folder / "tasks.pickle").read_bytes())):
+    from zoo.engine.worker import end_with_parent
+
+    end_with_parent()
+    destroy = dist.destroy_process_group
+    (folder / f"ready.{first}.{rank}").touch()
+    for index in itertools.count(first):
+        while not (folder / f"{index}.task").exists():
+            time.sleep(0.02)
+        case, given, port = pickle.loads((folder / f"{index}.task").read_bytes())
         if rank >= case.ranks:
             continue
         os.environ |= {
@@ -137,6 +150,18 @@ def rank_main(folder: Path, rank: int) -> None:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         start = time.perf_counter()
+        faulthandler.dump_traceback_later(CASE_SECONDS - 5)  # where it hangs
+
+        def leave(found: Any, index: int = index, start: float = start) -> None:
+            write(folder / f"{index}.{rank}", (found, time.perf_counter() - start))
+
+        def end_group() -> None:
+            if sys.exception() is not None:  # other ranks may wait for this one for ever, and it for them here
+                leave(traceback.format_exc())
+                os._exit(1)
+            destroy()
+
+        dist.destroy_process_group = end_group
         try:
             if case.kind == "run":
                 found: Any = train(rank, case.ranks, given, case.model)
@@ -145,43 +170,86 @@ def rank_main(folder: Path, rank: int) -> None:
                 found.gradients = {name: x.cpu() for name, x in found.gradients.items()}
                 found.figures, found.biases = {}, {}
         except BaseException:
-            found = traceback.format_exc()
-        (folder / f"{index}.{rank}").write_bytes(pickle.dumps((found, time.perf_counter() - start)))
-        if isinstance(found, str):  # the other ranks may wait for this one for ever
-            sys.exit(1)
+            leave(traceback.format_exc())
+            os._exit(1)
+        faulthandler.cancel_dump_traceback_later()
+        leave(found)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
 
-def launch(tasks: list[Any], folder: Path, ranks: int) -> None:
-    """All ranks over all tasks; those that are left when one has failed, or at the time limit, are ended."""
-    (folder / "tasks.pickle").write_bytes(pickle.dumps(tasks))
-    me = [sys.executable, "-W", "ignore", "-m", "tests.gpu.ranks", "--folder", str(folder), "--rank"]
-    root = Path(__file__).parents[2]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    processes = [subprocess.Popen([*me, str(rank)], cwd=root, env=environment) for rank in range(ranks)]
-    end = time.monotonic() + CASE_SECONDS * len(tasks)
-    while time.monotonic() < end and any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
-            break
-        time.sleep(0.2)
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+def write(path: Path, value: Any) -> None:
+    """Pickle a value into a file that others see when it is whole."""
+    new = path.with_name(f".{path.name}")
+    new.write_bytes(pickle.dumps(value))
+    new.replace(path)
+
+
+class Ranks:
+    """The processes. When one has failed or hangs, all are started anew for the next case."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.first = self.next = 0  # tasks: that these processes began with, and to come
+        self.start()
+
+    def start(self) -> None:
+        """Processes that wait for the next task."""
+        root = Path(__file__).parents[2]
+        command = [sys.executable, "-W", "ignore", "-m", "tests.gpu.ranks", "--folder", str(self.folder)]
+        more = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self.first = self.next
+        for rank in range(self.size):
+            mine = [*command, "--first", str(self.first), "--rank", str(rank)]
+            with self._log(rank).open("wb") as log:
+                started = subprocess.Popen(mine, cwd=root, env=os.environ | more, stdout=log, stderr=log)
+            self.processes.append(started)
+
+    def run(self, case: Case, given: Any, port: int) -> list[tuple[Any, float]] | str:
+        """By rank what it found and its seconds, or what went wrong."""
+        if not self.processes:
+            self.start()
+        write(self.folder / f"{self.next}.task", (case, given, port))
+        files = [self.folder / f"{self.next}.{rank}" for rank in range(case.ranks)]
+        self.next += 1
+        begins = [self.folder / f"ready.{self.first}.{rank}" for rank in range(self.size)]
+        ready, end = False, time.monotonic() + START_SECONDS
+        while not all(file.exists() for file in files):
+            if not ready and all(file.exists() for file in begins):
+                ready, end = True, time.monotonic() + CASE_SECONDS
+            ended = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if ended or time.monotonic() > end:
+                time.sleep(2.0 if ended else 0.0)  # for others that fail by themselves
+                return self._explain(files, ended)
+            time.sleep(0.02)
+        loaded = [pickle.loads(file.read_bytes()) for file in files]
+        return self._explain(files, []) if any(isinstance(found, str) for found, _ in loaded) else loaded
+
+    def _explain(self, files: list[Path], ended: list[int]) -> str:
+        self.stop()
+        found = {rank: pickle.loads(file.read_bytes())[0] for rank, file in enumerate(files) if file.exists()}
+        said = [f"rank {rank}: {text}" for rank, text in found.items() if isinstance(text, str)]
+        if said:
+            return "\n".join(said)
+        silent = [rank for rank in range(len(files)) if rank not in found]
+        what = f"rank {ended[0]} has ended" if ended else f"ranks {silent} hang"
+        logs = (self._log(rank).read_text(errors="replace")[-3000:] for rank in ended or silent)
+        return "\n".join((what, *logs))
+
+    def stop(self) -> None:
+        """End all."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes = []
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"log.{rank}"
 
 
 def compare(case: Case, found: list[Any], serial: list[Any]) -> tuple[bool, str]:
     """Whether a case is within its bounds, and the figures."""
-    from support.gathered import full_gradients, total_loss
-
     if case.kind == "run":
         pairs = list(zip(found[0]["losses"], serial[0]["losses"], strict=True))
         error = max(abs(a - b) / abs(b) for a, b in pairs)
@@ -189,8 +257,14 @@ def compare(case: Case, found: list[Any], serial: list[Any]) -> tuple[bool, str]
         norm = max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in norms)
         shown = ", ".join(f"{a:.6f}" for a, _ in pairs)
         return error < FP32_LOSSES, f"losses {shown}: off by {error:.1e}, gradient norms by {norm:.1e}"
-    wanted, got = full_gradients(serial), full_gradients(found)
-    assert wanted.keys() == got.keys()
+    from support.gathered import full_gradients, total_loss
+
+    try:
+        wanted, got = full_gradients(serial), full_gradients(found)
+    except AssertionError as error:  # ranks with the same part of a gradient differ
+        return False, str(error)
+    if wanted.keys() != got.keys():
+        return False, f"gradients that one of both lacks: {sorted(wanted.keys() ^ got.keys())}"
     apart = sum(float((got[name] - want).double().square().sum()) for name, want in wanted.items())
     size = sum(float(want.double().square().sum()) for want in wanted.values())
     gradient, loss = (apart / size) ** 0.5, abs(total_loss(found) / total_loss(serial) - 1)
@@ -199,32 +273,31 @@ def compare(case: Case, found: list[Any], serial: list[Any]) -> tuple[bool, str]
 
 
 def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
-    """Run cases and what they are held to; whether all are within their bounds."""
-    from zoo.engine.launch import free_port
-
-    serial = references(cases)
-    everything = [*serial, *cases]
+    """Run cases and what they are held to; whether all are within their bounds. Each is told as it ends."""
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tasks = [(case, prepare(case, folder), free_port()) for case in everything]
-        launch(tasks, folder, max(case.ranks for case in cases))
-        results: dict[Case, list[Any]] = {}
-        for index, case in enumerate(everything):
-            files = [folder / f"{index}.{rank}" for rank in range(case.ranks)]
-            loaded = [pickle.loads(path.read_bytes()) for path in files if path.exists()]
-            failed = [found for found, _ in loaded if isinstance(found, str)]
-            if failed or len(loaded) < case.ranks:
-                good = False
-                say(f"FAILED {case.name}: {failed[0] if failed else 'no result of some rank'}")
-                continue
-            results[case] = [found for found, _ in loaded]
-            seconds = max(seconds for _, seconds in loaded)
-            one = Case(1, case.model, (), case.kind)
-            if case.ranks > 1 and one in results:
+        ranks = Ranks(folder, max(case.ranks for case in cases))  # whose imports go on beside what stands here
+        try:
+            from zoo.engine.launch import free_port
+
+            everything = list(dict.fromkeys(each for case in cases for each in (reference(case), case)))
+            tasks = [(case, prepare(case, folder), free_port()) for case in everything]
+            results: dict[Case, list[Any]] = {}
+            for task in tasks:
+                case, one = task[0], reference(task[0])
+                known = case == one or one in results
+                found = ranks.run(*task) if known else "there is nothing to hold it to"
+                if isinstance(found, str):
+                    good = False
+                    say(f"FAILED {case.name}: {found}")
+                    continue
+                results[case], seconds = [held for held, _ in found], max(seconds for _, seconds in found)
                 right, figures = compare(case, results[case], results[one])
                 good = good and right
                 say(f"{'ok' if right else 'WRONG':<6} {case.name}: {figures} ({seconds:.1f} s)")
+        finally:
+            ranks.stop()
     return good
 
 
@@ -237,11 +310,15 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name holds this")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank is not None:
-        rank_main(given.folder, given.rank)
+        rank_main(given.folder, given.rank, given.first)
         return 0
     cases = tuple(case for case in CASES[given.ranks] if given.only in case.name)
+    if not cases:
+        parser.error(f"--only {given.only}: no case is named so; there are {[c.name for c in CASES[given.ranks]]}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks are ended
     return 0 if check(cases, lambda line: print(line, flush=True)) else 1
 
 
