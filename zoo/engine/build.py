@@ -17,6 +17,7 @@ from zoo.config.compose import replace_in
 from zoo.config.locate import Place, locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
+from zoo.engine.reduction import reduce_in_order
 from zoo.engine.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.accumulate import accumulate_in_place
@@ -203,6 +204,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     if on_gpu and recipe.engine.precision == "bf16":
         accumulate_in_place(chunks)
     if on_gpu:
+        for chunk in wrapped:
+            reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     for chunk in chunks[1:]:
         chunk.config.finalize_model_grads_func = finalize_model_grads

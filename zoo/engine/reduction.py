@@ -1,0 +1,53 @@
+"""One order of the gradients' reductions on all data-parallel ranks, where they begin during the backward pass.
+
+megatron-core starts to reduce a bucket as soon as the last of its gradients is there. Ranks have different media: where one
+has none, its towers get their zero gradients in another order than those that ran. Each would then reduce another bucket,
+and they would wait for one another for ever, or add up what does not belong together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+
+class InOrder:
+    """Starts the reductions of bucket groups one after the other, each when it and all before it are ready."""
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self._groups = groups
+        self._starts: list[Callable[..., None]] = [group.start_grad_sync for group in groups]
+        self._ready: dict[int, dict[str, Any]] = {}
+        self._next = 0
+        for place, group in enumerate(groups):
+            group.start_grad_sync = partial(self._start, place)
+
+    def _start(self, place: int, **options: Any) -> None:
+        if self._groups[place].is_first_batch:  # which starts all at its end, group by group
+            self._starts[place](**options)
+            return
+        self._ready[place] = options
+        while self._next in self._ready:
+            self._starts[self._next](**self._ready.pop(self._next))
+            self._next += 1
+        if self._next == len(self._groups):
+            self._next = 0
+
+
+def reduce_in_order(wrapped: Any) -> None:
+    """Have megatron-core's DDP of a model chunk start its reductions in the order in which its backward pass ends.
+
+    First what the decoder has, then towers, which begin with what the decoder's first layer leaves, then the embedding.
+    """
+    model = getattr(wrapped.module, "module", wrapped.module)  # behind Float16Module
+    towers = model.tower_names()
+
+    def when(group: Any) -> int:
+        return max(stage[parameter] for parameter in group.params)
+
+    stage = {}
+    for name, parameter in model.named_parameters():
+        part = name.partition(".")[0]
+        stage[parameter] = 1 if part in towers else 2 if part == "embedding" else 0
+    InOrder(sorted(wrapped.bucket_groups, key=when))
