@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -101,9 +102,9 @@ def alone(recipe: Recipe) -> Iterator[World]:
 
 def _init_distributed(on_cpu: bool, device: torch.device) -> None:
     c10d: Any = dist  # which has more than it says
+    # Without a device_id: with one, a rank that a new gloo group leaves out joins NCCL's split of all ranks for it, in
+    # which those of the group take no part, and waits for good (torch 2.11, `_new_process_group_helper`).
     options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
-    if not on_cpu:
-        options["device_id"] = device
     if "RANK" not in os.environ:
         store: Any = c10d.HashStore()
         options |= {"store": store, "rank": 0, "world_size": 1}
@@ -113,6 +114,9 @@ def _init_distributed(on_cpu: bool, device: torch.device) -> None:
         store = c10d.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
         options |= {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(**options)
+    if not on_cpu:
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+        dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
 
 
 def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:

@@ -150,7 +150,7 @@ class BenchRun(Run):
         last = lines.steps[-1]
         return {
             **figures(self.setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
-            **memory(on_gpu),
+            **memory(on_gpu, self.world),
             "loss": last["loss"],
             "losses": [round(line["loss"], 4) for line in lines.steps],
             "grad_norm": last["grad_norm"],
@@ -165,11 +165,15 @@ class BenchRun(Run):
         }
 
 
-def memory(on_gpu: bool) -> dict[str, float | None]:
-    """Most GiB in use and taken from the GPU since the first step; None without a GPU."""
+def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
+    """Most GiB in use and taken from a GPU since the first step, of any rank; None without a GPU."""
     if not on_gpu:
         return {"peak_gib": None, "reserved_gib": None}
-    peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    peaks = [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
+    if world is not None and world.size > 1:
+        largest = torch.tensor(peaks, dtype=torch.float64, device=world.device)
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        peaks = largest.tolist()
     return dict(zip(("peak_gib", "reserved_gib"), (round(peak / 2**30, 2) for peak in peaks), strict=True))
 
 
