@@ -78,6 +78,26 @@ def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
         return [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
 
 
+def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
+    """`run_layouts` with gradients reduced during the backward pass, as on a GPU, so many of them at once."""
+    from zoo.engine import build
+
+    wrap = build.wrap_ddp
+
+    def wrap_as_on_a_gpu(chunks: list[Any], recipe: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            patch.setattr(build, "BUCKET", bucket)
+            wrapped = wrap(chunks, recipe)
+        for chunk in wrapped:
+            chunk.force_all_reduce = True  # as in `_schedule`
+        return wrapped
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "wrap_ddp", wrap_as_on_a_gpu)
+        return run_layouts(rank, size, plan)
+
+
 @contextmanager
 def _more_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Decoders built meanwhile have these settings too, which no recipe of today reaches."""

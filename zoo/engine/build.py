@@ -24,6 +24,8 @@ from zoo.nn.accumulate import accumulate_in_place
 from zoo.nn.multimodal import Stage
 from zoo.registry import ModelFamily, get_family
 
+BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass goes on
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -193,7 +195,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=on_gpu,
         overlap_param_gather=False,
-        bucket_size=None if not on_gpu else 40_000_000,
+        bucket_size=BUCKET if on_gpu else None,
     )
     wrapped: list[Any] = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)

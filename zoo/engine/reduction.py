@@ -36,18 +36,9 @@ class InOrder:
 
 
 def reduce_in_order(wrapped: Any) -> None:
-    """Have megatron-core's DDP of a model chunk start its reductions in the order in which its backward pass ends.
+    """Have megatron-core's DDP of a model chunk start its reductions in the order of its buckets.
 
-    First what the decoder has, then towers, which begin with what the decoder's first layer leaves, then the embedding.
+    These begin with the last parameters: the decoder's, then the towers', then the embedding's, which is about the order in
+    which a backward pass ends.
     """
-    model = getattr(wrapped.module, "module", wrapped.module)  # behind Float16Module
-    towers = model.tower_names()
-
-    def when(group: Any) -> int:
-        return max(stage[parameter] for parameter in group.params)
-
-    stage = {}
-    for name, parameter in model.named_parameters():
-        part = name.partition(".")[0]
-        stage[parameter] = 1 if part in towers else 2 if part == "embedding" else 0
-    InOrder(sorted(wrapped.bucket_groups, key=when))
+    InOrder(wrapped.bucket_groups)
