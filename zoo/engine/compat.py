@@ -251,7 +251,8 @@ def l2_norm(chunk: int, overflow: Any, tensors: list[list[Tensor]], per_tensor: 
 
 def scale_in_place(chunk: int, overflow: Any, tensors: list[list[Tensor]], factor: float) -> None:
     """Multiply all tensors, in the place of `local_multi_tensor_scale`; megatron-core gives them as source and target."""
-    torch._foreach_mul_(tensors[1], factor)
+    if tensors[1]:  # a rank may hold no part of any gradient
+        torch._foreach_mul_(tensors[1], factor)
 
 
 def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:

@@ -154,6 +154,7 @@ def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch)
     mended, _ = compat.l2_norm(0, None, [gradients], False)
     assert not read and torch.equal(mended, broken) and mended.item() == 4.0
     compat.scale_in_place(0, None, [gradients, gradients], 0.5)
+    compat.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
     assert gradients[0].tolist() == [1.0] * 3
 
 
