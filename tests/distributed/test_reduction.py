@@ -22,6 +22,7 @@ CASES = {
         (("text-short",), ("image-long",)),
     ),  # the other rank encodes nothing
     "ep2": ("omni", ("parallel.ep=2",), (("image-long", "audio-short"), ("text-long",))),
+    "tp2": ("dense", ("parallel.tp=2", "parallel.sp=true"), (("image-long",), ("text-long",))),
     "pp2": ("dense", ("parallel.pp=2",), (("image-long", "video-short"), ("text-long", "text-short"))),
 }
 
