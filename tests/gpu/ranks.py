@@ -22,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,17 +305,22 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
         ranks = Ranks(
             folder, max(case.ranks for case in cases)
         )  # whose imports go on beside what stands here
+        ahead = ThreadPoolExecutor(1)  # makes what later cases are given while ranks work on earlier ones
         try:
             from zoo.engine.launch import free_port
 
             everything = list(dict.fromkeys(each for case in cases for each in (*references(case), case)))
-            tasks = [(case, prepare(case, folder), free_port()) for case in everything]
+            tasks = [(case, ahead.submit(prepare, case, folder)) for case in everything]
             results: dict[Case, list[Any]] = {}
-            for task in tasks:
-                case, wanted = task[0], references(task[0])
+            for case, given in tasks:
+                wanted = references(case)
                 serial = case.ranks == 1
                 known = serial or all(one in results for one in wanted)
-                found = ranks.run(*task) if known else "there is nothing to hold it to"
+                found = (
+                    ranks.run(case, given.result(), free_port())
+                    if known
+                    else "there is nothing to hold it to"
+                )
                 if isinstance(found, str):
                     good = False
                     say(f"FAILED {case.name}: {found}")
@@ -327,6 +333,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
                 say(f"{'ok' if right else 'WRONG':<6} {case.name}: {figures} ({seconds:.1f} s)")
         finally:
             ranks.stop()
+            ahead.shutdown(cancel_futures=True)
     return good
 
 
