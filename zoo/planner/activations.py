@@ -1,14 +1,15 @@
 """Bytes of what the forward pass keeps for the backward pass, by layer and kind of kernel.
 
 Read off what autograd saves in zoo's modules (a test holds it to that, tensor by tensor live on the CPU, within a
-tenth). `fused` are the kernels of a GPU in half precision: attention without padding between samples, norms that keep
-their input alone, the delta rule without its chunks' matrices.
+tenth). `fused` are the kernels of a GPU in half precision: attention without padding between samples, norms and SwiGLU that
+keep their input alone, the delta rule without its chunks' matrices, the loss that overwrites the logits.
 
 Per token, with h the hidden width, q and k the widths of queries and keys, f that of an MLP:
 
     attention    2 h before it, and q + (q + 2 k) as projected, q + k rotated, q that comes out
     MLP          2 h before it, and 5 f: both halves of the projection, the gate's input and value, the product
-    experts      h + 5 f for each expert of a token, and the router's logits
+                 (fused 3 f: both halves and the product)
+    experts      h + 5 f (3 f) for each expert of a token, and the router's logits
 """
 
 from __future__ import annotations
@@ -76,9 +77,7 @@ class Kept:
 
     def norm(self, count: float, width: float) -> float:
         """Bytes of the input of a norm, and without a kernel for it the normalised values, for a weight that is trained."""
-        if not self.fused:
-            return count * width * (2 - self.frozen) * self.size
-        return count * width * (FP32 if "zero_centered" in self.traits else self.size)
+        return count * width * (1 if self.fused else 2 - self.frozen) * self.size
 
     def _into_linear(self) -> float:
         """What the first projection after a norm keeps."""
@@ -94,9 +93,9 @@ class Kept:
         normed = "qk_norm" in self.traits
         # Without a kernel for packed rows values are copied apart, and nothing else holds on to what was projected.
         kept = self.tokens * size * projected if self.fused or normed else 0.0
-        if normed:
+        if normed and not self.fused:
             kept += self.tokens * size * queries  # a copy of the queries by head
-            if not self.fused and not self.frozen:
+            if not self.frozen:
                 kept += self.tokens * size * (queries + keys)
         if gated:
             kept += self.tokens * queries * (FP32 + size)
@@ -139,7 +138,8 @@ class Kept:
         convolved = 2 * keys + values
         inner = convolved + values + 2 * heads  # with gate, decay and beta
         if self.fused:
-            rule = 4 * convolved + heads * CHUNK + 4 * values
+            # What was convolved, queries and keys of unit length, what is read, the gate by head, what goes on.
+            rule = convolved + 2 * keys + heads * CHUNK + 3 * values
             kept = self.tokens * size * (inner + rule)
         else:
             whole = sum(-(-length // CHUNK) * CHUNK for length in self.row.lengths) / parallel.cp
@@ -153,19 +153,27 @@ class Kept:
         return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
 
     def _mlp(self, width: float) -> float:
-        inner = self.tokens * 5 * width / self.recipe.parallel.tp * self.size
+        inner = self.tokens * self._swiglu * width / self.recipe.parallel.tp * self.size
         inner += self._dropped(self.text.hidden_size + width / self.recipe.parallel.tp)
         return self.norm(self.shared, self.text.hidden_size) + self._into_linear() + inner
+
+    @property
+    def _swiglu(self) -> int:
+        """Widths of an MLP that are kept of it."""
+        return 3 if self.fused else 5
 
     def _experts(self) -> float:
         text, parallel, size = self.text, self.recipe.parallel, self.size
         routed = self.shared * text.num_experts_per_tok * parallel.etp  # an even share of them
         width = text.moe_intermediate_size / parallel.etp
-        kept = routed * (text.hidden_size + 5 * width) * size + routed * 24
+        kept = routed * (text.hidden_size + self._swiglu * width) * size + routed * 24
         kept += self.shared * text.num_experts * FP32
         shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
         if shared:
-            kept += self.tokens * 5 * shared / parallel.tp * size + 2 * self.shared * text.hidden_size * size
+            kept += (
+                self.tokens * self._swiglu * shared / parallel.tp * size
+                + 2 * self.shared * text.hidden_size * size
+            )
         return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self._into_linear())
 
     def deepstack(self, layers: int) -> float:
@@ -177,6 +185,8 @@ class Kept:
         labels = self.row.labels / self.recipe.parallel.cp
         logits = labels * self.text.vocab_size / self.recipe.parallel.tp
         hidden = self.norm(self.shared, self.text.hidden_size) + labels * self.text.hidden_size * self.size
+        if self.fused:  # the gradient takes the place of the logits
+            return hidden + logits * self.size, 0.0
         # The softmax in fp32 is kept; its gradient, and both in the model's precision, come beside it.
         return hidden + logits * FP32, logits * (FP32 + (self.size if self.size != FP32 else 0))
 

@@ -68,7 +68,7 @@ def run(
     for name in ("samples", "passes", "longest", "nproc"):
         if getattr(options, name) < 1:
             raise UserError(f"{name}={getattr(options, name)}: wanted a number above 0")
-    recipe = _recipe(options, overrides)
+    recipe = bench_recipe(options, overrides)
     report: Line = {
         "bench": "train",
         "command": shlex.join(["zoo", *sys.argv[1:]]),
@@ -111,7 +111,7 @@ def _all(options: Options) -> list[Setting]:
     return found
 
 
-def _recipe(options: Options, overrides: Sequence[str]) -> Recipe:
+def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
     """The recipe that all settings share."""
     fixed = [
         f"size={options.size}",

@@ -1,0 +1,55 @@
+"""A plan with the kernels of a GPU, against the peaks that benchmarks measured on one: docs/benchmarks holds them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from zoo.config.validate import validate
+from zoo.engine.bench.receipts import receipts
+from zoo.engine.bench.train import Options, bench_recipe
+from zoo.engine.planning import model_of
+from zoo.planner.activations import Row
+from zoo.planner.memory import memory
+from zoo.registry import get_family
+
+RESULTS = [
+    json.loads(path.read_text())
+    for path in (Path(zoo.__file__).parents[1] / "docs/benchmarks").glob("*.json")
+]
+PACKED = [
+    pytest.param(
+        result, line, id=f"{result['date'][:10]} {result['recipe']} {line['name']} {line['backend']}"
+    )
+    for result in RESULTS
+    for line in result["lines"]
+    if line.get("way") == "packed"
+    and line.get("ranks") == 1
+    and line.get("peak_gib")
+    and not result["layers"]
+]
+
+
+@pytest.mark.parametrize(("result", "line"), PACKED)
+def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
+    bench = Options(recipe=result["recipe"], size=result["size"])
+    changes = {"engine.precision": "bf16", "packing.budget": line["number"] * result["longest"]}
+    recipe = validate(
+        bench_recipe(bench, []).replace({**changes, "train.global_batch": 1, "train.steps": 1}), 1
+    )
+    config = get_family(recipe.model.family).load("config").from_arch(dict(recipe.model.arch))
+    samples, number, model = (
+        receipts(config, result["samples"], result["longest"]),
+        line["number"],
+        model_of(recipe),
+    )
+    planned = []
+    for first in range(0, len(samples), number):
+        some = samples[first : first + number]
+        labels = sum(int((sample.labels != -100).sum()) for sample in some)
+        patches = [float(grid.prod()) for sample in some for grid in sample.media["image_grid_thw"]]
+        row = Row(tuple(sample.length for sample in some), labels, {"vision": tuple(patches)})
+        planned.append(memory(model, recipe, row, 1, fused=True)[0].total / 2**30)
+    assert max(planned) == pytest.approx(line["peak_gib"], rel=0.1)
