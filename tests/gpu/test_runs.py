@@ -67,6 +67,17 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
     )
 
 
+def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
+    """The recipe's assembly, and its model with weights under mcore's DDP."""
+    from zoo.engine import build
+
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, here)
+    build.init_weights(chunks, assembly, recipe, here)
+    (wrapped,) = build.wrap_ddp(chunks, recipe)
+    return assembly, wrapped
+
+
 def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 copies, which keep what bf16 rounds off."""
     from zoo.config.compose import load_recipe
@@ -84,10 +95,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     ]
     recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
     with single_process_world() as here:
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, here)
-        build.init_weights(chunks, assembly, recipe, here)
-        (wrapped,) = build.wrap_ddp(chunks, recipe)
+        assembly, wrapped = under_ddp(recipe, here)
         optimizer, scheduler = build.build_optimizer([wrapped], recipe, assembly.family, 10)
         assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
         buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
@@ -117,11 +125,8 @@ def test_gradients_are_added_in_place(tmp_path: Path, reports: list[str]) -> Non
     overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", f"run.dir={tmp_path}"]
     recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
     with single_process_world() as here:
-        assembly = build.assemble(recipe)
-        chunks = build.build_model(assembly, recipe, here)
-        build.init_weights(chunks, assembly, recipe, here)
-        (wrapped,) = build.wrap_ddp(chunks, recipe)
-        linears = [m for m in chunks[0].modules() if getattr(m, "gradient_accumulation_fusion", False)]
+        assembly, wrapped = under_ddp(recipe, here)
+        linears = [m for m in wrapped.modules() if getattr(m, "gradient_accumulation_fusion", False)]
         assert bool(linears) == ON_GPU
         step, examples = build.build_step(assembly, recipe, here), vision_examples(assembly.processor)
         batch = packed_batch([examples[name].sample for name in ("image-long", "text-short")])
@@ -134,7 +139,7 @@ def test_gradients_are_added_in_place(tmp_path: Path, reports: list[str]) -> Non
                 output, loss_function = step(iter([batch]), wrapped, loss_scale=1.0)
                 loss_function(output)[0].backward()
             wrapped.finish_grad_sync()
-            found.append({name: p.main_grad.clone() for name, p in chunks[0].named_parameters()})
+            found.append({name: p.main_grad.clone() for name, p in wrapped.named_parameters()})
         errors = {
             name: float((grad - found[1][name]).norm() / found[1][name].norm())
             for name, grad in found[0].items()

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.cli import doctor as verb
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.doctor import checks, references, startup, visit
+from zoo.engine.doctor import checks, references, rows, startup, visit
 from zoo.engine.doctor.measure import Check, Trial, examine
 from zoo.errors import UserError
 from zoo.nn import attention, gated_delta_net
@@ -28,7 +28,7 @@ def test_the_delta_rule_token_by_token() -> None:
     v = torch.randn(total, 4, 5, dtype=torch.float64)
     decay, beta = -torch.rand(total, 4, dtype=torch.float64), torch.rand(total, 4, dtype=torch.float64)
     wanted = torch.zeros(total, 4, 5, dtype=torch.float64)
-    for start, stop in checks.spans(layout):
+    for start, stop in rows.spans(layout):
         state = torch.zeros(4, width, 5, dtype=torch.float64)
         for t in range(start, stop):
             key, query = (
@@ -39,14 +39,14 @@ def test_the_delta_rule_token_by_token() -> None:
             correction = beta[t][:, None] * (v[t] - torch.einsum("gkv,gk->gv", state, key))
             state = state + torch.einsum("gk,gv->gkv", key, correction)
             wanted[t] = torch.einsum("gkv,gk->gv", state, query) / width**0.5
-    found = references.delta_rule(q, k, v, decay, beta, checks.spans(layout))
+    found = references.delta_rule(q, k, v, decay, beta, rows.spans(layout))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 def test_ragged_rows_fit_and_have_padding_between() -> None:
     for budget, align in ((4096, 16), (100_000, 16), (512, 24), (20, 16)):
-        layout = checks.ragged(budget, align)
-        assert layout.total <= max(min(budget, checks.MOST_TOKENS), layout.padded_lengths[0])
+        layout = rows.ragged(budget, align)
+        assert layout.total <= max(min(budget, rows.MOST_TOKENS), layout.padded_lengths[0])
         assert layout.lengths != layout.padded_lengths
     assert sum(checks._uneven(7, 100)) == 100 and 0 in checks._uneven(7, 100)
 

@@ -6,7 +6,6 @@ bf16 products alone makes 2e-3 to 4e-3; a kernel that is wrong makes 0.1 and mor
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,23 +14,28 @@ from torch import Tensor
 
 from zoo.engine.doctor import references
 from zoo.engine.doctor.measure import Check, Trial
-from zoo.engine.doctor.subject import Subject, TowerHeads
+from zoo.engine.doctor.rows import (
+    BOUNDS,
+    KEEP,
+    MOST_TOKENS,
+    fused_name,
+    randn,
+    real_tokens,
+    row_layout,
+    row_shape,
+    spans,
+    varlen_name,
+)
+from zoo.engine.doctor.subject import Subject
+from zoo.engine.doctor.towers import tower_checks
 from zoo.nn import gated_delta_net
-from zoo.nn.attention import SeqParams, has_flash, has_flash4
-from zoo.nn.kernels import fused
+from zoo.nn.attention import SeqParams
 from zoo.nn.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.swiglu import swiglu
-from zoo.nn.tower_attention import NAME as VARLEN_TOWER
 from zoo.packing import PackedLayout
 
-BOUNDS = {"bf16": 1e-2, "fp32": 1e-4}
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
-BLOCK_BOUNDS = {"bf16": 3e-2, "fp32": 1e-3}  # a chain of eight kernels, each rounded
 LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of probabilities
-MOST_TOKENS = 4096  # of a row that is tried; fp64 scores of longer segments would fill a GPU
-LENGTHS = (1098, 3, 771, 64, 1, 517, 65, 127, 300, 2, 640, 130)  # of segments: around chunks, single, long
-PATCHES = (1024, 16, 576, 400, 4, 256)  # of images in a tower's row
-KEEP = "engine.precision=fp32 runs plain PyTorch"  # the way out where nothing else is known
 
 
 def checks(subject: Subject) -> Iterator[Check]:
@@ -44,49 +48,7 @@ def checks(subject: Subject) -> Iterator[Check]:
     yield from _rotary(subject)
     yield _swiglu(subject)
     yield _loss(subject)
-    for tower in subject.towers:
-        yield _tower(subject, tower)
-        if tower.block is not None:
-            yield _tower_block(subject, tower)
-
-
-def row_layout(subject: Subject) -> PackedLayout:
-    """A ragged row within the budget, segments padded so that padding stands between them."""
-    return ragged(min(subject.recipe.packing.budget, MOST_TOKENS), max(subject.recipe.packing.align or 1, 16))
-
-
-def ragged(budget: int, align: int) -> PackedLayout:
-    """Segments of LENGTHS, shortened for small budgets, as many as fit."""
-    lengths: list[int] = []
-    room = budget
-    for length in LENGTHS:
-        length = max(1, length * min(budget, MOST_TOKENS) // MOST_TOKENS)
-        room -= -(-length // align) * align
-        if room < 0 and lengths:
-            break
-        lengths.append(length)
-    return PackedLayout.from_lengths(lengths, align=align)
-
-
-def spans(layout: PackedLayout) -> list[tuple[int, int]]:
-    """(start, stop) of each segment's real tokens."""
-    found, at = [], 0
-    for length, padded in zip(layout.lengths, layout.padded_lengths, strict=True):
-        found.append((at, at + length))
-        at += padded
-    return found
-
-
-def _randn(subject: Subject, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.randn(*shape, device=subject.device, dtype=dtype or subject.dtype)
-
-
-def _row_shape(layout: PackedLayout) -> str:
-    return f"{layout.total} tokens in {layout.num_segments} segments"
-
-
-def _real(layout: PackedLayout, device: torch.device) -> Tensor:
-    return ~layout.padding_mask[0].to(device)
+    yield from tower_checks(subject)
 
 
 def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
@@ -105,7 +67,7 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
     mend = "engine.backend=torch" if kernel.startswith("TE") else KEEP
 
     def packed() -> Trial:
-        q, k, v = (_randn(subject, layout.total, n, width) for n in (heads, groups, groups))
+        q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
         params = SeqParams.of(layout)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,12 +79,12 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
         def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return references.attention(q, k, v, spans(layout), scale, causal=True)
 
-        return Trial(run, exact, {"q": q, "k": k, "v": v}, real=_real(layout, subject.device))
+        return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
 
     def padded() -> Trial:
         lengths = sorted((min(n, 1024) for n in layout.lengths), reverse=True)[:4]
         tokens, rows = max(lengths), len(lengths)
-        q, k, v = (_randn(subject, tokens, rows, n, width) for n in (heads, groups, groups))
+        q, k, v = (randn(subject, tokens, rows, n, width) for n in (heads, groups, groups))
         ends = torch.tensor(lengths, device=subject.device)
         real = torch.arange(tokens, device=subject.device)[:, None] < ends  # (T, B)
 
@@ -142,7 +104,7 @@ def _attention(subject: Subject, packed_first: bool) -> Iterator[Check]:
 
     bound = BOUNDS[subject.precision]
     both = (
-        Check("attention", kernel, f"{sizes}, {_row_shape(layout)}", subject.precision, bound, mend, packed),
+        Check("attention", kernel, f"{sizes}, {row_shape(layout)}", subject.precision, bound, mend, packed),
         Check("attention_padded", kernel, f"{sizes}, 4 padded rows", subject.precision, bound, mend, padded),
     )
     yield from both if packed_first else reversed(both)
@@ -154,20 +116,7 @@ def core_name(core: Any, subject: Subject) -> str:
     if name.startswith("TE"):
         return name
     assert subject.config.kv_channels is not None
-    return _varlen_name(subject, subject.config.kv_channels)
-
-
-def _varlen_name(subject: Subject, width: int) -> str:
-    """What attention within segments runs as for heads of a width."""
-    probe = torch.empty(0, width, dtype=subject.dtype, device=subject.device)
-    if not has_flash(probe):
-        return "torch sdpa"
-    return "FlashAttention 4" if has_flash4(probe) else "torch varlen flash"
-
-
-def _fused_name(subject: Subject) -> str:
-    """What zoo's own operations between matrix products run as."""
-    return "zoo's Triton" if fused(torch.empty(0, dtype=subject.dtype, device=subject.device)) else "torch"
+    return varlen_name(subject, subject.config.kv_channels)
 
 
 def _linear_attention(subject: Subject) -> Iterator[Check]:
@@ -179,12 +128,12 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
     key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
     taps = config.linear_conv_kernel_dim
     assert keys and values and key_width and value_width and taps
-    channels, real = 2 * keys * key_width + values * value_width, _real(layout, subject.device)
+    channels, real = 2 * keys * key_width + values * value_width, real_tokens(layout, subject.device)
     probe, wanted = (
         torch.empty(0, dtype=subject.dtype, device=subject.device),
         layer.self_attention.delta_rule,
     )
-    kernel, where = "fla" if gated_delta_net.has_fla(probe) else "torch", _row_shape(layout)
+    kernel, where = "fla" if gated_delta_net.has_fla(probe) else "torch", row_shape(layout)
 
     def convolution() -> Trial:
         def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -193,12 +142,12 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
         def exact(x: Tensor, weight: Tensor) -> Tensor:
             return references.convolution(x, weight, spans(layout))
 
-        given = {"x": _randn(subject, layout.total, channels), "weight": _randn(subject, channels, taps)}
+        given = {"x": randn(subject, layout.total, channels), "weight": randn(subject, channels, taps)}
         return Trial(run, exact, given, real=real)
 
     yield Check(
         "convolution",
-        _fused_name(subject),
+        fused_name(subject),
         f"{channels} channels, width {taps}, {where}",
         subject.precision,
         BOUNDS[subject.precision],
@@ -233,9 +182,9 @@ def delta_rule_trial(
     """The rule `run` on a row, its decays and betas like those of a layer that has just been made."""
     total = layout.total
     given = {
-        "q": _randn(subject, total, keys, key_width),
-        "k": _randn(subject, total, keys, key_width),
-        "v": _randn(subject, total, values, value_width),
+        "q": randn(subject, total, keys, key_width),
+        "k": randn(subject, total, keys, key_width),
+        "v": randn(subject, total, values, value_width),
         "decay": -torch.rand(total, values, device=subject.device) * 0.5,
         "beta": torch.rand(total, values, device=subject.device).to(subject.dtype),
     }
@@ -243,7 +192,7 @@ def delta_rule_trial(
     def exact(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return references.delta_rule(q, k, v, decay, beta, spans(layout))
 
-    return Trial(run, exact, given, real=_real(layout, subject.device))
+    return Trial(run, exact, given, real=real_tokens(layout, subject.device))
 
 
 def _experts(subject: Subject) -> Iterator[Check]:
@@ -257,7 +206,7 @@ def _experts(subject: Subject) -> Iterator[Check]:
     counts = _uneven(experts, total)
 
     def prepare() -> Trial:
-        given = {"x": _randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
+        given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
         per_expert = torch.tensor(counts)
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
@@ -318,12 +267,12 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
         def exact(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
             return references.rms_norm(x, weight, module.eps) * torch.nn.functional.silu(gate)
 
-        given = {"x": _randn(subject, rows, heads, width), "gate": _randn(subject, rows, heads, width)}
+        given = {"x": randn(subject, rows, heads, width), "gate": randn(subject, rows, heads, width)}
         return Trial(lambda x, gate: module(x, gate), exact, given, {"weight": module.weight})
 
     sizes = f"{rows} x {heads} x {width}"
     return Check(
-        "gated_norm", _fused_name(subject), sizes, subject.precision, BOUNDS[subject.precision], KEEP, prepare
+        "gated_norm", fused_name(subject), sizes, subject.precision, BOUNDS[subject.precision], KEEP, prepare
     )
 
 
@@ -347,7 +296,7 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
                 return out
             return torch.stack(out if isinstance(out, tuple) else (out, x))
 
-        x = _randn(subject, rows, 1, *shape)
+        x = randn(subject, rows, 1, *shape)
         return Trial(run, exact, {"x": x}, {"weight": module.weight})
 
     kind = ", zero-centred" if zero_centred else ""
@@ -383,13 +332,13 @@ def _rotary(subject: Subject) -> Iterator[Check]:
         def exact(x: Tensor) -> Tensor:
             return references.rotary(x, positions[:, 0], axes, shape.base)
 
-        return Trial(run, exact, {"x": _randn(subject, layout.total, heads, width)})
+        return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
 
     sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
     bound = {"bf16": 1e-2, "fp32": 1e-3}[
         subject.precision
     ]  # angles are fp32: 1e-7 of a position in the thousands
-    yield Check("rotary", _fused_name(subject), sizes, subject.precision, bound, KEEP, prepare)
+    yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, KEEP, prepare)
 
 
 def _swiglu(subject: Subject) -> Check:
@@ -402,11 +351,11 @@ def _swiglu(subject: Subject) -> Check:
             gate, up = x.chunk(2, dim=-1)
             return torch.nn.functional.silu(gate) * up * probs[:, None]
 
-        given = {"x": _randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
+        given = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
         return Trial(swiglu, exact, given)
 
     bound = BOUNDS[subject.precision]
-    return Check("swiglu", _fused_name(subject), f"{rows} x {width}", subject.precision, bound, KEEP, prepare)
+    return Check("swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, KEEP, prepare)
 
 
 def _loss(subject: Subject) -> Check:
@@ -426,105 +375,15 @@ def _loss(subject: Subject) -> Check:
         def exact(x: Tensor, weight: Tensor) -> Tensor:
             return references.cross_entropy(x[:, 0], weight, rows, targets)
 
-        x = _randn(subject, layout.total, 1, hidden)
+        x = randn(subject, layout.total, 1, hidden)
         return Trial(run, exact, {"x": x}, {"weight": weight}, exact=torch.float32)
 
     return Check(
         "loss",
-        _fused_name(subject),
+        fused_name(subject),
         f"vocabulary {vocab}, hidden {hidden}, {len(rows)} labels",
         subject.precision,
         LOSS_BOUNDS[subject.precision],
-        KEEP,
-        prepare,
-    )
-
-
-def _images(subject: Subject, varlen: bool = True) -> PackedLayout:
-    """Images side by side in a tower's row; one where the tower takes them one by one."""
-    lengths: tuple[int, ...] = PATCHES if varlen else (576,)
-    if subject.device.type == "cpu":
-        lengths = tuple(max(1, n // 8) for n in lengths)
-    return PackedLayout.from_lengths(lengths).to(subject.device)
-
-
-def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
-    """A whole block, whose sums, norms and MLP are fused where attention is, against its own modules in fp64."""
-    layout, meta = _images(subject), tower.block
-    assert meta is not None
-
-    def prepare() -> Trial:
-        block: Any = copy.deepcopy(meta).to_empty(device=subject.device).to(subject.dtype)
-        with torch.no_grad():
-            for name, parameter in block.named_parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-                else:
-                    parameter.normal_(float("norm" in name and name.endswith("weight")), 0.25)
-        plain = copy.deepcopy(block).double()
-        angles = torch.randn(layout.total, tower.width // 2, device=subject.device).repeat(1, 2)
-        facts = {"position_embeddings": (angles.cos(), angles.sin()), "max_seqlen": max(layout.lengths)}
-
-        def exact(x: Tensor, **parameters: Tensor) -> Tensor:
-            out: Tensor = torch.func.functional_call(plain, parameters, (x, layout.cu_seqlens), facts)
-            return out
-
-        x = _randn(subject, layout.total, block.norm1.normalized_shape[0])
-        parameters = dict(block.named_parameters())
-        return Trial(lambda x: block(x, layout.cu_seqlens, **facts), exact, {"x": x}, parameters)
-
-    return Check(
-        f"{tower.tower}_block",
-        _fused_name(subject),
-        f"{tower.heads} heads x {tower.width}, {_row_shape(layout)}",
-        subject.precision,
-        BLOCK_BOUNDS[subject.precision],
-        KEEP,
-        prepare,
-    )
-
-
-def _tower(subject: Subject, tower: TowerHeads) -> Check:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    heads, width, varlen = tower.heads, tower.width, tower.implementation == VARLEN_TOWER
-    layout = _images(subject, varlen)
-    function = ALL_ATTENTION_FUNCTIONS[tower.implementation]
-
-    def prepare() -> Trial:
-        offsets = layout.cu_seqlens
-        facts: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
-        if varlen:
-            facts |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out, _ = function(
-                tower.module,
-                q,
-                k,
-                v,
-                attention_mask=None,
-                scaling=width**-0.5,
-                dropout=0.0,
-                is_causal=False,
-                **facts,
-            )
-            return out[0]
-
-        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)
-
-        q, k, v = (_randn(subject, layout.total, heads, width) for _ in range(3))
-        return Trial(run, exact, {"q": q, "k": k, "v": v})
-
-    kernel = _varlen_name(subject, width) if varlen else tower.implementation
-    return Check(
-        f"{tower.tower}_attention",
-        kernel,
-        f"{heads} heads x {width}, {_row_shape(layout)}",
-        subject.precision,
-        BOUNDS[subject.precision],
         KEEP,
         prepare,
     )

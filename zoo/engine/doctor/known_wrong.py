@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from zoo.engine.doctor import references
-from zoo.engine.doctor.checks import BOUNDS, DELTA_RULE_BOUNDS, delta_rule_trial, spans
+from zoo.engine.doctor.checks import DELTA_RULE_BOUNDS, delta_rule_trial
 from zoo.engine.doctor.measure import Check, Trial
+from zoo.engine.doctor.rows import BOUNDS, spans
 from zoo.engine.world import World
 from zoo.nn import gated_delta_net
 from zoo.nn.attention import SeqParams

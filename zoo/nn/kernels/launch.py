@@ -26,3 +26,8 @@ def steps(tiles: int, programs: int) -> int:
     wanted = max(1, triton.cdiv(tiles, programs))
     power: int = triton.next_power_of_2(wanted)
     return power * 3 // 4 if power >= 4 and power * 3 // 4 >= wanted else power
+
+
+def tile_rows(width: int, elements: int) -> int:
+    """Rows of this width that make about so many elements: 1 to 32."""
+    return max(1, min(32, elements // int(triton.next_power_of_2(width))))

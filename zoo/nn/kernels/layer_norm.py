@@ -9,21 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.launch import Launch, steps
+from zoo.nn.kernels.launch import Launch, steps, tile_rows
 
 
 def forward_launch(width: int) -> Launch:
     """Rows are read at once."""
-    return Launch(rows=_tile(width, 4096), warps=8 if width > 2048 else 4)
+    return Launch(rows=tile_rows(width, 4096), warps=8 if width > 2048 else 4)
 
 
 def backward_launch(width: int) -> Launch:
     """Rows are read at once; a program takes several such tiles and writes its part of the weights' gradients."""
-    return Launch(rows=_tile(width, 2048), warps=8 if width > 2048 else 4)
-
-
-def _tile(width: int, elements: int) -> int:
-    return max(1, min(32, elements // int(triton.next_power_of_2(width))))
+    return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4)
 
 
 @triton.jit(do_not_specialize=["rows"])
