@@ -203,9 +203,9 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     ]
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
-    if on_gpu and recipe.engine.precision == "bf16":
-        accumulate_in_place(chunks)
     if on_gpu:
+        if recipe.engine.precision == "bf16":
+            accumulate_in_place(chunks)
         for chunk in wrapped:
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync

@@ -15,6 +15,9 @@ from zoo.nn.kernels import fused
 from zoo.nn.tuned import SETTINGS
 
 SUPPORT = Path(__file__).parents[2] / "support"
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton comes with PyTorch on Linux alone"
+)
 
 
 def output(script: str, *arguments: str, **environment: str) -> Any:
@@ -30,7 +33,7 @@ def output(script: str, *arguments: str, **environment: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this machine")
+@needs_triton
 def test_interpreted_kernels_equal_plain_pytorch() -> None:
     errors = output("interpret_kernels.py", TRITON_INTERPRET="1")
     assert len(errors) == 49
@@ -50,7 +53,7 @@ def test_settings_name_kernels_of_one_library() -> None:
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not made for this machine")
+@needs_triton
 def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(tmp_path: Path) -> None:
     """Where each kernel stands in a model, with what goes past it and back: one training step."""
     found = output("interpret_model.py", str(tmp_path), TRITON_INTERPRET="1")
@@ -60,10 +63,7 @@ def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(tmp_path: Pa
     }  # fmt: skip
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None or not sys.platform.startswith("linux"),
-    reason="Triton's compiler is not made for this machine",
-)
+@needs_triton
 def test_they_compile_for_a_gpu_without_running_out_of_registers() -> None:
     found = output("compile_kernels.py")
     failed = {name: why for name, why in found.items() if isinstance(why, str)}
