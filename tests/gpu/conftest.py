@@ -13,6 +13,7 @@ for name in ("is_flash_linear_attention_available", "is_causal_conv1d_available"
         setattr(import_utils, name, lambda: False)
 
 ON_GPU = torch.cuda.is_available()
+torch.backends.cudnn.allow_tf32 = False  # fp32 references are of fp32
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -21,7 +21,9 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 from triton.runtime.jit import JITFunction
 
+from zoo.nn.kernels.adamw import adamw, make_tables
 from zoo.nn.kernels.conv import causal_conv_silu
+from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
@@ -93,11 +95,16 @@ def main() -> dict[str, int | str]:
         )
     both_ways(lambda x, w: causal_conv_silu(x, w, positions), (TOKENS, 2048), (2048, 4))
     both_ways(lambda x, w, b: linear_gelu(x, w, b, tanh=True), (TOKENS, 1024), (4096, 1024), (4096,))
+    both_ways(gated, *((TOKENS, 2048),) * 2)
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
     both_ways(lambda x: rotate(x, angles, angles), (TOKENS, 16, 128))
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))
     both_ways(lambda x: cross_entropy(x, positions[:300], None), (300, 151_936))
+    for size in (TOKENS * 16, TOKENS):  # whose ends lie on whole vectors, or not
+        parts = (*torch.zeros(4, size), torch.zeros(size, dtype=torch.bfloat16))
+        (table,) = make_tables([parts])
+        adamw(table, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     return {name: spilled(launch) for name, launch in LAUNCHES.items()}
 
 

@@ -18,6 +18,7 @@ import zoo.nn.kernels.gelu
 import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
 from zoo.nn.kernels.conv import causal_conv_silu
+from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
@@ -174,6 +175,9 @@ def main() -> None:
         ),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),
         "swiglu with weights": error(swiglu, swiglu_plain, torch.randn(5, 2 * 300), torch.rand(5)),
+        "gated, strided": error(
+            lambda x, g: gated(x, g[:, :40]), lambda x, g: x * g[:, :40].sigmoid(), torch.randn(211, 40), torch.randn(211, 60)
+        ),
         "rotate": error(lambda x: rotate(x, cos, sin), lambda x: turned(x, angles), torch.randn(9, 3, 40)),
         "rotate, of a slice": error(
             lambda x: rotate(x[:, 1:4, :40], cos, sin), lambda x: turned(x[:, 1:4, :40], angles), torch.randn(9, 5, 80)

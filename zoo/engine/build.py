@@ -17,10 +17,12 @@ from zoo.config.compose import replace_in
 from zoo.config.locate import Place, locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
+from zoo.engine.adamw import fuse
 from zoo.engine.reduction import reduce_in_order
 from zoo.engine.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.accumulate import accumulate_in_place
+from zoo.nn.kernels import has_triton
 from zoo.nn.multimodal import Stage
 from zoo.registry import ModelFamily, get_family
 
@@ -214,14 +216,6 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     return wrapped
 
 
-def fuse(optimizer: Any) -> None:
-    """Make PyTorch's AdamW, where that is what megatron-core took, one kernel on a GPU."""
-    for one in optimizer.chained_optimizers:
-        if isinstance(one.optimizer, torch.optim.AdamW) and torch.cuda.is_available():
-            for group in one.optimizer.param_groups:
-                group.update(fused=True, foreach=False)
-
-
 def build_optimizer(
     chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
 ) -> tuple[Any, Any]:
@@ -257,7 +251,8 @@ def build_optimizer(
             "min_lr": train.min_lr * scale,
         }
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
-    fuse(optimizer)
+    if torch.cuda.is_available() and has_triton():
+        fuse(optimizer)
     config.grad_scale_func = optimizer.scale_loss
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from zoo.config.schema import TrainConfig
+from zoo.engine import adamw
 
 WINDOW = 128  # good steps that a spike is measured by
 LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however steady it was
@@ -101,27 +102,13 @@ def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> fl
     Returns:
         the norm, as `good` got it.
     """
-    norms: list[float] = []
-    measure, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
-
-    def measured() -> Any:
-        found = measure()
-        norms.append(float(found))
-        return found
-
-    def updated() -> bool:
-        if not good(norms[-1]):
-            return False
+    adamw.prepare(optimizer)
+    norm = float(optimizer.get_grad_norm())
+    if good(norm):
         scheduler.step(increment=1)
-        done: bool = update()
-        return done
-
-    optimizer.get_grad_norm, optimizer.step_with_ready_grads = measured, updated
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
-    return norms[-1]
+        adamw.clip(optimizer, norm)
+        optimizer.step_with_ready_grads()
+    return norm
 
 
 def allocate_state(optimizer: Any) -> None:

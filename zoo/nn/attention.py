@@ -23,6 +23,7 @@ from megatron.core.transformer.attention import SelfAttention as McoreSelfAttent
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.kernels import fused
 from zoo.nn.rotary import apply_rotary
 from zoo.packing import PackedLayout
 
@@ -77,9 +78,16 @@ class SelfAttention(McoreSelfAttention):
             packed_seq_params=packed_seq_params,
         )
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
-        if gate:  # not mcore's _apply_output_gate, which is compiled at its first call: 20 s of C++ on a CPU
-            out = (out * torch.sigmoid(gate[0].reshape(out.shape).float())).to(out.dtype)
-        return self.linear_proj(out)
+        return self.linear_proj(_gated(out, gate[0].reshape(out.shape)) if gate else out)
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate). Not mcore's _apply_output_gate, which is compiled at its first call: 20 s of C++ on a CPU."""
+    if fused(x):
+        from zoo.nn.kernels.gate import gated
+
+        return gated(x, gate)
+    return (x * torch.sigmoid(gate.float())).to(x.dtype)
 
 
 class VarlenCoreAttention(torch.nn.Module):

@@ -98,7 +98,7 @@ class Kept:
             if not self.frozen:
                 kept += self.tokens * size * (queries + keys)
         if gated:
-            kept += self.tokens * queries * (FP32 + size)
+            kept += self.tokens * queries * ((size if self.fused else FP32) + size)
         if self.fused:
             kept += self.tokens * size * (2 * queries + keys) + self.tokens * queries / head * FP32
             if parallel.cp > 1:  # keys and values of all ranks, and their prefixes of both chunks

@@ -32,7 +32,7 @@ def machine() -> dict[str, str]:
     return found | {
         "cuda": torch.version.cuda or "-",
         "driver": _driver(),
-        "cudnn": str(torch.backends.cudnn.version()),
+        "cudnn": _cudnn(),
         "nccl": nccl,
         "device": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
@@ -57,3 +57,13 @@ def _driver() -> str:
         return "-"
     match = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
     return match[1] if match else "-"
+
+
+def _cudnn() -> str:
+    """cuDNN's version; what PyTorch says of one that it does not fit, as beside a Transformer Engine built for another."""
+    import torch
+
+    try:
+        return str(torch.backends.cudnn.version())
+    except RuntimeError as error:
+        return str(error).split(". ")[0]

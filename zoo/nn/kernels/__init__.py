@@ -18,9 +18,10 @@ from torch import Tensor
 
 def fused(x: Tensor) -> bool:
     """Whether the kernels take this tensor: half precision on a GPU."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and _has_triton()
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and has_triton()
 
 
 @lru_cache(maxsize=1)
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None

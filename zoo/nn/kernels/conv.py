@@ -21,7 +21,7 @@ TAPS = 4  # of the kernels: most that they take
 
 def forward_launch(width: int) -> Launch:
     """Rows are a program's tokens, a multiple of 4."""
-    return Launch(rows=64, columns=256, warps=2)
+    return Launch(rows=32, columns=256, warps=2, stages=2)
 
 
 def backward_launch(width: int) -> Launch:

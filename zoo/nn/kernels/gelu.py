@@ -19,7 +19,7 @@ from zoo.nn.kernels.launch import Launch, steps
 
 def backward_launch(width: int) -> Launch:
     """Rows and columns are read at once; a program takes several such tiles and writes its part of the bias's gradient."""
-    return Launch(rows=8, columns=512, warps=4, programs=512)
+    return Launch(rows=2, columns=1024, warps=8, programs=256)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -14,12 +14,12 @@ from zoo.nn.kernels.launch import Launch, steps, tile_rows
 
 def forward_launch(width: int) -> Launch:
     """Rows are read at once."""
-    return Launch(rows=tile_rows(width, 4096), warps=8 if width > 2048 else 4)
+    return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 2)
 
 
 def backward_launch(width: int) -> Launch:
     """Rows are read at once; a program takes several such tiles and writes its part of the weights' gradients."""
-    return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4)
+    return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4, stages=2, programs=2112)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -21,7 +21,9 @@ def forward_launch(width: int) -> Launch:
 
 def backward_launch(width: int) -> Launch:
     """Rows are read at once; a program takes several such tiles and writes its part of the weight's gradient."""
-    return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4)
+    if width < 2048:
+        return Launch(rows=tile_rows(width, 1024), warps=2, stages=1 if width <= 128 else 2, programs=2112)
+    return Launch(rows=tile_rows(width, 4096), warps=4 if width > 4096 else 2, stages=2, programs=528)
 
 
 @triton.jit(do_not_specialize=["rows"])
