@@ -1,16 +1,23 @@
 """GPU tests: skipped without a GPU, unless `--on-cpu` is given, which tries the tests themselves (in fp32 and bf16 on the CPU)."""
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.utils import import_utils
 
-# transformers' own delta rule and convolution are the reference, whatever kernels are installed.
-for name in ("is_flash_linear_attention_available", "is_causal_conv1d_available"):
-    if hasattr(import_utils, name):
-        setattr(import_utils, name, lambda: False)
+# transformers' own delta rule and convolution are the reference: it looks for kernels when its models are imported.
+KERNELS = ("fla", "causal_conv1d")
+modules: dict[str, Any] = sys.modules
+hidden = {name: modules.pop(name) for name in KERNELS if name in modules}
+modules.update(dict.fromkeys(KERNELS))  # None: importing it fails
+for family in ("qwen3_5", "qwen3_5_moe"):
+    importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+for name in KERNELS:
+    del modules[name]
+modules.update(hidden)
 
 ON_GPU = torch.cuda.is_available()
 torch.backends.cudnn.allow_tf32 = False  # fp32 references are of fp32

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KERNELS = (
     "attention", "attention_padded", "convolution", "delta_rule", "gated_norm", "experts", "norm", "qk_norm", "rotary",
-    "swiglu", "loss", "vision_attention", "audio_attention", "vision_block",
+    "swiglu", "output_gate", "loss", "vision_attention", "audio_attention", "vision_block",
 )  # fmt: skip
 
 

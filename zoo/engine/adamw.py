@@ -132,6 +132,7 @@ class FusedAdamW:
 
     def _parts(self, weight: Tensor, copies: dict[Tensor, Tensor]) -> Parts:
         state = self.owner.optimizer.state[weight]
+        assert weight.grad is not None, "prepare_grads gives every weight one"
         return weight.detach(), weight.grad, state["exp_avg"], state["exp_avg_sq"], copies.get(weight)
 
     def _copies(self) -> dict[Tensor, Tensor]:

@@ -223,6 +223,13 @@ AVOIDED = (
         instead="one index slices everything with a token axis (zoo/steps/packed_step.py)",
     ),
     Avoided(
+        name="router-in-tf32",
+        fault="where Transformer Engine is installed, under any backend, the router's product of fp32 values is its GEMM, "
+        "which rounds them to TF32: gradients of tiny models are off by 3e-4 to 8e-4",
+        last_broken="0.19.2",
+        instead="a plain product of fp32 values (zoo/nn/router.py)",
+    ),
+    Avoided(
         name="z-loss-averages-ranks",
         fault="the router's z-loss is a mean over ranks of their means: tokens that share a rank with padding weigh more",
         last_broken="0.19.2",

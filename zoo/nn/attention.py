@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -78,10 +79,10 @@ class SelfAttention(McoreSelfAttention):
             packed_seq_params=packed_seq_params,
         )
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
-        return self.linear_proj(_gated(out, gate[0].reshape(out.shape)) if gate else out)
+        return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
 
 
-def _gated(x: Tensor, gate: Tensor) -> Tensor:
+def output_gate(x: Tensor, gate: Tensor) -> Tensor:
     """x * sigmoid(gate). Not mcore's _apply_output_gate, which is compiled at its first call: 20 s of C++ on a CPU."""
     if fused(x):
         from zoo.nn.kernels.gate import gated
@@ -172,6 +173,9 @@ def has_flash4(x: Tensor) -> bool:
 @lru_cache(maxsize=8)
 def _flash4_there(device: torch.device) -> bool:
     found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    warnings.filterwarnings(
+        "ignore", "Argument aux_data", UserWarning
+    )  # of its compiler, about an argument not given
     return bool(found) and torch.cuda.get_device_capability(device)[0] == 9
 
 

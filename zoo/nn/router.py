@@ -1,8 +1,9 @@
-"""The router of an MoE layer: mcore's, with a z-loss that is the same however the tokens are spread over ranks."""
+"""The router of an MoE layer: mcore's, in fp32 where that is asked for, and with a z-loss that knows no ranks."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -16,6 +17,17 @@ class Router(TopKRouter):
     lies unevenly on them, so tokens that share a rank with padding would weigh more than others. Here it is the
     mean over all real tokens of the micro-batch. Costs one all-reduce of a number where there is padding.
     """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """(..., hidden) -> logits (..., E).
+
+        Of fp32 values in fp32. megatron-core 0.19.2 hands them to Transformer Engine, wherever it is installed, and that
+        rounds them to TF32 (10 bits) in both passes; bf16 values lose nothing by it.
+        """
+        if input.dtype == torch.float32:
+            return F.linear(input, self.weight, self.bias)
+        logits: Tensor = super().gating(input)
+        return logits
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits (N, E) with the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) attached to their gradient.

@@ -421,6 +421,26 @@ def test_cp_batch_slices_four_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         shard(tokens=tokens, position_ids=layout.positions.expand(3, 1, -1))
 
 
+def test_router_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    from zoo.nn.router import Router
+
+    def gemm(weight: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
+        asked.append(dtype)
+        return [x @ weight.t()]
+
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(moe_utils, "te_general_gemm", gemm, raising=True)
+    x, router = torch.randn(5, 3), SimpleNamespace(weight=torch.randn(2, 3), bias=None)
+    logits = moe_utils.router_gating_linear(x, router.weight, None, torch.float32)
+    if not asked:
+        remove_me("router-in-tf32")
+    asked.clear()
+    assert torch.equal(Router.gating(router, x), logits)  # type: ignore[arg-type]
+    assert not asked
+
+
 def test_z_loss_averages_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import router
 

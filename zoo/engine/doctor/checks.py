@@ -29,7 +29,7 @@ from zoo.engine.doctor.rows import (
 from zoo.engine.doctor.subject import Subject
 from zoo.engine.doctor.towers import tower_checks
 from zoo.nn import gated_delta_net
-from zoo.nn.attention import SeqParams
+from zoo.nn.attention import SeqParams, output_gate
 from zoo.nn.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.swiglu import swiglu
 from zoo.packing import PackedLayout
@@ -47,6 +47,8 @@ def checks(subject: Subject) -> Iterator[Check]:
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)
+    if subject.config.attention_output_gate:
+        yield _output_gate(subject)
     yield _loss(subject)
     yield from tower_checks(subject)
 
@@ -356,6 +358,21 @@ def _swiglu(subject: Subject) -> Check:
 
     bound = BOUNDS[subject.precision]
     return Check("swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, KEEP, prepare)
+
+
+def _output_gate(subject: Subject) -> Check:
+    heads, width = subject.config.num_attention_heads, subject.config.kv_channels
+    rows, channels = min(subject.recipe.packing.budget, MOST_TOKENS), heads * (width or 0)
+
+    def prepare() -> Trial:
+        def exact(x: Tensor, gate: Tensor) -> Tensor:
+            return x * gate.sigmoid()
+
+        given = {name: randn(subject, rows, channels) for name in ("x", "gate")}
+        return Trial(output_gate, exact, given)
+
+    sizes, bound = f"{rows} x {channels}", BOUNDS[subject.precision]
+    return Check("output_gate", fused_name(subject), sizes, subject.precision, bound, KEEP, prepare)
 
 
 def _loss(subject: Subject) -> Check:

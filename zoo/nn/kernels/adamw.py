@@ -23,7 +23,7 @@ def _pointer(row, index: tl.constexpr, dtype: tl.constexpr, ALIGNMENT: tl.conste
 
 
 @triton.jit
-def _update(
+def _adamw(
     table, clip, decay, lr, beta_1, rest_1, beta_2, rest_2, root_2, eps, COPIES: tl.constexpr,
     ALIGNMENT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def adamw(
     w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)
     """
     beta_1, beta_2 = betas
-    _update[(len(table.rows),)](
+    _adamw[(len(table.rows),)](
         table.rows, clip, 1.0 - lr * weight_decay, lr / (1.0 - beta_1**step), beta_1, 1.0 - beta_1, beta_2, 1.0 - beta_2,
         (1.0 - beta_2**step) ** -0.5, eps, COPIES=table.copies, ALIGNMENT=table.alignment, CHUNK=CHUNK, BLOCK=BLOCK,
         num_warps=4,
