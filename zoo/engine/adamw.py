@@ -24,10 +24,10 @@ def fuse(optimizer: Any) -> None:
             continue
         one.fused = FusedAdamW(one)
         one.step_with_ready_grads = one.fused.update
-        if isinstance(
-            one.optimizer, torch.optim.AdamW
-        ):  # megatron-core's step on zeros, to load into a state
-            for group in one.optimizer.param_groups:
+        if isinstance(one.optimizer, torch.optim.AdamW):
+            for (
+                group
+            ) in one.optimizer.param_groups:  # of megatron-core's step on zeros, before a state is loaded
                 group.update(fused=True, foreach=False)
 
 
