@@ -2,7 +2,7 @@
 
 The loss is the token mean over all labels of all rows, as transformers' Trainer has it under gradient accumulation.
 Errors are |found - wanted| / |wanted| in the Euclidean norm of each tensor (each expert's by itself). Measured:
-3e-6 against transformers, 3e-6 between zoo's layouts.
+3e-6 to 1e-5 against transformers, by CPU, and 3e-6 between zoo's layouts.
 """
 
 from dataclasses import replace
@@ -14,7 +14,9 @@ from support.engine import Zoo, packed_batch, padded_batch
 from support.rows import Example
 from torch import Tensor
 
-LIMIT = 1e-5
+LIMIT = (
+    2e-5  # the bias of queries has a gradient of small differences: 1.02e-5 on one CPU, below 1e-5 on others
+)
 # Adding a constant to all keys of a head leaves a softmax over them as it is, so the gradient of a key bias is zero in
 # exact arithmetic (unless keys are rotated afterwards, as in the vision tower): what is left of it is rounding. The
 # smallest of the others is 1e-3.
