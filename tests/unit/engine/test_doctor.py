@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.cli import doctor as verb
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.doctor import checks, references, rows, startup, visit
+from zoo.engine.doctor import checks, machine, references, rows, startup, visit
 from zoo.engine.doctor.measure import Check, Trial, examine
 from zoo.errors import UserError
 from zoo.nn import attention, gated_delta_net
@@ -194,6 +194,18 @@ def test_te_is_not_given_heads_it_gets_wrong() -> None:
         (256, TorchBackend(), attention.VarlenCoreAttention),
     ):
         assert core_attention(SimpleNamespace(kv_channels=width), backend) is wanted  # type: ignore[arg-type]
+
+
+def test_a_cudnn_that_pytorch_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a Transformer Engine built for another: PyTorch raises where it is asked for the version."""
+
+    def version() -> int:
+        raise RuntimeError(
+            "cuDNN version incompatibility: compiled against 9.19, found 9.14. PyTorch comes with its own."
+        )
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert machine._cudnn() == "cuDNN version incompatibility: compiled against 9.19, found 9.14"
 
 
 def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,6 @@ def _driver() -> str:
 
 def _cudnn() -> str:
     """cuDNN's version; what PyTorch says of one that it does not fit, as beside a Transformer Engine built for another."""
-    import torch
-
     try:
         return str(torch.backends.cudnn.version())
     except RuntimeError as error:
