@@ -14,9 +14,7 @@ from support.engine import Zoo, packed_batch, padded_batch
 from support.rows import Example
 from torch import Tensor
 
-LIMIT = (
-    2e-5  # the bias of queries has a gradient of small differences: 1.02e-5 on one CPU, below 1e-5 on others
-)
+LIMIT = 2e-5  # a bias of queries, whose gradient is one of small differences: 1.02e-5 on one CPU
 # Adding a constant to all keys of a head leaves a softmax over them as it is, so the gradient of a key bias is zero in
 # exact arithmetic (unless keys are rotated afterwards, as in the vision tower): what is left of it is rounding. The
 # smallest of the others is 1e-3.

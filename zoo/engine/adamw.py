@@ -53,16 +53,24 @@ def prepare(optimizer: Any) -> None:
             fused.prepare()
 
 
+def allocate_state(optimizer: Any) -> None:
+    """Give chained optimizers that have never made an update a state that can be saved: no step, moments of zero."""
+    for one in optimizer.chained_optimizers:
+        if not one.is_stub_optimizer:
+            _allocate(one.optimizer)
+
+
 def _allocate(optimizer: Any) -> None:
-    """Moments of zero and no step for what has none yet; `optimizer`: PyTorch's AdamW, or one with its names."""
+    """For what has no state yet; `optimizer`: PyTorch's AdamW, or one with its names, which counts steps by group."""
+    by_group = not isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.numel() and parameter not in optimizer.state:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[parameter] = moments
-                if isinstance(optimizer, torch.optim.AdamW):
-                    moments["step"] = torch.zeros((), device=parameter.device)
-        if not isinstance(optimizer, torch.optim.AdamW):
+                state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                if not by_group:
+                    state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+                optimizer.state[parameter] = state
+        if by_group:
             group.setdefault("step", 0)
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-import torch
-
 from zoo.config.schema import TrainConfig
 from zoo.engine import adamw
 
@@ -94,7 +92,7 @@ class Guard:
 
 
 def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> float:
-    """megatron-core's optimizer step, ended between the gradient's norm and the update where the norm is not `good`.
+    """megatron-core's optimizer step, part by part, without the update where the gradient's norm is not `good`.
 
     An update moves the schedule by one before it is made. Where none is made, weights, optimizer state and the schedule
     are as they were: the schedule counts updates, not steps.
@@ -109,25 +107,3 @@ def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> fl
         adamw.clip(optimizer, norm)
         optimizer.step_with_ready_grads()
     return norm
-
-
-def allocate_state(optimizer: Any) -> None:
-    """Give an optimizer that has never made an update a state that can be saved: no step, moments of zero.
-
-    megatron-core makes it by a step on gradients of zero; here it moves no weight.
-    """
-    for one in optimizer.chained_optimizers:
-        if one.optimizer.state:
-            continue
-        groups = one.optimizer.param_groups
-        kept = [(group["lr"], group["weight_decay"]) for group in groups]
-        for group in groups:
-            group["lr"] = group["weight_decay"] = 0.0
-        one._init_optimizer_states_with_dummy_values()
-        for group, (lr, decay) in zip(groups, kept, strict=True):
-            group["lr"], group["weight_decay"] = lr, decay
-            if "step" in group:
-                group["step"] = 0
-        for state in one.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):
-                state["step"].zero_()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine import bad_steps, build, checkpoint, export, guard, lora, lora_files, words
+from zoo.engine import adamw, bad_steps, build, checkpoint, export, guard, lora, lora_files, words
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
@@ -277,7 +277,7 @@ class Run:
         file = bad_steps.write(self.folder, known, bad, batches, figures, data, self.world)
         self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
         self.log.say(bad_steps.told(known, bad, self.folder))
-        guard.allocate_state(self.trainable.optimizer)
+        adamw.allocate_state(self.trainable.optimizer)
         if self.guard.ends:
             self._save(wait=True)
             self.saver.close()

@@ -72,9 +72,7 @@ def world(recipe: Recipe) -> Iterator[World]:
     device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
     if not on_cpu:
         torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = (
-            False  # PyTorch's default rounds the inputs of fp32 convolutions to 10 bits
-        )
+        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for fp32 convolutions
     threads = recipe.engine.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or _cores()
     if on_cpu:
         torch.set_num_threads(threads)

@@ -173,9 +173,7 @@ def has_flash4(x: Tensor) -> bool:
 @lru_cache(maxsize=8)
 def _flash4_there(device: torch.device) -> bool:
     found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    warnings.filterwarnings(
-        "ignore", "Argument aux_data", UserWarning
-    )  # of its compiler, about an argument not given
+    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, of an argument that isn't given
     return bool(found) and torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -14,7 +14,7 @@ from zoo.nn.kernels.functions import sigmoid
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _forward(x, gate, out, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -23,7 +23,7 @@ def _forward(x, gate, out, size, BLOCK: tl.constexpr):
     tl.store(out + at, (value * open_).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["size"])
+@triton.jit
 def _backward(grad, x, gate, grad_x, grad_gate, size, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
