@@ -1,4 +1,4 @@
-"""Writing files whole or not at all."""
+"""Writing files whole or not at all, and where those go that can be made again."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def replaced(path: Path) -> Iterator[Path]:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
+
+
+def cache_folder(name: str) -> Path:
+    """Where zoo keeps what it can make again: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name)."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "zoo" / name
 
 
 def sync(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs on the GPU through the command line: a plan, training with adapters, resuming; what is kept in fp32; the start-up check."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -116,24 +117,28 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
         assert same > 0.5 * sum(p.numel() for p in weights), "and is below the digits of most bf16 weights"
 
 
-def test_gradients_are_added_in_place(tmp_path: Path, reports: list[str]) -> None:
+@pytest.mark.parametrize("backend", ["torch", "te"])
+def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: list[str]) -> None:
     """By the matrix product itself on a GPU, and the same as those that autograd makes and DDP adds."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
     from zoo.engine import build
 
+    if backend == "te" and not (ON_GPU and importlib.util.find_spec("transformer_engine")):
+        pytest.skip("needs a GPU and Transformer Engine")
     overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", f"run.dir={tmp_path}"]
-    recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
+    recipe = validate(load_recipe("qwen3_vl_sft", [*overrides, f"engine.backend={backend}"]), 1)
+    switch = "fuse_wgrad_accumulation" if backend == "te" else "gradient_accumulation_fusion"
     with single_process_world() as here:
         assembly, wrapped = under_ddp(recipe, here)
-        linears = [m for m in wrapped.modules() if getattr(m, "gradient_accumulation_fusion", False)]
-        assert bool(linears) == ON_GPU
+        linears = [m for m in wrapped.modules() if getattr(m, switch, False)]
+        assert (len(linears) > 4) == ON_GPU
         step, examples = build.build_step(assembly, recipe, here), vision_examples(assembly.processor)
         batch = packed_batch([examples[name].sample for name in ("image-long", "text-short")])
         found = []
         for in_place in (True, False):
             for linear in linears:
-                linear.gradient_accumulation_fusion = in_place
+                setattr(linear, switch, in_place)
             wrapped.zero_grad_buffer()
             for _ in range(2):
                 output, loss_function = step(iter([batch]), wrapped, loss_scale=1.0)
@@ -146,7 +151,9 @@ def test_gradients_are_added_in_place(tmp_path: Path, reports: list[str]) -> Non
             if found[1][name].norm() > 0
         }
         worst = max(errors, key=errors.__getitem__)
-        reports.append(f"gradients in place, {len(linears)} linears: {errors[worst]:.1e} ({worst})")
+        reports.append(
+            f"gradients in place, {backend}, {len(linears)} linears: {errors[worst]:.1e} ({worst})"
+        )
         assert errors[worst] < 1e-2
 
 

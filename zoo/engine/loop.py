@@ -45,10 +45,11 @@ def train(recipe: Recipe) -> TrainResult:
     A run that is complete is left as it is. Raises UserError (or a subclass) for what a user can mend, and
     KeyboardInterrupt when it is stopped before there is anything to save.
     """
+    startup = Startup("imports")
     with interrupts() as stop, explained(recipe), stop.undisguised():
         _refuse_misfit(recipe)
         check_kernels(recipe)
-        return _train(recipe, stop)
+        return _train(recipe, stop, startup.mark("checks"))
 
 
 def _refuse_misfit(recipe: Recipe) -> None:
@@ -59,8 +60,7 @@ def _refuse_misfit(recipe: Recipe) -> None:
         refuse_misfit(validate(recipe, ranks), ranks, local)
 
 
-def _train(recipe: Recipe, stop: Interrupts) -> TrainResult:
-    startup = Startup("imports")
+def _train(recipe: Recipe, stop: Interrupts, startup: Startup) -> TrainResult:
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         with Watch(recipe, here, stop) as watch, memory_explained(recipe):

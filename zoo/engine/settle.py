@@ -1,7 +1,7 @@
-"""The keys of `parallel.plan` chosen, by a process of its own where there are GPUs.
+"""The keys of `parallel.plan` chosen, by a process of its own where several ranks are to be started on GPUs.
 
 Planning needs a model's code, and would leave some memory of a GPU taken for as long as the run goes on; the process
-that starts the ranks stays light, and imports no torch.
+that starts the ranks stays light, and imports no torch. A single rank is no other process, and needs the code itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def settled(recipe: Recipe, ranks: int) -> Recipe:
     """
     if not recipe.parallel.plan:
         return recipe
-    if not gpu_count():
+    if ranks == 1 or not gpu_count():
         return _settle(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"

@@ -1,7 +1,7 @@
 """Gradients of the decoder's linears, added to DDP's fp32 buffer by the matrix product that makes them.
 
 Else each is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
-apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same.
+apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class _Products:
 def accumulate_in_place(chunks: list[Any]) -> int:
     """Have the linears of model chunks under DDP that are trained add their gradients so; how many there are.
 
-    Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them.
+    Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them. Nor Transformer
+    Engine's under FP8, where the first micro-batch's gradient would take the place of what is in the buffer.
     """
     module: Any = layers
     if not hasattr(module, "fused_weight_gradient_mlp_cuda"):
@@ -37,8 +38,13 @@ def accumulate_in_place(chunks: list[Any]) -> int:
     found = 0
     for chunk in chunks:
         for linear in chunk.modules():
-            weight = getattr(linear, "weight", None)
-            if isinstance(linear, ColumnParallelLinear | RowParallelLinear) and hasattr(weight, "main_grad"):
+            if not hasattr(getattr(linear, "weight", None), "main_grad"):
+                continue
+            if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear.gradient_accumulation_fusion = True
-                found += 1
+            elif hasattr(linear, "fuse_wgrad_accumulation") and not linear.config.fp8:
+                linear.fuse_wgrad_accumulation, linear.is_first_microbatch = True, False
+            else:
+                continue
+            found += 1
     return found

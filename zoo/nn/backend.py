@@ -70,7 +70,7 @@ class TorchBackend(BackendSpecProvider):
 
 
 class TEBackend(TorchBackend):
-    """Transformer Engine's linears, norms and attention (FP8, context-parallel ring)."""
+    """Transformer Engine's linears and attention (FP8, context-parallel ring); norms are the torch backend's."""
 
     def column_parallel_linear(self) -> type:
         """TE's column-parallel linear."""
@@ -83,12 +83,6 @@ class TEBackend(TorchBackend):
         from megatron.core.extensions.transformer_engine import TERowParallelLinear
 
         return TERowParallelLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        """TE's RMSNorm."""
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        return TENorm
 
     def core_attention(self) -> type:
         """TE's fused or flash attention with real and padded offsets."""

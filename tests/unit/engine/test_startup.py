@@ -35,7 +35,7 @@ def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.
     assert code == 0
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     (found,) = [line for line in lines if line.get("event") == "startup"]
-    phases = ["imports", "process group", "data", "model", "weights", "optimizer", "first step"]
+    phases = ["imports", "checks", "process group", "data", "model", "weights", "optimizer", "first step"]
     assert list(found["phases"]) == phases and found["step"] == 1
     assert found["seconds"] == pytest.approx(sum(found["phases"].values()), abs=0.2)
     assert "s from the command to the end of the first step: imports" in capsys.readouterr().out

@@ -303,11 +303,8 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
     kind = ", zero-centred" if zero_centred else ""
     sizes = " x ".join(map(str, (rows, *shape)))
-    kernel = (
-        type(module).__name__ if type(module).__module__.startswith("zoo.") else f"TE {type(module).__name__}"
-    )
-    mend = KEEP if kernel == type(module).__name__ else "engine.backend=torch"
-    return Check(name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], mend, prepare)
+    kernel = type(module).__name__
+    return Check(name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], KEEP, prepare)
 
 
 def _rotary(subject: Subject) -> Iterator[Check]:

@@ -17,6 +17,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.planning import as_planned
 from zoo.errors import UserError
+from zoo.files import cache_folder
 
 
 def check_kernels(recipe: Recipe) -> None:
@@ -91,13 +92,7 @@ def _asked(recipe: Recipe, facts: dict[str, str]) -> dict[str, Any]:
 
 def _record(asked: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return cache_folder() / f"{digest}.json"
-
-
-def cache_folder() -> Path:
-    """Where what was found right is kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "zoo" / "doctor"
+    return cache_folder("doctor") / f"{digest}.json"
 
 
 def _keep(path: Path, found: dict[str, Any]) -> None:
