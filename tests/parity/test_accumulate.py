@@ -1,6 +1,7 @@
 """Gradients that are added to DDP's buffer by the matrix product itself are those that autograd sums."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,3 +63,17 @@ def test_the_gradient_is_the_same(
         torch.testing.assert_close(
             found[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+@pytest.mark.parametrize(
+    ("fp8", "trained", "found"), [(None, True, 1), ("hybrid", True, 0), (None, False, 0)]
+)
+def test_linears_of_transformer_engine(fp8: str | None, trained: bool, found: int) -> None:
+    """They have a switch of their own, and would write over the buffer in what they take for the first micro-batch."""
+    linear: Any = torch.nn.Linear(2, 2, bias=False)
+    linear.fuse_wgrad_accumulation, linear.is_first_microbatch = False, True
+    linear.config = SimpleNamespace(fp8=fp8)
+    if trained:
+        linear.weight.main_grad = torch.zeros(2, 2)
+    assert accumulate.accumulate_in_place([linear]) == found
+    assert (linear.fuse_wgrad_accumulation, linear.is_first_microbatch) == (bool(found), not found)

@@ -21,8 +21,8 @@ def keep_kernels() -> None:
     """
     if f"{_NAME}_ENABLED" in os.environ or not importlib.util.find_spec("flash_attn"):
         return
-    folder = cache_folder("flash_attention_4")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        folder = cache_folder("flash_attention_4")
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -39,6 +39,14 @@ def test_not_where_nothing_can_be_written(tmp_path: Path) -> None:
     assert ENABLED not in os.environ and DIR not in os.environ
 
 
+def test_not_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    keep_kernels()
+    assert ENABLED not in os.environ
+
+
 def test_not_where_files_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError("no locks here")
