@@ -43,6 +43,16 @@ def test_a_plan(cache: Path) -> None:
     assert found
 
 
+def test_the_driver_says_what_torch_says() -> None:
+    """Of the GPUs' number, memory and architecture."""
+    asked = "from zoo.config.devices import *; print(gpu_count(), gpu_memory(), sorted(gpu_capabilities()))"
+    answers = {
+        subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True).stdout
+        for code in (asked, f"import torch; {asked}")
+    }
+    assert len(answers) == 1 and ("(" in answers.pop()) == ON_GPU
+
+
 def test_adapters_then_a_resumed_run(cache: Path, tmp_path: Path, reports: list[str]) -> None:
     """The kernels are checked at the first start on a GPU, and not again at the second."""
     run = ("train", "recipe=qwen35_vl_sft", "size=tiny", f"run.dir={tmp_path / 'run'}", *SHORT, "lora.rank=4")

@@ -1,4 +1,4 @@
-"""How many GPUs this machine shows and how large they are, without importing torch (about a second)."""
+"""Which GPUs this machine shows and how large they are, without importing torch (about a second)."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ def gpu_memory() -> int:
     return min((_driver_memory(index) for index in range(gpu_count())), default=0)
 
 
+@cache
+def gpu_capabilities() -> frozenset[tuple[int, int]]:
+    """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where there is no GPU."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "cuda"):
+        return frozenset(torch.cuda.get_device_capability(i) for i in range(gpu_count()))
+    return frozenset(_driver_capability(index) for index in range(gpu_count()))
+
+
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
@@ -65,3 +74,13 @@ def _driver_memory(index: int) -> int:
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
     return size.value
+
+
+def _driver_capability(index: int) -> tuple[int, int]:
+    driver, device, major, minor = _driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetAttribute(
+        ctypes.byref(major), 75, device
+    )  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)  # and _MINOR
+    return major.value, minor.value

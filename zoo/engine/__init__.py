@@ -3,8 +3,6 @@
 import logging
 import warnings
 
-from zoo.engine.kernel_cache import keep_kernels
-
 # What megatron-core says on import about packages that zoo does without (Apex, Transformer Engine) is no news here.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -12,4 +10,3 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 logging.getLogger("torch.utils.cpp_extension").addFilter(
     lambda record: not record.msg.startswith("No CUDA runtime is found")
 )
-keep_kernels()

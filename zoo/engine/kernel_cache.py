@@ -7,6 +7,7 @@ import fcntl
 import importlib.util
 import os
 
+from zoo.config.devices import gpu_capabilities
 from zoo.files import cache_folder
 
 _NAME = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # environment of FlashAttention 4
@@ -15,14 +16,22 @@ _NAME = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # environment of FlashAttention 4
 def keep_kernels() -> None:
     """Have FlashAttention 4 keep the kernels it compiles, in `$XDG_CACHE_HOME/zoo/flash_attention_4`.
 
-    Else every process compiles them (12 of the 16 seconds that a first step of receipts-2b took on an H200). It reads this
-    when it is imported, which Transformer Engine does; where files can't be written or locked in that folder it would fail,
-    so there nothing is asked of it, nor where the environment says already what to do.
+    Else every process compiles them (12 of the 16 seconds that a first step of receipts-2b took on an H200). To be called
+    before ranks are started and before megatron-core is imported: FlashAttention 4 reads its environment when it is
+    imported, which Transformer Engine does. Not all its names for kernels tell the GPU's architecture, so each has a folder
+    of its own, and a machine of several none. Nor is it asked to where the environment says already what to do, or where it
+    would fail since files can't be written or locked.
     """
-    if f"{_NAME}_ENABLED" in os.environ or not importlib.util.find_spec("flash_attn"):
+    capabilities = gpu_capabilities()
+    if (
+        f"{_NAME}_ENABLED" in os.environ
+        or len(capabilities) != 1
+        or not importlib.util.find_spec("flash_attn")
+    ):
         return
+    ((major, minor),) = capabilities
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
-        folder = cache_folder("flash_attention_4")
+        folder = cache_folder("flash_attention_4") / f"sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -34,6 +34,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.tables import check_entry
 from zoo.engine.interrupts import INTERRUPTED, LOST, PREEMPTED, REQUESTS, SAME_SECONDS, SIGNALS, Preempted
+from zoo.engine.kernel_cache import keep_kernels
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
@@ -91,6 +92,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, int]:
     join_slurm()
     ranks = world_size(recipe)
     _check_machine(recipe)
+    keep_kernels()
     recipe = validate(settled(recipe, ranks), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
@@ -166,6 +168,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         WorkerError: a child process failed.
         KeyboardInterrupt: the ranks were stopped by a signal.
     """
+    keep_kernels()
     recipe = validate(recipe, ranks)
     further = () if argument is None else (argument,)
     if under_torchrun() or (ranks == 1 and not fresh):

@@ -1,0 +1,64 @@
+"""What the CUDA driver says of GPUs, where torch isn't imported."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zoo.config import devices
+
+ARCHITECTURES = [(9, 0), (10, 3)]  # of two GPUs
+
+
+class Driver:
+    """libcuda.so.1 with those GPUs, of 1,000 and 2,000 bytes."""
+
+    def cuInit(self, flags: int) -> int:
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = len(ARCHITECTURES)
+        return 0
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:
+        device._obj.value = 40 + index
+        return 0
+
+    def cuDeviceTotalMem_v2(self, size: Any, device: ctypes.c_int) -> int:
+        size._obj.value = 1000 * (device.value - 39)
+        return 0
+
+    def cuDeviceGetAttribute(self, found: Any, attribute: int, device: ctypes.c_int) -> int:
+        found._obj.value = ARCHITECTURES[device.value - 40][{75: 0, 76: 1}[attribute]]
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    cached = (devices.gpu_count, devices.gpu_memory, devices.gpu_capabilities)
+    monkeypatch.setattr(devices, "_driver", Driver)
+    monkeypatch.setattr(devices, "_torch_has_cuda", lambda: True)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def test_gpus_without_torch(driver: None) -> None:
+    assert devices.gpu_count() == 2
+    assert devices.gpu_memory() == 1000
+    assert devices.gpu_capabilities() == set(ARCHITECTURES)
+    assert "torch" not in sys.modules
+
+
+def test_none_without_a_driver(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(devices, "_driver", missing)
+    assert (devices.gpu_count(), devices.gpu_memory(), devices.gpu_capabilities()) == (0, 0, frozenset())
