@@ -1,5 +1,9 @@
-"""Parts of a model: frozen ones have no gradient, no optimizer state and no backward pass; others their own learning rate."""
+"""Parts of a model: frozen ones have no gradient, no optimizer state and no backward pass; others their own learning rate.
 
+And stages of a pipeline without the towers are not given what towers read.
+"""
+
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +97,17 @@ def test_learning_rate_of_a_part(folder: Path, cpu_world: Any) -> None:
         part = run.family.part_of(name)
         largest[part] = max(largest[part], float((parameter - run.before[name]).abs().max()))
     assert largest["vision"] == pytest.approx(0.1 * largest["language"], rel=0.05)
+
+
+def test_media_go_to_the_stage_with_the_towers(folder: Path, cpu_world: Any) -> None:
+    recipe = recipe_for(folder, recipe="qwen3_vl_sft")
+    assembly = build.assemble(recipe)
+    batch = packed_batch([vision_examples(assembly.processor)["image-long"].sample])
+    first, second = (
+        build.build_step(assembly, recipe, replace(cpu_world, pp_rank=rank, pp_size=2)).prepare(batch)[0]
+        for rank in (0, 1)
+    )
+    assert first.media and not second.media
+    torch.testing.assert_close(second.positions, first.positions)
+    torch.testing.assert_close(second.targets, first.targets)
+    torch.testing.assert_close(second.placements["vision"].rows, first.placements["vision"].rows)

@@ -88,6 +88,7 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
         media_group=groups.tp_cp if groups.tp_cp.size() > 1 else None,
         mtp_depths=assembly.config.mtp_layers(recipe),
         mtp_weight=recipe.train.mtp_loss,
+        encodes_media=world.pp_rank == 0,
     )
 
 

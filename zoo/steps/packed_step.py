@@ -134,12 +134,13 @@ class PackedStep:
         media_group: Any = None,
         mtp_depths: int = 0,
         mtp_weight: float = 0.0,
+        encodes_media: bool = True,
     ) -> None:
         """What a run gives its step; `zoo.engine.build.build_step` takes it from a recipe.
 
         `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
-        all; `mtp_depths`: depths of multi-token prediction of the model, whose mean loss counts `mtp_weight` times.
+        all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token prediction of the model, whose mean loss counts `mtp_weight` times.
         """
         self.config = config
         self.packing = packing
@@ -150,6 +151,7 @@ class PackedStep:
         self.media_group = media_group
         self.mtp_depths = mtp_depths
         self.mtp_weight = mtp_weight
+        self.encodes_media = encodes_media
 
     def __call__(
         self,
@@ -336,7 +338,7 @@ class PackedStep:
         shares = self._shares(streams, media)
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
-        given: dict[str, Any] = {**media, **self.tower_inputs(media)}
+        given: dict[str, Any] = {**media, **self.tower_inputs(media)} if self.encodes_media else {}
         # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
         sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
         depths = self.mtp_depths if training else 0
