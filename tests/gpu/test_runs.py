@@ -45,10 +45,14 @@ def test_a_plan(cache: Path) -> None:
 
 def test_the_driver_says_what_torch_says() -> None:
     """Of the GPUs' number, memory and architecture."""
-    asked = "from zoo.config.devices import *; print(gpu_count(), gpu_memory(), sorted(gpu_capabilities()))"
+    names = "from zoo.config.devices import gpu_capabilities, gpu_count, gpu_memory"
+    by_torch = "{torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}"
     answers = {
         subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True).stdout
-        for code in (asked, f"import torch; {asked}")
+        for code in (
+            f"{names}; print(gpu_count(), gpu_memory(), sorted(gpu_capabilities()))",
+            f"import torch; {names}; print(gpu_count(), gpu_memory(), sorted({by_torch}))",
+        )
     }
     assert len(answers) == 1 and ("(" in answers.pop()) == ON_GPU
 

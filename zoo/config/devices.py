@@ -47,10 +47,10 @@ def gpu_memory() -> int:
 
 @cache
 def gpu_capabilities() -> frozenset[tuple[int, int]]:
-    """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where there is no GPU."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "cuda"):
-        return frozenset(torch.cuda.get_device_capability(i) for i in range(gpu_count()))
+    """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where there is no GPU.
+
+    The driver says them without taking memory of a GPU, as torch would.
+    """
     return frozenset(_driver_capability(index) for index in range(gpu_count()))
 
 
