@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.on_gpu import ON_GPU
 
 # transformers' own delta rule and convolution are the reference: it looks for kernels when its models are imported.
 KERNELS = ("fla", "causal_conv1d")
@@ -23,7 +24,6 @@ for name in KERNELS:
     del modules[name]
 modules.update(hidden)
 
-ON_GPU = torch.cuda.is_available()
 torch.backends.cudnn.allow_tf32 = False  # fp32 references are of fp32
 
 

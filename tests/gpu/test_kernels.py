@@ -5,14 +5,13 @@ import json
 from typing import Any
 
 import pytest
-import torch
+from support.on_gpu import ON_GPU
 from support.tiny import RECIPES
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.doctor.visit import visit
 
-ON_GPU = torch.cuda.is_available()
 BACKENDS = ["torch", *(["te"] if importlib.util.find_spec("transformer_engine") else [])]
 PUBLISHED = {
     "qwen3_vl_sft": "2b",

@@ -5,7 +5,6 @@ transformers itself is in bf16 (times SLACK, plus ROUNDING).
 """
 
 import gc
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.engine import Zoo, packed_batch, padded_batch, single_process_world
+from support.on_gpu import ON_GPU, TE
 from support.stacks import STACKS, TINY, Stack
 from torch import Tensor
 
-ON_GPU = torch.cuda.is_available()
-TE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
 FP32_LOSS, FP32_GRADIENT = 1e-5, 1e-3  # relative; the gradient's as one vector
 SLACK, ROUNDING = 1.5, 1e-2
 FP8_LOSS, FP8_GRADIENT = 3e-2, 0.3  # relative to bf16: three digits of a mantissa, two in gradients

@@ -10,6 +10,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
 
 @cache
 def gpu_count() -> int:
@@ -47,11 +49,14 @@ def gpu_memory() -> int:
 
 @cache
 def gpu_capabilities() -> frozenset[tuple[int, int]]:
-    """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where there is no GPU.
+    """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where the driver says none.
 
-    The driver says them without taking memory of a GPU, as torch would.
+    It is asked also where torch is there, which would take memory of a GPU to say them.
     """
-    return frozenset(_driver_capability(index) for index in range(gpu_count()))
+    try:
+        return frozenset(_driver_capability(index) for index in range(gpu_count()))
+    except (OSError, AttributeError):
+        return frozenset()
 
 
 def _driver() -> ctypes.CDLL:
@@ -78,9 +83,9 @@ def _driver_memory(index: int) -> int:
 
 def _driver_capability(index: int) -> tuple[int, int]:
     driver, device, major, minor = _driver(), ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    driver.cuDeviceGet(ctypes.byref(device), index)
-    driver.cuDeviceGetAttribute(
-        ctypes.byref(major), 75, device
-    )  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)  # and _MINOR
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), index)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+    if failed:
+        raise OSError(f"the CUDA driver does not tell what GPU {index} is: error {failed}")
     return major.value, minor.value

@@ -22,12 +22,9 @@ def keep_kernels() -> None:
     of its own, and a machine of several none. Nor is it asked to where the environment says already what to do, or where it
     would fail since files can't be written or locked.
     """
-    capabilities = gpu_capabilities()
-    if (
-        f"{_NAME}_ENABLED" in os.environ
-        or len(capabilities) != 1
-        or not importlib.util.find_spec("flash_attn")
-    ):
+    if f"{_NAME}_ENABLED" in os.environ or not importlib.util.find_spec("flash_attn"):
+        return
+    if len(capabilities := gpu_capabilities()) != 1:
         return
     ((major, minor),) = capabilities
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home

@@ -62,3 +62,14 @@ def test_none_without_a_driver(driver: None, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(devices, "_driver", missing)
     assert (devices.gpu_count(), devices.gpu_memory(), devices.gpu_capabilities()) == (0, 0, frozenset())
+
+
+@pytest.mark.parametrize("failing", ["cuInit", "cuDeviceGet", "cuDeviceGetAttribute"])
+def test_no_capability_is_made_up(driver: None, failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which torch has counted the GPUs by other means, or has a build for other GPUs."""
+    monkeypatch.setattr(devices, "gpu_count", lambda: 2)
+    monkeypatch.setattr(Driver, failing, lambda *_: 3)
+    assert devices.gpu_capabilities() == frozenset()
+    monkeypatch.setattr(devices, "_driver", lambda: ctypes.CDLL("libcuda-that-is-not-here.so"))
+    devices.gpu_capabilities.cache_clear()
+    assert devices.gpu_capabilities() == frozenset()
