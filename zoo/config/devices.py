@@ -1,4 +1,4 @@
-"""Which GPUs this machine shows and how large they are, without importing torch (about a second)."""
+"""Which GPUs and cores this machine shows and how large those are, without importing torch (about a second)."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def gpu_capabilities() -> frozenset[tuple[int, int]]:
         return frozenset(_driver_capability(index) for index in range(gpu_count()))
     except (OSError, AttributeError):
         return frozenset()
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_threads(wanted: int | None, ranks: int = 1) -> int:
+    """Threads for the operations of one of `ranks` ranks on the CPU: `wanted`, else OMP_NUM_THREADS, else its cores.
+
+    Beside a GPU it is one: the CPU has index tensors of some 10,000 entries to work on, and a step would wait for the
+    slowest of many threads each time (docs/benchmarks.md, "CPU threads").
+    """
+    said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    default = 1 if gpu_count() else max(1, cores() // ranks)
+    return wanted or int(said if said.isdecimal() else 0) or default
 
 
 def _driver() -> ctypes.CDLL:

@@ -149,7 +149,7 @@ class EngineConfig:
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
     fp8: bool = False  # linears of the decoder in FP8, scaled tensor by tensor; needs te and bf16
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
-    threads: int | None = None  # CPU threads a rank; default: cores / ranks
+    threads: int | None = None  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
     delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 

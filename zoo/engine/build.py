@@ -19,7 +19,7 @@ from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
 from zoo.engine.adamw import fuse
 from zoo.engine.reduction import reduce_in_order
-from zoo.engine.world import World, seed_everything
+from zoo.engine.world import World, on_all_cores, seed_everything
 from zoo.errors import UserError
 from zoo.nn.accumulate import accumulate_in_place
 from zoo.nn.kernels import has_triton
@@ -101,7 +101,8 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
         return
     if source is not None:
         table = native(bridge) if source.kind == "zoo" else bridge
-        load_hf(chunks, source.weights, table, dims, shard)
+        with on_all_cores(recipe, world):
+            load_hf(chunks, source.weights, table, dims, shard)
         return
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from zoo.config.compose import is_saved_recipe, save_recipe
-from zoo.config.devices import gpu_count
+from zoo.config.devices import cores, cpu_threads, gpu_count
 from zoo.config.entries import parse_entry
 from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.config.schema import Recipe
@@ -146,7 +146,7 @@ def world_size(recipe: Recipe) -> int:
         return int(os.environ["WORLD_SIZE"])
     gpus = gpu_count()
     if recipe.nproc is None:
-        return gpus or min(recipe.nproc_cpu, _cores())
+        return gpus or min(recipe.nproc_cpu, cores())
     if gpus and recipe.nproc > gpus:
         raise ConfigError(
             f"nproc={recipe.nproc}: a rank needs a GPU of its own and {gpus} can be seen; nproc={gpus} would work"
@@ -224,8 +224,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) ->
     """
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     shared[STARTED] = os.environ.get(STARTED, str(time.time()))
-    if threads is not None or "OMP_NUM_THREADS" not in os.environ:
-        shared["OMP_NUM_THREADS"] = str(threads or max(1, _cores() // ranks))
+    shared["OMP_NUM_THREADS"] = str(cpu_threads(threads, ranks))
     with _Group() as group, _signals() as received:
         for rank in range(ranks):
             if not received:
@@ -388,8 +387,3 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-
-
-def _cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

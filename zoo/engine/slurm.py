@@ -76,9 +76,17 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     nodes = recipe.machine.nodes
     each = ranks // nodes
     gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
+    threads = "" if gpus else 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"\n'
     command = " ".join(_quoted(argument) for argument in arguments)
     text = _TEMPLATE.format(
-        name=name, nodes=nodes, each=each, gpus=gpus, command=command, preempted=PREEMPTED, lost=LOST
+        name=name,
+        nodes=nodes,
+        each=each,
+        gpus=gpus,
+        threads=threads,
+        command=command,
+        preempted=PREEMPTED,
+        lost=LOST,
     )
     write_atomically(path, text)
     return path
@@ -108,8 +116,7 @@ _TEMPLATE = """\
 # source .venv/bin/activate
 
 set -u
-export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
-
+{threads}
 # Ranks leave by themselves when one of them does: srun waits a minute for them before it ends the rest.
 srun --kill-on-bad-exit=0 --wait=60 zoo train {command} &
 ranks=$!

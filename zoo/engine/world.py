@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.compose import replace_in
+from zoo.config.devices import cores, cpu_threads, gpu_count
 from zoo.config.schema import Recipe
 from zoo.engine import compat, cpu_host, determinism
 
@@ -73,9 +74,8 @@ def world(recipe: Recipe) -> Iterator[World]:
     if not on_cpu:
         torch.cuda.set_device(device)
         torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for fp32 convolutions
-    threads = recipe.engine.threads or int(os.environ.get("OMP_NUM_THREADS", 0)) or _cores()
-    if on_cpu:
-        torch.set_num_threads(threads)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(cpu_threads(recipe.engine.threads))
     _init_distributed(on_cpu, device)
     try:
         yield _init_model_parallel(recipe, device)
@@ -86,6 +86,20 @@ def world(recipe: Recipe) -> Iterator[World]:
         destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
+    """This rank's share of the cores for work on whole weights, where steps on a GPU leave it one thread (`cpu_threads`)."""
+    threads = torch.get_num_threads()
+    ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
+    if ranks:
+        torch.set_num_threads(recipe.engine.threads or max(1, cores() // ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:
@@ -157,7 +171,3 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -73,3 +73,27 @@ def test_no_capability_is_made_up(driver: None, failing: str, monkeypatch: pytes
     monkeypatch.setattr(devices, "_driver", lambda: ctypes.CDLL("libcuda-that-is-not-here.so"))
     devices.gpu_capabilities.cache_clear()
     assert devices.gpu_capabilities() == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted", "said", "threads"),
+    [
+        (0, None, None, 4),  # of 16 cores a quarter
+        (0, None, "2", 2),
+        (0, None, "3,1", 3),  # of an outer and an inner level
+        (0, None, "many", 4),
+        (0, 5, "2", 5),
+        (4, None, None, 1),
+        (4, None, "8", 8),
+        (4, 5, "8", 5),
+    ],
+)
+def test_cpu_threads_of_a_rank(
+    gpus: int, wanted: int | None, said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(devices, "cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert devices.cpu_threads(wanted, ranks=4) == threads

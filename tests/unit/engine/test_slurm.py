@@ -80,6 +80,7 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for wanted in ("nodes=2", "ntasks-per-node=8", "gpus-per-node=8"):
         assert f"#SBATCH --{wanted}" in lines
     assert "#SBATCH --signal=B:USR1@120" in lines and "#SBATCH --requeue" in lines
+    assert not any("OMP_NUM_THREADS" in line for line in lines), "ranks beside GPUs take one thread"
     assert (
         "srun --kill-on-bad-exit=0 --wait=60 zoo train "
         "recipe=qwen3_vl_sft size=4b hardware=2x8xh100 'data.train=[a b.jsonl]' &"
