@@ -303,8 +303,9 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
 
     By default a rank has its share of the cores, one worker at least and eight at most.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = max(1, min(8, cores // max(ranks, 1))) if data.workers is None else data.workers
+    from zoo.config.devices import cores
+
+    count = max(1, min(8, cores() // max(ranks, 1))) if data.workers is None else data.workers
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
     from zoo.data.decoder import Here
