@@ -174,8 +174,8 @@ def export_hf(
     stated = dtype or (parameters[0][1].dtype if source is None else None)
     plan = together(comm, lambda: _plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: _check(plan, parameters, dims, shard))
-    together(comm, lambda: writer.begin() if comm.rank == 0 else None)
     try:
+        together(comm, lambda: writer.begin() if comm.rank == 0 else None)
         mine = _in_order(_own(parameters, held), plan)
         written = _write_parameters(mine, plan, dims, shard, comm, writer.partial, shard_bytes)
         if comm.rank == 0:

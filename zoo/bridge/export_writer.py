@@ -154,6 +154,7 @@ class ExportWriter:
         self.overwrite = overwrite
         self.partial = self.target.with_name(f".{self.target.name}.partial")
         self.former = self.target.with_name(f".{self.target.name}.former")
+        self._begun = False
 
     def begin(self) -> None:
         """Make an empty partial folder; UserError where the target exists and may not be replaced."""
@@ -165,14 +166,16 @@ class ExportWriter:
             raise UserError(
                 f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)"
             )
+        self._begun = True
         with disk_errors(self.partial):
             if self.partial.exists():
                 shutil.rmtree(self.partial)
             self.partial.mkdir(parents=True)
 
     def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.partial, ignore_errors=True)
+        """Remove what was written; nothing where `begin` refused, as it may be another process's."""
+        if self._begun:
+            shutil.rmtree(self.partial, ignore_errors=True)
 
     def commit(self, shards: Iterable[Shard], part: str = "") -> None:
         """Name the shards, write the index and put the folder in the target's place; `part` is a folder for them in it."""

@@ -201,8 +201,8 @@ def to_hf_jobs(
 
 def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet: bool) -> None:
     """The folder, whole or not at all."""
-    writer.begin()
     try:
+        writer.begin()
         free = shutil.disk_usage(writer.partial).free
         if conversion.nbytes > free:
             raise UserError(

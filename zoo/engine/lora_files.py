@@ -119,8 +119,8 @@ def export_adapters(
     holds adapters of another pipeline stage. The folder appears when it is whole.
     """
     comm, writer = adapters.comm, ExportWriter(target, overwrite=True)
-    together(comm, lambda: writer.begin() if here.is_main else None)
     try:
+        together(comm, lambda: writer.begin() if here.is_main else None)
         mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}
         together(comm, lambda: _write(mine, writer.partial, here.rank))
         together(comm, lambda: _commit(writer, adapters, assembly, recipe) if here.is_main else None)

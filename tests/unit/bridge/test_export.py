@@ -265,18 +265,26 @@ def test_a_rank_that_cannot_write_stops_all_and_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_export_killed_while_it_writes_keeps_the_old_one(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reached", ["begin", "commit"])
+def test_an_interrupted_export_keeps_the_old_one_alone(
+    tiny: Tiny, tmp_path: Path, reached: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = loaded(tiny, tiny.silent)
     export_hf([chunk], tmp_path / "out", BRIDGE, DIMS, source=tiny.silent)
+    another = ExportWriter(tmp_path / "out", overwrite=True)
+    another.begin()
     with pytest.raises(UserError, match="exists already"):
         export_hf([chunk], tmp_path / "out", BRIDGE, DIMS, source=tiny.silent)
+    assert another.partial.exists(), "who is refused leaves what another process writes"
 
-    def interrupted(self: ExportWriter, shards: Any) -> None:
+    begin = ExportWriter.begin
+
+    def interrupted(self: ExportWriter, *shards: Any) -> None:
+        if reached == "begin":
+            begin(self)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ExportWriter, "commit", interrupted)
+    monkeypatch.setattr(ExportWriter, reached, interrupted)
     with pytest.raises(KeyboardInterrupt):
         export_hf([chunk], tmp_path / "out", BRIDGE, DIMS, source=tiny.silent, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
