@@ -158,10 +158,7 @@ class ExportWriter:
 
     def begin(self) -> None:
         """Make an empty partial folder; UserError where the target exists and may not be replaced."""
-        if (
-            self.former.exists() and not self.target.exists()
-        ):  # killed between the two renames of replace_target
-            self.former.rename(self.target)
+        self._bring_former_back()
         if self.target.exists() and not self.overwrite and not _is_empty_folder(self.target):
             raise UserError(
                 f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)"
@@ -170,12 +167,14 @@ class ExportWriter:
         with disk_errors(self.partial):
             if self.partial.exists():
                 shutil.rmtree(self.partial)
+            self._remove_former()
             self.partial.mkdir(parents=True)
 
     def discard(self) -> None:
         """Remove what was written; nothing where `begin` refused, as it may be another process's."""
         if self._begun:
             shutil.rmtree(self.partial, ignore_errors=True)
+            self._bring_former_back()
 
     def commit(self, shards: Iterable[Shard], part: str = "") -> None:
         """Name the shards, write the index and put the folder in the target's place; `part` is a folder for them in it."""
@@ -197,12 +196,21 @@ class ExportWriter:
 
     def replace_target(self) -> None:
         """Rename the partial folder; a former target is moved aside first and removed after."""
-        if self.former.exists():
-            shutil.rmtree(self.former)
         if self.target.exists():
             self.target.rename(self.former)
         self.partial.rename(self.target)
-        shutil.rmtree(self.former, ignore_errors=True)
+        self._remove_former()
+
+    def _bring_former_back(self) -> None:
+        """After an end between the two renames of `replace_target`."""
+        if self.former.exists() and not self.target.exists():
+            self.former.rename(self.target)
+
+    def _remove_former(self) -> None:
+        """Under the name of a partial folder: what is removed in part must not be taken for a former target."""
+        if self.former.exists():
+            self.former.rename(self.partial)
+            shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def _published_files(count: int) -> list[str]:

@@ -1,7 +1,9 @@
 """An export appears whole or not at all."""
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +119,43 @@ def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:
     again = ExportWriter(tmp_path / "out", overwrite=True)
     again.begin()
     assert SafetensorsFolder(tmp_path / "out").names() == ["a"]
+
+
+def test_interrupted_between_the_two_renames_the_former_one_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(tmp_path / "out", "a", 1000)
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        rename(self, target)
+        raise KeyboardInterrupt
+
+    writer = ExportWriter(tmp_path / "out", overwrite=True)
+    writer.begin()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", interrupted)
+        writer.replace_target()
+    writer.discard()
+    assert SafetensorsFolder(tmp_path / "out").names() == ["a"]
+    assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_former_folder_that_is_half_removed_never_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path, **options: Any) -> None:
+        next(Path(folder).iterdir()).unlink()
+        raise KeyboardInterrupt
+
+    former = export(tmp_path / "out", "ab", 30)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(shutil, "rmtree", killed)
+        export(tmp_path / "out", "c", 30, overwrite=True)
+    assert SafetensorsFolder(former.target).names() == ["c"]
+    shutil.rmtree(former.target)  # by hand
+    ExportWriter(tmp_path / "out").begin()
+    assert not former.target.exists()
 
 
 def test_a_disk_that_fails_is_a_clear_error(tmp_path: Path) -> None:
