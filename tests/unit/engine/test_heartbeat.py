@@ -1,5 +1,6 @@
-"""A rank whose store is gone: it says that rank 0 died, unless the run's end has been told already."""
+"""A rank whose store is gone says that rank 0 died, unless the run's end is told; a lost disk is told once."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,3 +47,17 @@ def test_rank_0_left_by_a_verdict_that_was_not_read_in_time(bereft: Any, tmp_pat
     with pytest.raises(Left) as left:
         bereft._without_store()
     assert left.value.args[0].message == ""
+
+
+def test_a_lost_disk_that_names_no_file_is_the_users_to_mend(
+    bereft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `os.fsync` raises it: the launcher shows the sentence that the error becomes, and no verdict beside it."""
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(bereft, "_publish", lambda state, error: said.append((state, error)))
+    monkeypatch.setattr(bereft, "_read", lambda: None)
+    monkeypatch.setattr(bereft, "_post", lambda verdict: said.append(("verdict", verdict.message)) or verdict)
+    bereft._end_badly(OSError(errno.EIO, "Input/output error"))
+    (state, error), verdict = said
+    assert state == "failed" and "the disk or its server is lost" in error
+    assert verdict == ("verdict", "")
