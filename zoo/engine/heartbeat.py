@@ -34,11 +34,11 @@ from zoo.config.schema import Recipe
 from zoo.engine.health import forget_health, write_health
 from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.engine.phases import Phases
-from zoo.engine.resources import explain
+from zoo.engine.resources import DISK
 from zoo.engine.runlog import append_event, has_ended
 from zoo.engine.verdict import Beat, Seen, Verdict, birth, describe, judge, machine
 from zoo.engine.world import World
-from zoo.errors import UserError
+from zoo.errors import UserError, file_error
 
 SILENT_SECONDS = 120.0  # longest time without a beat: no code holds Python's lock for so long
 _BEREFT_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
@@ -54,7 +54,7 @@ class Watch:
         assert recipe.run.dir is not None  # derived by validate
         self.phases = Phases()
         self.folder = Path(recipe.run.dir)
-        self._recipe, self._stop, self._save_within = recipe, stop, recipe.run.save_within
+        self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
         self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 64)
@@ -246,7 +246,9 @@ class Watch:
             time.sleep(_BEREFT_SECONDS)  # the thread finds whose fault it is, and leaves
         if self._stop.asked and isinstance(error, RuntimeError):
             return True
-        mistake = error if isinstance(error, UserError) else explain(error, self._recipe)
+        mistake = error if isinstance(error, UserError) else None
+        if isinstance(error, OSError):
+            mistake = file_error(error, self.folder if error.errno in DISK else None)
         said = str(mistake) if mistake else f"{type(error).__name__}: {error}".splitlines()[0]
         self._error = error
         if self._size > 1:

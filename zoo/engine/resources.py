@@ -27,7 +27,7 @@ from zoo.engine.planning import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
 
 # An OSError without a file's name is one of the run folder's if it is one of these.
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}  # may name no file
 PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
 # torch's own words for a failed write
@@ -73,7 +73,7 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
     run_dir = Path(recipe.run.dir or ".")
     for cause in _causes(error):
         text = str(cause)
-        if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in _DISK):
+        if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
             mend = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
             return file_error(cause, _full(run_dir), mend)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
