@@ -64,6 +64,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def share_of_cores(ranks: int) -> int:
+    """What each of so many ranks has of them, one at least."""
+    return max(1, cores() // max(ranks, 1))
+
+
 def cpu_threads(wanted: int | None, ranks: int = 1) -> int:
     """Threads for the operations of one of `ranks` ranks on the CPU: `wanted`, else OMP_NUM_THREADS, else its cores.
 
@@ -71,7 +76,7 @@ def cpu_threads(wanted: int | None, ranks: int = 1) -> int:
     slowest of many threads each time (docs/benchmarks.md, "CPU threads").
     """
     said = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    default = 1 if gpu_count() else max(1, cores() // ranks)
+    default = 1 if gpu_count() else share_of_cores(ranks)
     return wanted or int(said if said.isdecimal() else 0) or default
 
 

@@ -303,9 +303,9 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
 
     By default a rank has its share of the cores, one worker at least and eight at most.
     """
-    from zoo.config.devices import cores
+    from zoo.config.devices import share_of_cores
 
-    count = max(1, min(8, cores() // max(ranks, 1))) if data.workers is None else data.workers
+    count = min(8, share_of_cores(ranks)) if data.workers is None else data.workers
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
     from zoo.data.decoder import Here

@@ -27,7 +27,7 @@ from zoo.engine.planning import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
 
 # An OSError without a file's name is one of the run folder's if it is one of these.
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}  # may name no file
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
 PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
 # torch's own words for a failed write

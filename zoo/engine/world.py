@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.compose import replace_in
-from zoo.config.devices import cores, cpu_threads, gpu_count
+from zoo.config.devices import cpu_threads, gpu_count, share_of_cores
 from zoo.config.schema import Recipe
 from zoo.engine import compat, cpu_host, determinism
 
@@ -95,7 +95,7 @@ def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
     threads = torch.get_num_threads()
     ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
     if ranks:
-        torch.set_num_threads(recipe.engine.threads or max(1, cores() // ranks))
+        torch.set_num_threads(recipe.engine.threads or share_of_cores(ranks))
     try:
         yield
     finally:

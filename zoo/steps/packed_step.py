@@ -140,7 +140,8 @@ class PackedStep:
 
         `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
-        all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token prediction of the model, whose mean loss counts `mtp_weight` times.
+        all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token
+        prediction of the model, whose mean loss counts `mtp_weight` times.
         """
         self.config = config
         self.packing = packing

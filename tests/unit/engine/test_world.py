@@ -1,13 +1,17 @@
 """How many CPU threads a rank takes beside a GPU; what its operations run on here is a CPU all the same."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from zoo.config import devices
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.engine import build
 from zoo.engine import world as place
-from zoo.engine.world import on_all_cores, world
+from zoo.engine.world import world
 
 
 @pytest.mark.parametrize(
@@ -19,16 +23,21 @@ def test_one_thread_beside_a_gpu(
     recipe = validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu", *overrides]), 1)
     for module in (devices, place):
         monkeypatch.setattr(module, "gpu_count", lambda: 1)
-        monkeypatch.setattr(module, "cores", lambda: 12)
+    monkeypatch.setattr(devices, "cores", lambda: 12)
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
+    loaded_with: list[int] = []
+    monkeypatch.setattr(build, "load_hf", lambda *_: loaded_with.append(torch.get_num_threads()))
+    monkeypatch.setattr(build, "model_dims", lambda _: None)
+    source = SimpleNamespace(kind="hf", weights=None)
+    assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with world(recipe) as here:
             assert torch.get_num_threads() == in_steps
-            with on_all_cores(recipe, here):
-                assert torch.get_num_threads() == on_weights
+            build.init_weights([], assembly, recipe, here)
+            assert loaded_with == [on_weights]
             assert torch.get_num_threads() == in_steps
         assert torch.get_num_threads() == 2
     finally:
