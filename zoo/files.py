@@ -29,10 +29,15 @@ def replaced(path: Path) -> Iterator[Path]:
         raise
 
 
+def expanded(path: str | Path) -> Path:
+    """`path` with `~` as the home folder; as it is where there is no such user."""
+    return Path(os.path.expanduser(path))
+
+
 def cache_folder(name: str) -> Path:
     """Where zoo keeps what it can make again: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name)."""
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "zoo" / name
+    return expanded(base) / "zoo" / name
 
 
 def sync(path: Path) -> None:

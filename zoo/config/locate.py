@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zoo.errors import ConfigError, UserError
+from zoo.files import expanded
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
@@ -69,7 +70,7 @@ def is_hub_id(text: str) -> bool:
 
 def look(text: str) -> Place | None:
     """What lies at a path; None where there is nothing that is known."""
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if (folder / ABOUT).is_file():
         return Place("zoo", folder, folder / HF_PART)
     if (folder / STATE).is_file():
@@ -97,12 +98,12 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         if revision is not None:
             raise UserError(f"revision={revision}: {text} is a folder here, which has none; leave it out")
         return place
-    if (Path(text).expanduser() / "adapter_config.json").is_file():
+    if (expanded(text) / "adapter_config.json").is_file():
         raise UserError(
             f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or go on "
             "with it by lora.init"
         )
-    if Path(text).expanduser().exists():
+    if expanded(text).exists():
         raise UserError(
             f"{given}: no config.json, zoo.json or state.json there; wanted a Hugging Face folder, zoo's own weights, "
             "or a run's folder or checkpoint"

@@ -9,6 +9,7 @@ from typing import Any
 from zoo.config.entries import DataEntry
 from zoo.data.limits import memory_limited
 from zoo.errors import UserError, printable
+from zoo.files import expanded
 
 PARQUET_MB = 8192  # MiB that the rank may take to unpack parquet files; a row group is held whole
 
@@ -22,7 +23,7 @@ def load_local(entry: DataEntry, kind: str, key: str) -> Any:
     import datasets
 
     assert entry.path is not None
-    path = Path(entry.path).expanduser()
+    path = expanded(entry.path)
     if kind == "disk":
         _check_names(path, f"{key}={entry}")
         return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
@@ -71,7 +72,7 @@ def load_hub(entry: DataEntry, key: str) -> Any:
 
 def load_parquet_stream(entry: DataEntry, key: str) -> Any:
     """The datasets.IterableDataset of parquet files."""
-    path = Path(str(entry.path)).expanduser()
+    path = expanded(str(entry.path))
     return _split(_load("parquet", entry, key, data_files=parquet_files(path, entry, key)), entry, key)
 
 

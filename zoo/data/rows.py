@@ -22,6 +22,7 @@ from zoo.data.errors import RowError
 from zoo.data.formats.choose import to_own
 from zoo.data.refs import Access, Medium, checked, missing_text, shown
 from zoo.errors import UserError
+from zoo.files import expanded
 
 __all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
@@ -256,7 +257,7 @@ def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -
 def is_bundled(spec: str) -> bool:
     """Whether a `data` entry names a bundled set; a file of that name comes first."""
     name, _, split = spec.partition(":")
-    return split in BUNDLED.get(name, ()) and not Path(spec).expanduser().is_file()
+    return split in BUNDLED.get(name, ()) and not expanded(spec).is_file()
 
 
 def locate(spec: str, key: str = "data") -> Path:
@@ -265,7 +266,7 @@ def locate(spec: str, key: str = "data") -> Path:
     Raises:
         UserError: no such file or bundled set.
     """
-    path = Path(spec).expanduser()
+    path = expanded(spec)
     if path.is_file():
         return path
     if is_bundled(spec):

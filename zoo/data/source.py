@@ -32,7 +32,7 @@ from zoo.data.sizes import SampleSize
 from zoo.data.streams import RowStream, is_stream, open_stream
 from zoo.data.tables import open_table
 from zoo.errors import UserError
-from zoo.files import Lines
+from zoo.files import Lines, expanded
 
 RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
 BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
@@ -443,7 +443,7 @@ class _Rows(Sequence[Row]):
 def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
     """What rows may name, of an entry with a root or none, whose file lies in a folder."""
     chosen = root if root is not None else data.root
-    place = folder if chosen is None else Path(chosen).expanduser()
+    place = folder if chosen is None else expanded(chosen)
     return Access(place, data.outside_root, data.urls)
 
 

@@ -18,6 +18,7 @@ from zoo.data.refs import Access
 from zoo.data.rows import Row, load_line, locate, make_row, next_line
 from zoo.data.tables import held_out, kind_of, plain_item, without_nones
 from zoo.errors import UserError
+from zoo.files import expanded
 
 MARK_EVERY = 64  # rows between places that a stream can go back to
 
@@ -198,7 +199,7 @@ def open_stream(
 
         return RowStream(Examples(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep)
     assert entry.path is not None
-    kind, path = kind_of(entry.path), Path(entry.path).expanduser()
+    kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "parquet":
         from zoo.data.hub import load_parquet_stream
 

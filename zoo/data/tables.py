@@ -22,6 +22,7 @@ from zoo.data.errors import RowError
 from zoo.data.refs import Access, Blob
 from zoo.data.rows import MEDIA, Row, is_bundled, load_line, locate, make_row, read_rows
 from zoo.errors import UserError
+from zoo.files import expanded
 
 KINDS = {
     **dict.fromkeys(
@@ -118,7 +119,7 @@ def open_table(
     if kind in ("parquet", "disk"):
         from zoo.data.hub import load_local
 
-        path = Path(entry.path).expanduser()
+        path = expanded(entry.path)
         folder = path if path.is_dir() else path.parent
         return _of_dataset(load_local(entry, kind, key), name, access(folder), entry.format, keep)
     path = locate(entry.path, key)
@@ -144,7 +145,7 @@ def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]
 
 def kind_of(path: str) -> str:
     """What a path holds: tar, parquet, disk (a folder of `save_to_disk`) or lines (JSONL, a bundled set, or nothing)."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_dir():
         if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
             return "disk"
@@ -160,7 +161,7 @@ def check_entry(entry: DataEntry, key: str) -> None:
     kind = kind_of(entry.path)
     if kind == "tar":
         tar_files(entry.path, key)
-    elif kind == "lines" or not Path(entry.path).expanduser().exists():
+    elif kind == "lines" or not expanded(entry.path).exists():
         locate(entry.path, key)
 
 
@@ -227,7 +228,7 @@ class _Members:
 
 def tar_files(path: str, key: str) -> list[Path]:
     """The tars of a path: one, a folder of them, or a pattern with {000..015} or *; UserError where there are none."""
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_dir():
         found = sorted(place.rglob("*.tar"))
     elif span := BRACES.search(path):
@@ -235,7 +236,7 @@ def tar_files(path: str, key: str) -> list[Path]:
         if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
             raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
         names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
-        found = [Path(BRACES.sub(name, path, count=1)).expanduser() for name in names]
+        found = [expanded(BRACES.sub(name, path, count=1)) for name in names]
     else:
         found = [Path(name) for name in sorted(glob.glob(str(place)))] or [place]
     missing = [file for file in found if not file.is_file()]

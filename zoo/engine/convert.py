@@ -25,6 +25,7 @@ from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
 from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, read_arch
 from zoo.engine.blueprint import Blueprint, blueprint, published_names
 from zoo.errors import UserError
+from zoo.files import expanded
 
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
 
@@ -87,7 +88,7 @@ def convert(
     if isinstance(allow, str):
         raise TypeError(f"allow={allow!r}: a list of patterns is wanted")
     place = locate(str(source), revision)
-    target = Path(target).expanduser()
+    target = expanded(target)
     if push_to and place.kind == "hf":
         raise UserError(
             f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's"

@@ -34,6 +34,7 @@ from zoo.engine.export import export
 from zoo.engine.lora import Adapters, Held, find
 from zoo.engine.world import World
 from zoo.errors import UserError
+from zoo.files import expanded
 
 
 def load_base(
@@ -64,7 +65,7 @@ def load_base(
 def start(adapters: Adapters, recipe: Recipe) -> None:
     """Take the adapters of `lora.init`, where the recipe has one."""
     if recipe.lora.init is not None:
-        folder = Path(recipe.lora.init).expanduser()
+        folder = expanded(recipe.lora.init)
         together(adapters.comm, lambda: _read(adapters, folder, recipe))
 
 
