@@ -30,7 +30,7 @@ RECIPE = "recipe=qwen3_omni_sft"
         (["train", RECIPE, "train.stepz=3"], "train.stepz: no such key; nearest: train.steps"),
         (["train", RECIPE, "size=tny"], "size=tny: no such size; nearest: tiny"),
         (["train", RECIPE, "hardware=cpuu"], "hardware=cpuu: no such hardware; nearest: cpu"),
-        (["train", RECIPE, "train.steps=many"], "train.steps=many: wanted a whole number or null"),
+        (["train", RECIPE, "train.steps=many"], "train.steps=many: wanted a whole number from 1 to 1,000,000,000 or null"),
         (["train", RECIPE, "data.on_error=ignore"], "data.on_error=ignore: wanted one of raise, skip"),
         (
             ["train", RECIPE, "nproc=2", "parallel.tp=3"],

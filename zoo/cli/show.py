@@ -72,7 +72,14 @@ def _schema_entries() -> list[dict[str, Any]]:
     from zoo.config.reference import schema_help
     from zoo.config.schema import CHOICES
 
-    return [{**entry._asdict(), "choices": CHOICES.get(entry.key)} for entry in schema_help()]
+    return [
+        {
+            **entry._asdict(),
+            "bounds": None if entry.bounds is None else asdict(entry.bounds),
+            "choices": CHOICES.get(entry.key),
+        }
+        for entry in schema_help()
+    ]
 
 
 def _schema() -> str:
@@ -85,6 +92,8 @@ def _schema() -> str:
         lines.append(f"{entry.key:<22} {kind:<16} {show_value(entry.default):<20} {entry.doc}")
         if entry.key in CHOICES and not all(choice in entry.doc for choice in CHOICES[entry.key]):
             lines.append(f"{'':<22} one of: {', '.join(CHOICES[entry.key])}")
+        if entry.bounds is not None:
+            lines.append(f"{'':<22} {entry.bounds}")
     return "\n".join([f"{'key':<22} {'type':<16} {'default':<20} meaning", *lines])
 
 

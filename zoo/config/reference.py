@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, NamedTuple, get_type_hints
 
-from zoo.config.schema import CHOICES, Recipe
+from zoo.config.schema import CHOICES, Bounds, Recipe
 from zoo.errors import printable
 
 _WORDS = {
@@ -37,6 +37,7 @@ class Key(NamedTuple):
     type: str  # annotation of the field
     default: Any  # value when nothing sets it
     doc: str  # the comment behind the field
+    bounds: Bounds | None = None  # of a number, or of each in a mapping to numbers
 
 
 @cache
@@ -62,6 +63,8 @@ def wanted(key: str) -> str:
     annotation = keys()[key].type
     plain = annotation.removesuffix(" | None")
     words = f"one of {', '.join(CHOICES[key])}" if key in CHOICES else _WORDS[plain]
+    if (bounds := keys()[key].bounds) is not None:
+        words = f"{words} {bounds}"
     return words if plain == annotation else f"{words} or null"
 
 
@@ -73,6 +76,8 @@ def show_value(value: Any) -> str:
         return f"{{{', '.join(f'{key}: {show_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(show_value(item) for item in value)}]"
+    if isinstance(value, int) and value.bit_length() > 200:  # which Python may refuse to write out
+        return f"a number of some {value.bit_length() * 3 // 10} digits"
     return str(value)
 
 
@@ -107,7 +112,8 @@ def _keys_of(cls: Any, prefix: str) -> list[Key]:
             found += _keys_of(hints[item.name], f"{prefix}{item.name}.")
         else:
             default = item.default_factory() if callable(item.default_factory) else item.default
-            found.append(Key(f"{prefix}{item.name}", str(item.type), default, docs.get(item.name, "")))
+            name, bounds = f"{prefix}{item.name}", item.metadata.get("bounds")
+            found.append(Key(name, str(item.type), default, docs.get(item.name, ""), bounds))
     return found
 
 

@@ -13,15 +13,57 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a number may be; None: no bound on that side."""
+
+    least: float | None = None
+    above: float | None = None  # as `least`, without the bound itself
+    most: float | None = None
+    below: float | None = None  # as `most`, without the bound itself
+
+    def hold(self, value: float) -> bool:
+        """Whether it is within them; nan never is."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """In words: "from 0 to 1", "above 0, at most 1,000", "from 0, below 1"."""
+        if self.least is not None and self.most is not None:
+            return f"from {_short(self.least)} to {_short(self.most)}"
+        named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
+        given = ((words, getattr(self, name)) for name, words in named)
+        return ", ".join(f"{words} {_short(bound)}" for words, bound in given if bound is not None)
+
+
+def _short(bound: float) -> str:
+    return f"{bound:,.0f}" if bound == int(bound) else f"{bound:g}"
+
+
+def number(
+    default: Any, least: float | None = None, most: float | None = None, **strict: float | None
+) -> Any:
+    """A field that holds a number within `Bounds`."""
+    return field(default=default, metadata={"bounds": Bounds(least=least, most=most, **strict)})
+
+
+# A key, its default with the bounds of a number, and its meaning stay on one line.
+# fmt: off
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where a run lives and what makes it repeatable."""
 
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
-    seed: int = 1234  # seeds weights, data order and dropout
+    seed: int = number(1234, 0, 2**32 - 1)  # seeds weights, data order and dropout
     resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
-    hang_timeout: float = 10.0  # minutes in which some rank must get on, else all leave; 0: not watched
-    save_within: float = 110.0  # seconds from SIGTERM or SIGUSR1 in which a run saves, else it leaves unsaved
+    hang_timeout: float = number(10.0, 0, 1e6)  # minutes in which some rank must get on, else all leave; 0: not watched
+    save_within: float = number(110.0, above=0, most=1e6)  # seconds from SIGTERM or SIGUSR1 in which a run saves, else it leaves unsaved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +80,21 @@ class ModelConfig:
 class MachineConfig:
     """What a run is planned for; `hardware=` fills it in."""
 
-    gpus: int | None = None  # GPUs of a node; null: no GPU is spoken of
-    memory_gb: float | None = None  # memory of a GPU, in units of 10^9 bytes
-    nodes: int = 1  # nodes of the run
+    gpus: int | None = number(None, 1, 4096)  # GPUs of a node; null: no GPU is spoken of
+    memory_gb: float | None = number(None, above=0, most=1e6)  # memory of a GPU, in units of 10^9 bytes
+    nodes: int = number(1, 1, 10**5)  # nodes of the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the process groups; data parallel is what is left of the world size."""
 
-    tp: int = 1  # tensor parallel ranks
-    pp: int = 1  # pipeline stages
-    vpp: int = 1  # model chunks per pipeline stage (interleaved schedule when > 1)
-    cp: int = 1  # context parallel ranks
-    ep: int = 1  # expert parallel ranks
-    etp: int = 1  # tensor parallel ranks inside an expert
+    tp: int = number(1, 1, 10**5)  # tensor parallel ranks
+    pp: int = number(1, 1, 10**5)  # pipeline stages
+    vpp: int = number(1, 1, 10**5)  # model chunks per pipeline stage (interleaved schedule when > 1)
+    cp: int = number(1, 1, 10**5)  # context parallel ranks
+    ep: int = number(1, 1, 10**5)  # expert parallel ranks
+    etp: int = number(1, 1, 10**5)  # tensor parallel ranks inside an expert
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
     plan: list[str] = field(
         default_factory=list
@@ -64,9 +106,9 @@ class PackingConfig:
     """How samples are put into rows."""
 
     mode: str = "thd"  # thd: samples packed end to end | none: one padded row a sample
-    budget: int = 4096  # most tokens of a packed row (and of one sample)
-    pad_to: int | None = None  # fixed row length in tokens, for static shapes; default: as long as it is
-    align: int | None = None  # multiple each sample is padded to; default: what cp, tp and fp8 need
+    budget: int = number(4096, 1, 10**8)  # most tokens of a packed row (and of one sample)
+    pad_to: int | None = number(None, 1, 10**8)  # fixed row length in tokens, for static shapes; default: as long as it is
+    align: int | None = number(None, 1, 10**6)  # multiple each sample is padded to; default: what cp, tp and fp8 need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,58 +124,58 @@ class DataConfig:
     on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
-    lookahead: int = 256  # samples the packer may choose from
-    augment: float = 0.0  # strength, 0 to 1, of random changes to training media; 0: none
-    augment_variants: int = 8  # different changes of a row; later epochs take them again, from the cache
-    blank_answers: float = 0.0  # share of answer tokens blanked in what the model reads back; labels stay
-    cache_mb: int = 512  # memory for processed samples, per rank, in MiB
-    video_fps: float = 2.0  # frames taken per second of video
-    max_frames: int = 768  # most frames taken of one video
-    workers: int | None = None  # processes that decode media, a rank; 0: none; default: by the cores
-    row_seconds: float = 60.0  # longest time that decoding the media of a row may take in a worker
-    row_mb: int = 8192  # most MiB that decoding a medium takes in a worker, or a row's media once decoded
+    lookahead: int = number(256, 1, 10**6)  # samples the packer may choose from
+    augment: float = number(0.0, 0, 1)  # strength, 0 to 1, of random changes to training media; 0: none
+    augment_variants: int = number(8, 1, 10**6)  # different changes of a row; later epochs take them again, from the cache
+    blank_answers: float = number(0.0, 0, 1)  # share of answer tokens blanked in what the model reads back; labels stay
+    cache_mb: int = number(512, 0, 10**8)  # memory for processed samples, per rank, in MiB
+    video_fps: float = number(2.0, above=0, most=1000)  # frames taken per second of video
+    max_frames: int = number(768, 1, 10**6)  # most frames taken of one video
+    workers: int | None = number(None, 0, 1024)  # processes that decode media, a rank; 0: none; default: by the cores
+    row_seconds: float = number(60.0, above=0, most=1e6)  # longest time that decoding the media of a row may take in a worker
+    row_mb: int = number(8192, 1, 10**8)  # most MiB that decoding a medium takes in a worker, or a row's media once decoded
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The optimisation."""
 
-    steps: int | None = None  # optimizer steps; default: from epochs
-    epochs: float | None = None  # passes over the training rows, when steps is not given
-    global_batch: int = 8  # rows per optimizer step, all ranks together (packed rows under thd)
-    micro_batch: int = 1  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
-    lr: float = 1e-5  # peak learning rate
-    min_lr: float = 0.0  # learning rate at the end of the cosine
-    lr_scale: dict[str, float] = field(default_factory=dict)  # factor of lr for a part of the model
-    warmup_steps: int = 0  # linear warm-up, in steps
-    weight_decay: float = 0.0  # AdamW weight decay (not on norms and biases)
-    beta1: float = 0.9  # AdamW
-    beta2: float = 0.95  # AdamW
-    eps: float = 1e-8  # AdamW
-    clip_grad: float = 1.0  # largest global gradient norm; 0 turns clipping off
+    steps: int | None = number(None, 1, 10**9)  # optimizer steps; default: from epochs
+    epochs: float | None = number(None, above=0, most=1e6)  # passes over the training rows, when steps is not given
+    global_batch: int = number(8, 1, 10**6)  # rows per optimizer step, all ranks together (packed rows under thd)
+    micro_batch: int = number(1, 1, 10**5)  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
+    lr: float = number(1e-5, 0, 100)  # peak learning rate
+    min_lr: float = number(0.0, 0, 100)  # learning rate at the end of the cosine
+    lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
+    warmup_steps: int = number(0, 0, 10**9)  # linear warm-up, in steps
+    weight_decay: float = number(0.0, 0, 100)  # AdamW weight decay (not on norms and biases)
+    beta1: float = number(0.9, 0, below=1)  # AdamW
+    beta2: float = number(0.95, 0, below=1)  # AdamW
+    eps: float = number(1e-8, above=0, most=1)  # AdamW
+    clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = "stop"  # bad loss or gradient: never applied; stop (after bad_steps) | skip (go on)
-    bad_steps: int = 3  # bad steps in a row at which on_bad_step=stop ends the run
-    spike: float = 10.0  # a loss this many spreads above the median of good steps is bad; 0: never
-    spike_after: int = 100  # good steps before the first spike is looked for
-    aux_loss: float = 0.0  # coefficient of the router's load-balancing loss
-    z_loss: float = 0.0  # coefficient of the router's z-loss
-    mtp_loss: float = 0.1  # weight of multi-token prediction, where the model has it; 0 leaves it out
-    eval_every: int = 0  # steps between evaluations; 0: only at the end
-    eval_rows: int | None = None  # rows of the evaluation set that are used; default: all
-    save_every: int = 0  # steps between checkpoints; 0: only at the end
-    keep: int = 2  # checkpoints kept, newest first
+    bad_steps: int = number(3, 1, 10**6)  # bad steps in a row at which on_bad_step=stop ends the run
+    spike: float = number(10.0, 0, 1e9)  # a loss this many spreads above the median of good steps is bad; 0: never
+    spike_after: int = number(100, 0, 10**6)  # good steps before the first spike is looked for
+    aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss
+    z_loss: float = number(0.0, 0, 1000)  # coefficient of the router's z-loss
+    mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
+    eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
+    eval_rows: int | None = number(None, 1, 10**9)  # rows of the evaluation set that are used; default: all
+    save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
+    keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
     keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too
-    log_every: int = 10  # steps between plain log lines (every step is in train.jsonl)
-    max_minutes: float | None = None  # stop (save, evaluate, export) after this long
+    log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)
+    max_minutes: float | None = number(None, above=0, most=1e8)  # stop (save, evaluate, export) after this long
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters: they alone are trained, and are exported in PEFT's format."""
 
-    rank: int = 0  # width of the adapters; 0: none, the model's own weights are trained
-    alpha: float = 32.0  # what an adapter gives is multiplied by alpha / rank
-    dropout: float = 0.0  # of an adapted linear's input on its way to the adapter; experts have none
+    rank: int = number(0, 0, 10**5)  # width of the adapters; 0: none, the model's own weights are trained
+    alpha: float = number(32.0, above=0, most=1e6)  # what an adapter gives is multiplied by alpha / rank
+    dropout: float = number(0.0, 0, below=1)  # of an adapted linear's input on its way to the adapter; experts have none
     targets: list[str] = field(
         default_factory=lambda: ["all-linear"]
     )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
@@ -149,7 +191,7 @@ class EngineConfig:
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
     fp8: bool = False  # linears of the decoder in FP8, scaled tensor by tensor; needs te and bf16
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
-    threads: int | None = None  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
+    threads: int | None = number(None, 1, 1024)  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
     delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
@@ -160,7 +202,7 @@ class LogConfig:
 
     tensorboard: bool = True  # event files in run.dir/tensorboard
     wandb: str | None = None  # project name at Weights & Biases; default: not used
-    slow_step: float = 3.0  # a step over so many times the running median is told, with its cause; 0: none is
+    slow_step: float = number(3.0, 0, 1e6)  # a step over so many times the running median is told, with its cause; 0: none is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +212,8 @@ class Recipe:
     recipe: str = "custom"  # name or path of the recipe file it came from
     size: str | None = None  # a size that `zoo list` shows; default: published size on a GPU, tiny without
     hardware: str | None = None  # 8xh200, 2x8xh100, cpu, auto, a path; default: auto on a GPU
-    nproc: int | None = None  # ranks started on this machine; default: one a GPU, or nproc_cpu without
-    nproc_cpu: int = 1  # ranks started where there is no GPU, at most one a core
+    nproc: int | None = number(None, 1, 4096)  # ranks started on this machine; default: one a GPU, or nproc_cpu without
+    nproc_cpu: int = number(1, 1, 4096)  # ranks started where there is no GPU, at most one a core
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     machine: MachineConfig = field(default_factory=MachineConfig)
@@ -199,6 +241,7 @@ class Recipe:
         return replace_in(self, {**(changes or {}), **more})
 
 
+# fmt: on
 # The values that a key of few choices takes; null is a choice where the field says so.
 CHOICES: dict[str, tuple[str, ...]] = {
     "packing.mode": ("thd", "none"),

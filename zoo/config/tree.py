@@ -105,8 +105,18 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         if loose_bool or outside or odd:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
-    except (OmegaConfBaseException, ValueError, TypeError):
+        _check_bounds(key, OmegaConf.select(tree, key))
+    except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError):
         raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {wanted(key)}") from None
+
+
+def _check_bounds(key: str, value: Any) -> None:
+    """ValueError where a number, or one of a mapping, is not within the bounds of the schema."""
+    bounds = keys()[key].bounds
+    if bounds is None or value is None:
+        return
+    if not all(bounds.hold(one) for one in (value.values() if isinstance(value, Mapping) else [value])):
+        raise ValueError
 
 
 def to_recipe(tree: DictConfig) -> Recipe:

@@ -13,7 +13,8 @@ def test_every_key_has_its_comment() -> None:
 
 def test_a_key_as_the_schema_has_it() -> None:
     entry = keys()["train.steps"]
-    assert entry == ("train.steps", "int | None", None, "optimizer steps; default: from epochs")
+    assert entry[:4] == ("train.steps", "int | None", None, "optimizer steps; default: from epochs")
+    assert str(entry.bounds) == "from 1 to 1,000,000,000"
     assert keys()["data.train"].default == ["digits:train"]
 
 

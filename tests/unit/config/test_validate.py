@@ -214,12 +214,12 @@ def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None
             {"engine.backend": "te"},
             "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch",
         ),
-        (1, {"packing.budget": 0}, "packing.budget=0: wanted a number above 0"),
-        (1, {"train.steps": -1}, "train.steps=-1: wanted a number above 0"),
-        (1, {"parallel.tp": 0}, "parallel.tp=0: wanted a number above 0"),
-        (1, {"train.lr": -1}, "train.lr=-1.0: wanted 0 or more"),
-        (1, {"train.lr": float("nan")}, "train.lr=nan: wanted 0 or more"),
-        (1, {"train.beta2": 1}, "train.beta2=1.0: wanted a number below 1"),
+        (1, {"packing.budget": 0}, "packing.budget=0: wanted a whole number from 1 to 100,000,000"),
+        (1, {"train.steps": -1}, "train.steps=-1: wanted a whole number from 1 to 1,000,000,000 or null"),
+        (1, {"parallel.tp": 0}, "parallel.tp=0: wanted a whole number from 1 to 100,000"),
+        (1, {"train.lr": -1}, "train.lr=-1: wanted a number from 0 to 100"),
+        (1, {"train.lr": float("nan")}, "train.lr=nan: wanted a number from 0 to 100"),
+        (1, {"train.beta2": 1}, "train.beta2=1: wanted a number from 0, below 1"),
         (1, {"data.train": []}, "data.train=[]: nothing to train on; name a JSONL file or a bundled set"),
         (
             1,
@@ -290,7 +290,9 @@ def test_unknown_family_and_part() -> None:
 
 def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
     recipe = Recipe(model=MOE.model, train=TrainConfig(steps="many"))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^train.steps=many: wanted a whole number or null$"):
+    with pytest.raises(
+        ConfigError, match=r"^train.steps=many: wanted a whole number from 1 to 1,000,000,000 or null$"
+    ):
         validate(recipe, 1)
 
 
@@ -300,9 +302,9 @@ def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"lora.rank": -1}, "lora.rank=-1: wanted 0 or more"),
-        ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha=0.0: wanted a number above 0"),
-        ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout=1: wanted a number below 1"),
+        ({"lora.rank": -1}, "lora.rank=-1: wanted a whole number from 0"),
+        ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha=0.0: wanted a number above 0, at most 1,000,000"),
+        ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout=1.0: wanted a number from 0, below 1"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets=[]: no linear would have an adapter"),
         (
             {"lora.rank": 4, "lora.parts": ["visoin"]},

@@ -1,0 +1,90 @@
+"""Every number of a recipe has bounds, whichever way it comes in, and what is outside of them is one sentence."""
+
+import json
+from itertools import product
+from typing import Any
+
+import pytest
+
+from zoo.cli.show import _schema, _schema_entries
+from zoo.config.compose import load_recipe
+from zoo.config.reference import keys, show_value
+from zoo.config.schema import ModelConfig, Recipe, TrainConfig
+from zoo.config.tree import schema_tree, set_key
+from zoo.config.validate import validate
+from zoo.errors import ConfigError
+
+NUMBERS = [key for key, entry in keys().items() if "int" in entry.type or "float" in entry.type]
+SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(10**400)]
+
+
+def test_the_walk_meets_the_numbers() -> None:
+    """So the tests below can't pass for want of keys."""
+    assert {"run.seed", "train.lr", "train.lr_scale", "engine.threads", "data.augment", "nproc"} <= set(
+        NUMBERS
+    )
+    assert len(NUMBERS) > 50
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_every_number_has_bounds_that_hold_its_default(key: str) -> None:
+    bounds, default = keys()[key].bounds, keys()[key].default
+    assert bounds is not None
+    assert default is None or default == {} or bounds.hold(default)
+    assert (bounds.least is None) != (bounds.above is None)
+    assert (bounds.most is None) != (bounds.below is None)
+    top = bounds.most if bounds.most is not None else bounds.below
+    assert top is not None and top <= 10**10
+
+
+def given(key: str, value: Any) -> Any:
+    """What is typed for one number of the key."""
+    return {"language": value} if keys()[key].type.startswith("dict") else value
+
+
+def test_senseless_numbers_are_refused_by_every_key() -> None:
+    tree = schema_tree(Recipe())
+    for key, value in product(NUMBERS, SENSELESS):
+        for typed in (value, show_value(value)) if abs(value) < 1e20 else (value,):
+            with pytest.raises(ConfigError) as caught:
+                set_key(tree, key, given(key, typed), "")
+            message = str(caught.value)
+            assert message.startswith(f"{key}=") and str(keys()[key].bounds) in message
+            assert "\n" not in message and len(message) < 500
+
+
+def test_zero_is_refused_where_it_is_outside() -> None:
+    tree = schema_tree(Recipe())
+    for key in NUMBERS:
+        bounds = keys()[key].bounds
+        assert bounds is not None
+        if bounds.hold(0):
+            set_key(tree, key, given(key, 0), "")
+        else:
+            with pytest.raises(ConfigError, match="wanted a"):
+                set_key(tree, key, given(key, 0), "")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.lr=.inf", "train.lr=1e400", "train.lr='.inf'", "data.augment=2", "engine.threads=100000000",
+     "engine.threads='100000000'", "train.global_batch=1000000000000", "run.seed=0xffffffffffffffffff", "train.steps=1e18",
+     "train.lr_scale.vision=.nan", "hardware=999999x8xh200", "hardware=8x999999xh200"],
+)  # fmt: skip
+def test_overrides(override: str) -> None:
+    with pytest.raises(ConfigError, match=r": wanted a .* from 0 to|: wanted a .* from 1 to"):
+        load_recipe("qwen3_vl_sft", [override])
+
+
+def test_a_recipe_that_was_built_by_hand() -> None:
+    recipe = Recipe(
+        size="tiny", model=ModelConfig(family="qwen3_vl"), train=TrainConfig(steps=1, lr=float("inf"))
+    )
+    with pytest.raises(ConfigError, match=r"^train.lr=inf: wanted a number from 0 to 100$"):
+        validate(recipe, 1)
+
+
+def test_the_schema_shows_them() -> None:
+    assert f"{'':<22} from 0 to 4,294,967,295" in _schema().splitlines()
+    entry = next(one for one in json.loads(json.dumps(_schema_entries())) if one["key"] == "train.beta1")
+    assert entry["bounds"] == {"least": 0, "above": None, "most": None, "below": 1}
