@@ -53,6 +53,8 @@ __all__ = [
 # The keys that names of parallel.plan stand for; the others are keys of parallel.
 PLANNED_KEYS = {"recompute": "engine.recompute", "batch": "train.global_batch"}
 
+_LONGEST_CHAIN = 16  # files that stand on each other by `base:`
+
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
@@ -152,11 +154,18 @@ def is_saved_recipe(path: str | Path) -> bool:
 def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
     """A copy of `recipe` with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
     tree = schema_tree(Recipe())
-    apply(tree, Layer("", escaped(asdict(recipe))))
+    apply(tree, layer_of(_plain(recipe).items()))
     for key, value in changes.items():
-        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        apply(tree, layer_of([(key, escaped(plain))]))
+        apply(tree, layer_of([(key, _plain(value))]))
     return to_recipe(tree)
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, in which no text is a reference."""
+    try:
+        return escaped(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
+    except RecursionError:
+        raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None
 
 
 def _base_chain(name_or_path: str) -> list[Layer]:
@@ -166,6 +175,10 @@ def _base_chain(name_or_path: str) -> list[Layer]:
         layer = read_recipe(str(base), beside=Path(chain[0].origin).parent)
         if layer.origin in [seen.origin for seen in chain]:
             raise ConfigError(f"{chain[0].origin}: base: {base} leads back to itself")
+        if len(chain) == _LONGEST_CHAIN:
+            raise ConfigError(
+                f"{chain[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
+            )
         chain.insert(0, layer)
     return chain
 

@@ -16,21 +16,15 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from zoo.config.reader import MOST_TEXT, UnreadableError, as_text, read_text, read_yaml
 from zoo.config.reference import nearest
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, printable
+from zoo.files import expanded
 
-# What reading YAML may raise: tags such as `!!int` are given any text, and raise what int() raises.
-_UNREADABLE = (
-    yaml.YAMLError, OmegaConfBaseException, ValueError, KeyError, IndexError, TypeError, AttributeError,
-    AssertionError, RecursionError,
-)  # fmt: skip
-_TEXT_MB = 1  # MiB of a file
-_COUNTED = re.compile(r"(?:(\d+)x)?(\d+)x(\w+)")
-_REFERENCE = re.compile(r"(\\?)\$\{([^{}]*)\}?")
+_COUNTED = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(\w+)", re.ASCII)
+_REFERENCE = re.compile(r"(\\*)\$\{([^{}]*)\}?")
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}(?:\[\d+\][\w.]*)?", re.ASCII)
+_DOLLAR = re.compile(r"(\\*)\$\{")
 _VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
 
 
@@ -76,13 +70,16 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
         if name_or_path not in names:
             raise ConfigError(f"recipe={name_or_path}: {_unknown('recipe', name_or_path, names)}")
         return _read(files("zoo.recipes") / f"{name_or_path}.yaml")
-    if not path.is_absolute() and beside is not None and (beside / path).is_file():
+    if not path.is_absolute() and beside is not None and (beside / path).exists():
         path = beside / path
-    if not path.is_file():
+    if not path.exists():
         hint = nearest(path.stem, recipe_names())
         raise ConfigError(
             f"recipe={name_or_path}: no such file; recipes by name: {', '.join(hint) or 'zoo list'}"
         )
+    if path.is_dir():
+        inside = " (a run's recipe is its config.yaml)" if (path / "config.yaml").is_file() else ""
+        raise ConfigError(f"recipe={name_or_path}: a folder; wanted a YAML file{inside}")
     return _read(path)
 
 
@@ -113,11 +110,11 @@ def read_hardware(name: str) -> Layer:
 def parse_value(key: str, text: str) -> Any:
     """The value of an override's text, read as YAML: ``2``, ``1e-4``, ``[a, b]``, ``null``."""
     try:
-        parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
-    except _UNREADABLE as error:
-        raise ConfigError(f"{key}={text}: the value is no valid YAML ({_problem(error)}); quote it") from None
-    assert isinstance(parsed, dict)
-    return _filled(parsed["value"], key, "")
+        parsed = read_yaml(text)
+    except UnreadableError as error:
+        shown = printable(text, 200)
+        raise ConfigError(f"{key}={shown}: the value is no valid YAML ({error}); quote it") from None
+    return _filled(parsed, key, "")
 
 
 def _names(folder: Traversable) -> list[str]:
@@ -131,7 +128,7 @@ def _names(folder: Traversable) -> list[str]:
 def _as_path(name: str) -> Path | None:
     """`name` as a path when it is written like one: a YAML suffix, or a folder in it."""
     looks_so = name.endswith((".yaml", ".yml")) or "/" in name or "\\" in name
-    return Path(name).expanduser() if looks_so else None
+    return expanded(name) if looks_so else None
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
@@ -146,7 +143,7 @@ def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable, g
         if name not in known:
             raise ConfigError(f"{kind}={given or name}: {_unknown(kind, name, known)}")
         return _read(folder / f"{name}.yaml")
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ConfigError(f"{kind}={name}: no such file; names that are known: {', '.join(known)}")
     return _read(path)
 
@@ -154,45 +151,44 @@ def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable, g
 def _read(file: Traversable) -> Layer:
     """The file's keys as plain dicts; raises ConfigError with file and line where it is no YAML mapping."""
     try:
-        with file.open("rb") as stream:
-            raw = stream.read(_TEXT_MB * 2**20 + 1)
-        if len(raw) > _TEXT_MB * 2**20:
-            raise ConfigError(f"{file}: over {_TEXT_MB} MiB, which is no recipe")
-        parsed = OmegaConf.create(raw.decode("utf-8"))  # which bounds what aliases stand for
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark is not None else str(file)
-        raise ConfigError(f"{where}: no valid YAML: {_problem(error)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file}: no text in UTF-8, so no YAML") from None
-    except ConfigError:
-        raise
-    except _UNREADABLE as error:
-        raise ConfigError(f"{file}: {_problem(error)}") from None
-    if not isinstance(parsed, DictConfig):
-        raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found a list")
-    tree = OmegaConf.to_container(parsed, resolve=False)
-    assert isinstance(tree, dict)
-    return Layer(str(file), {str(key): _filled(value, str(key), f"{file}: ") for key, value in tree.items()})
+        parsed = read_yaml(read_text(file) if isinstance(file, Path) else as_text(file.read_bytes()))
+    except UnreadableError as error:
+        where = f"{file}:{error.line}: no valid YAML" if error.line else str(file)
+        raise ConfigError(f"{where}: {error}") from None
+    if not isinstance(parsed, dict | None):
+        kind = "a list" if isinstance(parsed, list) else "one value"
+        raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found {kind}")
+    odd = [key for key in parsed or {} if not isinstance(key, str) or not _NAME.fullmatch(key)]
+    if odd:  # and its text may be anybody's
+        raise ConfigError(f"{file}: {len(odd)} of its {len(parsed)} keys can be none of a recipe; is it one?")
+    return Layer(str(file), {key: _filled(value, key, f"{file}: ") for key, value in (parsed or {}).items()})
 
 
 def escaped(value: Any) -> Any:
     """A value in which no text is taken for a reference."""
-    return _texts(value, lambda text: text.replace("${", r"\${"))
+    return _texts(value, _escaped)
+
+
+def _escaped(text: str) -> str:
+    return _DOLLAR.sub(r"\1\1\\${", text)  # backslashes before it are escapes, too
 
 
 def _filled(value: Any, key: str, where: str) -> Any:
     """A value with the environment's in the place of `${oc.env:NAME}`; other references are refused."""
 
+    left = MOST_TEXT
+
     def fill(match: re.Match[str]) -> str:
-        escape, reference = match.groups()
+        nonlocal left
+        slashes, reference = match.groups()
+        kept = slashes[: len(slashes) // 2]
+        if len(slashes) % 2:
+            return kept + match[0][len(slashes) :]
         variable = _VARIABLE.fullmatch(reference)
-        if escape:
-            return match[0]
         if variable is None:
             raise ConfigError(
-                f"{where}{key}: {match[0]}: no such reference; ${{oc.env:NAME}} is an environment variable, "
-                r"\${ a dollar and a brace"
+                f"{where}{key}: {printable(match[0], 100)}: no such reference; ${{oc.env:NAME}} is an environment "
+                r"variable, \${ a dollar and a brace"
             )
         found = os.environ.get(variable[1], variable[2])
         if found is None:
@@ -200,9 +196,12 @@ def _filled(value: Any, key: str, where: str) -> Any:
                 f"{where}{key}: the environment variable {variable[1]} is not set; set it, or give a value for "
                 f"that case: ${{oc.env:{variable[1]},VALUE}}"
             )
-        return found.replace("${", r"\${")
+        left -= len(found)
+        if left < 0:
+            raise ConfigError(f"{where}{key}: over {MOST_TEXT:,} characters with its environment variables")
+        return kept + found
 
-    return _texts(value, lambda text: _REFERENCE.sub(fill, text))
+    return _texts(value, lambda text: _escaped(_REFERENCE.sub(fill, text)))
 
 
 def _texts(value: Any, change: Callable[[str], str]) -> Any:
@@ -214,9 +213,3 @@ def _texts(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list):
         return [_texts(item, change) for item in value]
     return value
-
-
-def _problem(error: Exception) -> str:
-    """What a parser had to say, on one line."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return getattr(error, "problem", None) or lines[0]

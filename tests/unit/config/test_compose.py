@@ -260,7 +260,7 @@ def test_replace_in_checks_like_an_override() -> None:
     recipe = replace_in(Recipe(), {"parallel.tp": 2, "model.arch": {"a": 1}})
     assert recipe.parallel.tp == 2
     assert replace_in(recipe, {}) == recipe
-    with pytest.raises(ConfigError, match=r"^parallel\.tp=x: wanted a whole number$"):
+    with pytest.raises(ConfigError, match=r"^parallel\.tp=x: wanted a whole number from 1 to 100,000$"):
         replace_in(recipe, {"parallel.tp": "x"})
 
 
@@ -270,10 +270,10 @@ def test_replace_in_checks_like_an_override() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("train.steps=abc", "train.steps=abc: wanted a whole number or null"),
-        ("train.steps=1.5", "train.steps=1.5: wanted a whole number or null"),
-        ("train.lr=fast", "train.lr=fast: wanted a number"),
-        ("train.lr=null", "train.lr=null: wanted a number"),
+        ("train.steps=abc", "train.steps=abc: wanted a whole number from 1 to 1,000,000,000 or null"),
+        ("train.steps=1.5", "train.steps=1.5: wanted a whole number from 1 to 1,000,000,000 or null"),
+        ("train.lr=fast", "train.lr=fast: wanted a number from 0 to 100"),
+        ("train.lr=null", "train.lr=null: wanted a number from 0 to 100"),
         ("export=maybe", "export=maybe: wanted true or false"),
         ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
@@ -308,7 +308,7 @@ def test_a_mistake_in_an_override(override: str, message: str) -> None:
 
 def test_values_that_cannot_be_read() -> None:
     assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
-    assert "quote it" in error_of("run.dir=${x")
+    assert error_of("run.dir=${x").startswith("run.dir: ${x: no such reference; ")
     assert error_of("run.dir=${nowhere}").startswith(
         "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
     )
@@ -338,7 +338,7 @@ def test_an_unknown_recipe() -> None:
     ("text", "message"),
     [
         ("train:\n  lr: [1\n", ":4: no valid YAML: "),
-        ("train:\n  lr: 1\n  lr: 2\n", ":4: no valid YAML: found duplicate key lr"),
+        ("train:\n  lr: 1\n  lr: 2\n", ":4: no valid YAML: a key is given twice"),
         ("train:\n  step: 1\n", ": train.step: no such key; nearest: train.steps"),
         ("train:\n  lr: fast\n", ": train.lr=fast: wanted a number"),
         (f"recipe: {NAME}\n", ": recipe: a file names the recipe it stands on as base: NAME"),
