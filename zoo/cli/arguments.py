@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 from zoo.errors import ConfigError, UserError
 
+_OPTION = re.compile(r"--\w[\w.\-\[\]]*")
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+
 
 def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str], list[str]]:
-    """The flags given (each of the form `--name`), and the other arguments.
+    """The flags given (each of the form `--name`), and the other arguments; `--key value` comes back as `key=value`.
 
     Raises:
-        UserError: an option that is neither one of `flags` nor `--recipe` nor an override.
+        UserError: an option that is neither one of `flags` nor has a value.
     """
     given, rest = set(), []
-    for argument in arguments:
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
         if argument in flags:
             given.add(argument)
-        elif argument.startswith("-") and "=" not in argument and argument != "--recipe":
-            raise UserError(f"{argument}: {_hint(argument, flags)}")
-        else:
+        elif not argument.startswith("-") or "=" in argument:
             rest.append(argument)
+        elif (
+            pending and _OPTION.fullmatch(argument) and _is_value(pending[0]) and not _meant(argument, flags)
+        ):
+            rest.append(f"{argument.removeprefix('--')}={pending.pop(0)}")
+        else:
+            raise UserError(f"{argument}: {_hint(argument, flags)}")
     return given, rest
 
 
+def _is_value(text: str) -> bool:
+    """Whether an argument can be the value of the option before it, and is neither an option nor an override."""
+    return not text.startswith("--") and _OVERRIDE.match(text) is None
+
+
+def _meant(argument: str, flags: Sequence[str]) -> list[str]:
+    """The flag that a misspelt option looks like."""
+    return get_close_matches(argument, flags, n=1)
+
+
 def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
-    """The recipe's name (`recipe=NAME`, `--recipe NAME` or `--recipe=NAME`) and the overrides.
+    """The recipe's name (`recipe=NAME`, `--recipe=NAME`, or NAME in its place) and the overrides.
 
     Raises:
         ConfigError: no recipe is named, or an argument is no override.
     """
     given, overrides = [], []
-    pending = iter(arguments)
-    for argument in pending:
-        if argument == "--recipe":
-            given.append(next(pending, ""))
-        elif argument.removeprefix("--").startswith("recipe="):
+    for argument in arguments:
+        if argument.removeprefix("--").startswith("recipe="):
             given.append(argument.partition("=")[2])
         else:
             overrides.append(argument)
@@ -46,12 +63,13 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if given and given[0]:
         return given[0], overrides
     from zoo.config.files import recipe_names
+    from zoo.config.reference import keys
 
-    names = recipe_names()
-    meant = next((argument for argument in arguments if argument in names), None)
-    if meant is not None:
-        raise ConfigError(f"{meant}: the recipe is given as recipe={meant}")
-    raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(names)}")
+    places = [argument for argument in overrides if "=" not in argument and argument not in keys()]
+    if places and not given:
+        overrides.remove(places[0])
+        return places[0], overrides
+    raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(recipe_names())}")
 
 
 def split_values(
@@ -81,12 +99,16 @@ def split_values(
 
 
 def _hint(argument: str, flags: Sequence[str]) -> str:
-    near = get_close_matches(argument, flags, n=1)
+    near = _meant(argument, flags)
     if near:
         return f"no such option; nearest: {near[0]}"
+    from zoo.config.foreign import foreign_hint
     from zoo.config.reference import keys, nearest_keys
 
     key = argument.lstrip("-")
+    foreign = foreign_hint(key)
+    if foreign is not None and key not in keys():
+        return f"no such option; {foreign}"
     if key in keys():
         return f"the value is missing; write {key}=VALUE"
     near = [f"{name}=VALUE" for name in nearest_keys(key)]

@@ -65,7 +65,7 @@ def _may_be_a_folder(text: str) -> bool:
     """Whether a lone argument is meant as a run folder, and not as a recipe's name that lacks its `recipe=`."""
     from zoo.config.files import recipe_names
 
-    return text not in recipe_names() or Path(text).is_dir()
+    return Path(text).is_dir() or not (text in recipe_names() or text.endswith((".yaml", ".yml")))
 
 
 def _schema_entries() -> list[dict[str, Any]]:

@@ -103,6 +103,12 @@ def nearest_keys(name: str) -> list[str]:
     return (near or get_close_matches(name, known, n=2, cutoff=0.6))[:3]
 
 
+def unknown_hint(name: str) -> str:
+    """Where to look for a key that there is not."""
+    near = nearest_keys(name)
+    return f"nearest: {', '.join(near)}" if near else "`zoo show --schema` lists the keys"
+
+
 def _keys_of(cls: Any, prefix: str) -> list[Key]:
     hints = get_type_hints(cls)
     docs = _comments(cls)

@@ -9,10 +9,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zoo.config.files import Edit, Layer
+from zoo.config.foreign import foreign_hint
 from zoo.config.overrides import merge_into, nested
-from zoo.config.reference import keys, nearest_keys, sections, shown_value, wanted
+from zoo.config.reference import keys, sections, shown_value, unknown_hint, wanted
 from zoo.config.schema import CHOICES, Recipe
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, printable
 
 
 def schema_tree(recipe: Recipe) -> DictConfig:
@@ -67,19 +68,17 @@ def leaves_of(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tupl
         key = f"{prefix}{name}"
         if key in sections():
             if value is not None and not isinstance(value, dict):
-                raise ConfigError(
-                    f"{where}{key}={shown_value(value)}: {key} is a section; set its keys, {key}.<key>=value"
-                )
+                hint = foreign_hint(key) or f"set its keys, {key}.<key>=value"
+                raise ConfigError(f"{where}{key}={shown_value(value)}: {key} is a section; {hint}")
             yield from leaves_of(value or {}, f"{key}.", where)
         elif key in keys() and (
             not isinstance(value, dict) or keys()[key].type.startswith(("dict", "list[Any]"))
         ):
             yield key, value
         else:
-            key = deepest(key, value)
-            near = nearest_keys(key)
-            hint = f"nearest: {', '.join(near)}" if near else "`zoo show --schema` lists the keys"
-            raise ConfigError(f"{where}{key}: no such key; {hint}")
+            deep = deepest(key, value)
+            hint = foreign_hint(key) or foreign_hint(deep) or unknown_hint(deep)
+            raise ConfigError(f"{where}{printable(deep, 200)}: no such key; {hint}")
 
 
 def deepest(key: str, value: Any) -> str:

@@ -78,9 +78,22 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["bench", "packing", "repeats=0"], "samples, shortest, cp, threads and repeats must be at least 1"),
         (["bench", "packing", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}"),
-        (["train", NAME], f"{NAME}: the recipe is given as recipe={NAME}"),
         (
-            ["train", f"recipe={NAME}", "--train.steps", "4"],
+            ["train", "qwen3_omni_stf"],
+            "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft, qwen3_omni_lora, qwen3_vl_sft",
+        ),
+        (["train", "mine.yaml"], "recipe=mine.yaml: no such file; recipes by name: zoo list"),
+        (
+            ["train", f"recipe={NAME}", "--train.lr", "--nproc=1"],
+            "--train.lr: the value is missing; write train.lr=VALUE",
+        ),
+        (
+            ["train", f"recipe={NAME}", "--train.lr", "nproc=1"],
+            "--train.lr: the value is missing; write train.lr=VALUE",
+        ),
+        (["train", NAME, "other"], "other: an override is written key=value, such as train.steps=100"),
+        (
+            ["train", f"recipe={NAME}", "--train.steps"],
             "--train.steps: the value is missing; write train.steps=VALUE",
         ),
         (["train", f"recipe={NAME}", "--stepz"], "--stepz: no such option; nearest: train.steps=VALUE"),
@@ -111,7 +124,7 @@ def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
     assert capsys.readouterr().err == "zoo: error: rows.jsonl: no such file or folder\n"
 
 
-@pytest.mark.parametrize("recipe", [[f"recipe={NAME}"], [f"--recipe={NAME}"], ["--recipe", NAME]])
+@pytest.mark.parametrize("recipe", [[f"recipe={NAME}"], [f"--recipe={NAME}"], ["--recipe", NAME], [NAME]])
 def test_train_says_what_it_will_do_and_hands_on_the_recipe(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +141,25 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
         "weights random | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny\n"
     )
     assert seen[0].train.steps == 3
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ["--train.lr", "1e-4"],
+        ["--train.lr=1e-4"],
+        ["train.lr=1e-4"],
+        ["--run.dir", "out", "--train.lr", "1e-4"],
+    ],
+)
+def test_options_with_a_space(written: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"base: {NAME}\n")
+    for recipe in (["--recipe", NAME], [NAME], [str(mine)]):
+        assert main(["show", *written, *recipe, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["recipe"]["train"]["lr"] == 1e-4
+    assert main(["show", NAME, "--train.lr", "-1"]) == 2
+    assert "train.lr=-1: wanted a number from 0 to 100" in capsys.readouterr().err
 
 
 def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
