@@ -15,7 +15,6 @@ from zoo.config.validate import validate
 from zoo.errors import UserError
 
 MEMORY_MB = 512
-SECONDS = 5.0  # of a case; unburdened, most take a tenth of one
 GOOD = [
     b"base: qwen3_vl_sft\ndata:\n  train:\n    - {path: a.jsonl, weight: 0.3, epochs: 2}\n  root: ${oc.env:HOME}\n",
     b"base: llava_sft\nsize: tiny\ntrain: {steps: 3, lr: 1e-4, lr_scale: {vision: 0.1}}\nlora: {rank: 4, targets: [all-linear]}\n",
@@ -49,7 +48,7 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def check(recipe: str, overrides: list[str]) -> None:
     try:
-        with within(SECONDS):
+        with within():
             validate(load_recipe(recipe, overrides), 1)
     except UserError as error:
         assert len(str(error)) <= 2000, str(error)[:3000]

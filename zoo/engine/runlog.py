@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -188,13 +190,18 @@ class Progress:
         step = figures["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
         tokens = figures["real_tokens"] / max(figures["step_ms"], 1e-3) * 1e3
-        text = (
-            f"step {step}/{self.total}  loss {figures['loss']:.4f}  lr {figures['lr']:.2e}  "
-            f"{tokens:,.0f} real tokens/s  pad {figures['pad_fraction']:.1%}  data {figures['data_wait']:.0%}  "
-            f"ETA {clock(rate * (self.total - step))}"
-        )
+        parts = [
+            (f"step {step}/{self.total}", 0),
+            (f"loss {figures['loss']:.4f}", 0),
+            (f"lr {figures['lr']:.2e}", 2),
+            (f"{tokens:,.0f} real tokens/s", 1),
+            (f"pad {figures['pad_fraction']:.1%}", 4),
+            (f"data {figures['data_wait']:.0%}", 3),
+            (f"ETA {clock(rate * (self.total - step))}", 0),
+        ]
+        text = "  ".join(part for part, _ in parts)
         if self.live:
-            self.show(text)
+            self.show(fitting(parts, self._columns()))
             if step == self.total:  # stays
                 self.stream.write("\n")
                 self.shown = ""
@@ -204,9 +211,17 @@ class Progress:
     def show(self, text: str) -> None:
         """The live line, on a terminal alone."""
         if self.live:
-            self.stream.write("\r\x1b[2K" + text[: shutil.get_terminal_size().columns - 1])
+            self.stream.write("\r\x1b[2K" + text[: self._columns()])
             self.stream.flush()
             self.shown = text
+
+    def _columns(self) -> int:
+        """Characters that a line of the stream's terminal has before the cursor would go to the next."""
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return max(columns or shutil.get_terminal_size().columns, 2) - 1
 
     def say(self, text: str) -> None:
         """A line of its own, above the live one."""
@@ -214,6 +229,15 @@ class Progress:
             self.stream.write("\r\x1b[2K")
             self.shown = ""
         print(text, file=self.stream, flush=True)
+
+
+def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:
+    """Parts of a line, without those that matter least (the highest number) until it fits; 0 always stays."""
+    for most in sorted({rank for _, rank in parts}, reverse=True):
+        text = "  ".join(part for part, rank in parts if rank <= most)
+        if len(text) <= columns:
+            break
+    return text
 
 
 def clock(seconds: float) -> str:
