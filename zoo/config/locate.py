@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded
 
@@ -110,13 +111,21 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         )
     if not is_hub_id(text):
         raise UserError(f"{given}: no such folder; wanted a checkpoint folder or a hub id")
+    folder = _downloaded(text, revision, given)
+    return Place("hf", folder, folder)
+
+
+def _downloaded(text: str, revision: str | None, given: str) -> Path:
+    """The folder of a hub id's files; UserError where the hub does not give them out."""
     from huggingface_hub import snapshot_download
 
-    try:
-        folder = Path(snapshot_download(text, revision=revision))
-    except Exception as error:
-        raise UserError(
-            f"{given}: neither a folder here nor a model that the hub gives out ({type(error).__name__}); "
-            "check the name, or the connection and the token"
-        ) from error
-    return Place("hf", folder, folder)
+    with asking_the_hub() as unreachable:
+        try:
+            return Path(snapshot_download(text, revision=revision))
+        except Exception as error:
+            why = (
+                f"the hub is out of reach ({unreachable}), and no copy of it is in the cache; give a folder, or a connection"
+                if unreachable
+                else f"no model that the hub gives out ({type(error).__name__}); check the name and the token"
+            )
+            raise UserError(f"{given}: no folder here, and {why}") from error

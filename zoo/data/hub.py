@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import DataEntry
+from zoo.config.hub import asking_the_hub
 from zoo.data.limits import memory_limited
 from zoo.errors import UserError, printable
 from zoo.files import expanded
@@ -94,7 +95,23 @@ def _load(what: str, entry: DataEntry, key: str, **options: Any) -> Any:
     import datasets
 
     given = {name: value for name, value in options.items() if value is not None}
+    if what != "parquet":
+        return _asked(key, entry, lambda: datasets.load_dataset(what, streaming=entry.stream, **given))
     return _tried(key, entry, lambda: datasets.load_dataset(what, streaming=entry.stream, **given))
+
+
+def _asked(key: str, entry: DataEntry, load: Any) -> Any:
+    """What the hub gives out, or what is cached of it."""
+    with asking_the_hub() as unreachable:
+        try:
+            return _tried(key, entry, load)
+        except UserError as error:
+            if unreachable is None:
+                raise
+            raise UserError(
+                f"{error}; the hub is out of reach ({unreachable}), so the cache has to hold the data set; give files, "
+                "or a connection"
+            ) from error
 
 
 def _tried(key: str, entry: DataEntry, load: Any) -> Any:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zoo.config.devices import gpu_count, gpu_memory
+from zoo.config.hub import asking_the_hub
 from zoo.config.locate import is_hub_id, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
@@ -210,7 +211,9 @@ def as_planned(recipe: Recipe) -> Recipe | None:
     from huggingface_hub import hf_hub_download
 
     try:
-        arch = read_arch(Path(hf_hub_download(init, "config.json")).parent, f"model.init={init}")
+        with asking_the_hub():
+            file = hf_hub_download(init, "config.json")
+        arch = read_arch(Path(file).parent, f"model.init={init}")
     except Exception:  # whatever keeps it from being had is told when the weights are
         return None
     return replace(recipe, model=replace(recipe.model, arch=arch))
