@@ -1,7 +1,8 @@
 """Qwen3-VL, dense and with experts: parameters <-> published names (Qwen/Qwen3-VL-4B-Instruct, -30B-A3B-Instruct).
 
 Published experts are stacks [in, out] (`gate_up_proj` [E, H, 2I], `down_proj` [E, I, H]); in memory in transformers >= 5,
-and so in what it saves, they are [out, in] under the same names. Both are read, told apart by their shapes.
+and so in what it saves, they are [out, in] under the same names. Both are read, told apart by their shapes; so are experts
+that stand one by one, as tools that quantise store them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from zoo.bridge.layers import (
     decoder_ends,
     dense_mlp,
     routed_experts,
+    singles,
     stacks,
     transposed_stacks,
 )
@@ -38,7 +40,7 @@ BRIDGE = Bridge(
         *decoder_ends("model.language_model", head="lm_head.weight"),
         *attention_layer(_ZOO, _HF),
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
-        *routed_experts(f"{_ZOO}.mlp", f"{_HF}.mlp", transposed_stacks, stacks),
+        *routed_experts(f"{_ZOO}.mlp", f"{_HF}.mlp", transposed_stacks, stacks, singles),
         rule("vision.{rest}", "model.visual.{rest}"),
     ),
     export_config=_export_config,

@@ -43,7 +43,7 @@ from zoo.bridge.parallel import (
 from zoo.bridge.safetensors_io import SafetensorsFolder
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf
 from zoo.bridge.transforms import Dims
-from zoo.config.locate import Place, locate
+from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
 
 # Beside the weights: tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
@@ -223,7 +223,7 @@ def _plan(
 def _plain_config(config: Any, source: _Source | None) -> dict[str, Any]:
     """The config as a dict, as save_pretrained would write it."""
     if isinstance(config, Mapping):
-        return dict(config)
+        return unquantised(dict(config))
     if config is not None:
         return json.loads(config.to_json_string())
     if source is None:
@@ -231,7 +231,7 @@ def _plain_config(config: Any, source: _Source | None) -> dict[str, Any]:
     path = source.files / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the export a config")
-    return json.loads(path.read_text())
+    return unquantised(json.loads(path.read_text()))
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -84,6 +84,10 @@ def _misfits(
         f"{name}: shape {list(there)}, wanted {list(shape)} for {entry.zoo}"
         for name, (there, shape) in shapes.items()
         if there != shape
+    ] + [
+        f"{name}: holds {reader.dtype(source[name])}, wanted floating-point numbers for {entry.zoo} (is it quantised?)"
+        for name in wanted
+        if not reader.dtype(source[name]).is_floating_point
     ]
 
 
@@ -106,8 +110,9 @@ def _fill_all(
             parameter.copy_(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard))
             continue
         first = shard.ep_rank * parameter.shape[0]
-        stacks = [] if entry.layout.per_expert else read(entry.hf_names())
+        stacks = [] if entry.layout.per_expert else [source[stack] for stack in entry.hf_names()]
         for local in range(parameter.shape[0]):
             expert = first + local
-            parts = [stack[expert] for stack in stacks] or read(entry.hf_names(expert))
+            parts = [reader.get(stack, expert, expert + 1)[0] for stack in stacks]
+            parts = parts or read(entry.hf_names(expert))
             parameter[local].copy_(cut(transform.to_zoo(parts, dims), kind, shard))

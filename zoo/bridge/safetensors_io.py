@@ -6,6 +6,8 @@ and its shards must name the same tensors, and no index entry leaves the folder.
 reads only the pages that are used; `read` copies rows into memory of their own. Nothing but safetensors is ever
 opened: no pickle, no code.
 
+Weights in block-scaled FP8 are read as bf16 (`zoo.bridge.quantised`), slice by slice: their factors have no names here.
+
 Format: https://github.com/huggingface/safetensors#format
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from zoo.bridge import quantised
 from zoo.errors import LONGEST, UserError, printable
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -78,14 +81,18 @@ class SafetensorsFolder:
         self.folder = Path(folder)
         self._handles: dict[Path, Any] = {}
         self._open: tuple[Path, FileIO] | None = None  # the file that `read` read last
-        self._tensors = self._read_headers()
+        block = quantised.block_size(self.folder)
+        self._stored = self._read_headers()
+        self._scaled = quantised.scaled(self.folder, self._stored, block)
+        self._factors: tuple[str, Tensor] | None = None  # those used last
+        self._tensors = self._readable()
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
         return sorted(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Header facts of a tensor."""
+        """Facts of a tensor as it is read; of a quantised one, `file` and `offset` are those of what is stored."""
         return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -96,19 +103,38 @@ class SafetensorsFolder:
         """A tensor's dtype, from its header."""
         return self._tensors[name].dtype
 
-    def get(self, name: str) -> Tensor:
-        """The tensor, mapped from the file: its bytes are read when they are used. Do not write to it."""
+    def get(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor, mapped from the file: bytes are read when they are used.
+
+        Do not write to it. Rows of a quantised tensor are made, in memory of their own.
+        """
+        if name in self._scaled:
+            return self.read(name, first, last)
         file = self._tensors[name].file
         try:
             if file not in self._handles:
                 self._handles[file] = safe_open(file, framework="pt", device="cpu")
-            return self._handles[file].get_tensor(name)
+            tensor: Tensor = self._handles[file].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: {name} cannot be read ({error})") from error
+        return tensor if (first, last) == (0, None) else tensor[first:last]
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor in memory of their own, which is free again when they are dropped."""
-        info = self._tensors[name]
+        raw = self._read_stored(name, first, last)
+        how = self._scaled.get(name)
+        if how is None:
+            return raw
+        if self._factors is None or self._factors[0] != how.scale:
+            self._factors = (how.scale, self._read_stored(how.scale))
+        factors = self._factors[1]
+        return (
+            how.dequantise(raw, factors[first:last]) if raw.ndim > 2 else how.dequantise(raw, factors, first)
+        )
+
+    def _read_stored(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """The same, as the file has them."""
+        info = self._stored[name]
         shape = info.shape
         if shape and (first, last) != (0, None):
             shape = (len(range(shape[0])[first:last]), *shape[1:])
@@ -133,6 +159,15 @@ class SafetensorsFolder:
         """Let go of the files; tensors already taken stay valid."""
         self._handles.clear()
         self._close_read()
+
+    def _readable(self) -> dict[str, TensorInfo]:
+        """What can be asked for: quantised weights in the dtype they are read as, and no factors."""
+        factors = {how.scale for how in self._scaled.values()}
+        found = {name: info for name, info in self._stored.items() if name not in factors}
+        for name in self._scaled:
+            nbytes = math.prod(found[name].shape) * quantised.DTYPE.itemsize
+            found[name] = replace(found[name], dtype=quantised.DTYPE, nbytes=nbytes)
+        return found
 
     def _close_read(self) -> None:
         if self._open is not None:

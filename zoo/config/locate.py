@@ -22,6 +22,7 @@ from zoo.files import expanded
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
+_QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -55,6 +56,35 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
     if not isinstance(arch, dict):
         raise ConfigError(f"{where}{path} holds no JSON object")
     return arch
+
+
+def quantisation(arch: Any) -> list[Any]:
+    """What a config.json says of how its weights are quantised, at its top or in any of its parts; empty for a plain one."""
+    found, left = [], [arch]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            found += [part[key] for key in _QUANTISED if part.get(key) is not None]
+            left += [value for key, value in part.items() if key not in _QUANTISED]
+        elif isinstance(part, list):
+            left += part
+    return found
+
+
+def unquantised(arch: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the same weights in bf16; the given one where it says nothing of being quantised."""
+    if not quantisation(arch):
+        return arch
+    plain = _without_statements(arch)
+    return plain if "torch_dtype" in plain else {"dtype": "bfloat16", **plain}
+
+
+def _without_statements(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_without_statements(value) for value in part]
+    if isinstance(part, dict):
+        return {key: _without_statements(value) for key, value in part.items() if key not in _QUANTISED}
+    return part
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

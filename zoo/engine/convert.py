@@ -22,7 +22,7 @@ from zoo.bridge.load import fit_shapes
 from zoo.bridge.native import CARRIED, FORMAT, native, read_about
 from zoo.bridge.progress import Progress, size
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
-from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, read_arch
+from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, read_arch, unquantised
 from zoo.engine.blueprint import Blueprint, blueprint, published_names
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -134,7 +134,8 @@ def _plan_zoo(
     def beside(folder: Path) -> None:
         (folder / HF_PART).mkdir()
         copy_side_files(place.files, folder / HF_PART)
-        config = arch if dtype is None else with_dtype(arch, dtype)
+        plain = unquantised(arch)
+        config = plain if dtype is None else with_dtype(plain, dtype)
         _write_json(folder / HF_PART / "config.json", config)
         _write_json(folder / ABOUT, about)
 

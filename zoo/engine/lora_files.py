@@ -27,7 +27,7 @@ from zoo.bridge.adapters import (
 from zoo.bridge.export_writer import disk_errors
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.bridge.safetensors_io import read_header
-from zoo.config.locate import BASE, is_hub_id, locate, read_arch
+from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import build, checkpoint
 from zoo.engine.export import export
@@ -42,13 +42,13 @@ def load_base(
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
-    Where model.init is none, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
+    Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
     told before any weight is read.
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)
     find(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
-    if source is not None and source.kind == "hf":
+    if source is not None and source.kind == "hf" and not quantisation(arch):
         build.init_weights(chunks, assembly, recipe, here)
         return assembly
     assert recipe.run.dir is not None
@@ -183,13 +183,14 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     assert found.keys() == _names(adapters), sorted(found.keys() ^ _names(adapters))
     init, settings = recipe.model.init, recipe.lora
+    own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
     config = peft_config(
         adapters.linears,
         adapters.stacks,
         rank=settings.rank,
         alpha=settings.alpha,
         dropout=settings.dropout,
-        base=init if is_hub_id(init) else str(assembly.source.folder.absolute()),
+        base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
         experts=adapters.dims.experts > 0,
     )
     (file,) = _write(found, writer.partial, 0, "whole")

@@ -23,7 +23,7 @@ from zoo.bridge.native import CARRIED, native
 from zoo.bridge.streams import of_expert
 from zoo.bridge.transforms import Dims
 from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import Place, locate, read_arch
+from zoo.config.locate import Place, locate, quantisation, read_arch
 from zoo.data.rows import locate as locate_rows
 from zoo.data.rows import read_rows
 from zoo.engine import build
@@ -274,14 +274,17 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     processor = build.assemble(recipe).processor
     (name,) = arch["architectures"]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain = {
+    options = {
         "dtype": torch.float32,
         "experts_implementation": "eager",  # grouped products refuse narrow experts
         "use_safetensors": True,  # no pickle
         "trust_remote_code": False,
     }
-    whole = getattr(transformers, name).from_pretrained(place.folder, **plain)
-    model = getattr(whole, "thinker", whole).eval().to(device)
+    if quantisation(arch):  # what such a folder holds is of bf16
+        how = transformers.FineGrainedFP8Config(dequantize=True)
+        options |= {"dtype": torch.bfloat16, "quantization_config": how}
+    whole = getattr(transformers, name).from_pretrained(place.folder, **options)
+    model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
     found = []
     for row in read_rows(str(rows)):
         if row.media.difference(processor.modalities):

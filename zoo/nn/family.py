@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from zoo.config.locate import unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 from zoo.nn.multimodal import RotaryShape
@@ -32,14 +33,17 @@ class FamilyConfig:
 
     @classmethod
     def from_arch(cls, arch: dict[str, Any]) -> Self:
-        """From the dict of a config.json; UserError for another family's, or for what cannot be trained."""
+        """From the dict of a config.json; UserError for another family's, or for what cannot be trained.
+
+        How its weights are quantised is no part of it: what zoo reads and writes is not.
+        """
         from transformers import CONFIG_MAPPING
 
         kind = arch.get("model_type")
         if kind not in cls.kinds:
             wanted = " or ".join(map(repr, cls.kinds))
             raise UserError(f"model_type {kind!r} is not {cls.title}; wanted {wanted}")
-        config = cls(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(arch)))
+        config = cls(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(unquantised(arch))))
         config._check_deepstack()
         config.check()
         return config

@@ -43,7 +43,7 @@ def test_single_file(tmp_path: Path) -> None:
             assert torch.equal(reader.get(name), tensor)
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES.values() if "float8" not in str(dtype)], ids=str)
 def test_every_dtype_keeps_its_bytes(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (6, dtype.itemsize), dtype=torch.uint8).view(dtype)
     save_file({"x": tensor}, tmp_path / "model.safetensors")
