@@ -8,9 +8,8 @@ names written before the folder gets its name.
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +40,11 @@ from zoo.bridge.parallel import (
     together,
 )
 from zoo.bridge.safetensors_io import SafetensorsFolder
+from zoo.bridge.side_files import copy_side_files, write_card, write_generation_config
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf
 from zoo.bridge.transforms import Dims
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
-
-# Beside the weights: tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
-_SIDE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_NOT_COPIED = ("config.json",)  # written from the config
 
 
 @dataclass(frozen=True)
@@ -151,6 +147,8 @@ def export_hf(
     config: Any = None,
     source: Place | str | Path | None = None,
     processor: Any = None,
+    ends: Sequence[int] = (),
+    card: Callable[[Mapping[str, Any]], str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     overwrite: bool = False,
@@ -159,8 +157,10 @@ def export_hf(
 
     `config` is an HF config object or dict (default: the source's). From `source`, the weights that training started
     from, come the tensors that zoo does not train and those of frozen parameters, byte for byte, and the files of
-    tokenizer and processor; a `processor` (anything with save_pretrained) is written over these. `dtype` None keeps the
-    source's dtypes, or the model's where there is no source. Returns the folder.
+    tokenizer and processor; a `processor` (anything with save_pretrained) is written over these. Where there is no
+    generation_config.json, one is written, with the tokenizer's end of sequence and `ends`. `card` makes the text of README.md out of
+    the export's config.json.
+    `dtype` None keeps the source's dtypes, or the model's where there is no source. Returns the folder.
 
     Raises on all ranks, leaving an existing folder as it was: BridgeError for tensors that do not fit, UserError
     where the folder exists and `overwrite` is false, where the source is broken, or where the disk is full.
@@ -183,7 +183,9 @@ def export_hf(
         else:
             together(comm, lambda: None)
         written = [s for of_rank in comm.gather_objects(written) for s in of_rank]
-        together(comm, lambda: _commit(writer, written, plan, processor) if comm.rank == 0 else None)
+        together(
+            comm, lambda: _commit(writer, written, plan, processor, ends, card) if comm.rank == 0 else None
+        )
     except BaseException:
         if comm.rank == 0:
             writer.discard()
@@ -382,7 +384,14 @@ def _stacked(
         yield from zip(entry.hf_names(expert), tensors, strict=True)
 
 
-def _commit(writer: ExportWriter, shards: list[Shard], plan: _Plan, processor: Any) -> None:
+def _commit(
+    writer: ExportWriter,
+    shards: list[Shard],
+    plan: _Plan,
+    processor: Any,
+    ends: Sequence[int],
+    card: Callable[[Mapping[str, Any]], str] | None,
+) -> None:
     """On rank 0: check what was written, add the files beside the weights, and give the folder its name."""
     copied = [tensor.name for job in plan.copies for tensor in job.planned]
     expected = Counter({*plan.names, *copied})
@@ -397,17 +406,7 @@ def _commit(writer: ExportWriter, shards: list[Shard], plan: _Plan, processor: A
         if processor is not None:
             processor.save_pretrained(writer.partial)
         (writer.partial / "config.json").write_text(json.dumps(plan.config, indent=2, sort_keys=True) + "\n")
+        write_generation_config(writer.partial, plan.config, ends)
+        if card is not None:
+            write_card(writer.partial, writer.target, card(plan.config))
         writer.commit(shards)
-
-
-def copy_side_files(source: Path, target: Path) -> None:
-    """Tokenizer, processor, chat templates and generation config, as they are."""
-    for path in sorted(source.iterdir()):
-        if path.is_dir():
-            if path.name == "additional_chat_templates":
-                shutil.copytree(path, target / path.name)
-        elif path.suffix in _SIDE_SUFFIXES and path.name not in _NOT_COPIED:
-            if not path.name.endswith(".index.json") and not path.name.startswith("."):
-                shutil.copyfile(path, target / path.name)
-        elif path.name.upper().startswith("LICENSE"):
-            shutil.copyfile(path, target / path.name)

@@ -81,6 +81,11 @@ class Processor:
         """Token id that padding is written with."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self._end
 
+    @property
+    def end_id(self) -> int:
+        """Id of the token that ends an answer."""
+        return self._end
+
     def encode(
         self,
         row: Row,

@@ -16,13 +16,24 @@ from typing import Any
 import torch
 
 from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
-from zoo.bridge.export import copy_side_files, with_dtype
+from zoo.bridge.export import with_dtype
 from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes
 from zoo.bridge.native import CARRIED, FORMAT, native, read_about
 from zoo.bridge.progress import Progress, size
+from zoo.bridge.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
-from zoo.config.locate import ABOUT, HF_PART, WEIGHTS_PART, Place, locate, read_arch, unquantised
+from zoo.config.locate import (
+    ABOUT,
+    HF_PART,
+    WEIGHTS_PART,
+    Place,
+    locate,
+    quantisation,
+    read_arch,
+    unquantised,
+)
+from zoo.engine import card
 from zoo.engine.blueprint import Blueprint, blueprint, published_names
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -38,6 +49,7 @@ class Conversion:
     allowed: Sequence[str]  # problems that `allow` let pass
     part: str = ""  # folder of the weights in the target
     beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
+    card: str | None = None  # text of its README.md
 
     @property
     def planned(self) -> list[Planned]:
@@ -102,8 +114,11 @@ def convert(
         export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     else:
         with SafetensorsFolder(place.weights) as reader:
-            plan = _plan_hf if place.kind == "zoo" else _plan_zoo
-            _write(plan(place, reader, dtype, allow), writer, shard_bytes, quiet)
+            if place.kind == "zoo":
+                conversion = _plan_hf(place, reader, dtype, allow)
+            else:
+                conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
+            _write(conversion, writer, shard_bytes, quiet)
     if push_to:
         _push(target, push_to)
     return target
@@ -118,9 +133,9 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def _plan_zoo(
-    place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+    place: Place, name: str, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
 ) -> Conversion:
-    """A Hugging Face folder as zoo's own weights."""
+    """A Hugging Face folder as zoo's own weights; `name` is what they will call it."""
     arch = read_arch(place.files)
     plan = blueprint(arch, reader.names())
     conversion = to_zoo_jobs(reader, plan, dtype, allow)
@@ -129,17 +144,32 @@ def _plan_zoo(
         "family": plan.family.name,
         "allow": list(allow),
         "allowed": list(conversion.allowed),
+        "source": name,
     }
+    changed = _changes(arch, dtype, conversion.allowed)
 
     def beside(folder: Path) -> None:
         (folder / HF_PART).mkdir()
         copy_side_files(place.files, folder / HF_PART)
+        if (place.files / CARD).is_file():
+            shutil.copyfile(place.files / CARD, folder / HF_PART / CARD)
         plain = unquantised(arch)
         config = plain if dtype is None else with_dtype(plain, dtype)
         _write_json(folder / HF_PART / "config.json", config)
-        _write_json(folder / ABOUT, about)
+        _write_json(folder / ABOUT, {**about, "changed": changed})
 
-    return replace(conversion, part=WEIGHTS_PART, beside=beside)
+    text = card.converted(place, arch, changed, native=True)
+    return replace(conversion, part=WEIGHTS_PART, beside=beside, card=text)
+
+
+def _changes(arch: dict[str, Any], dtype: torch.dtype | None, allowed: Sequence[str]) -> dict[str, str]:
+    """What a conversion makes otherwise than it finds it, for the model card; empty where the same weights come out."""
+    found = {"dequantised": "block-scaled FP8 to bf16"} if quantisation(arch) else {}
+    if dtype is not None:
+        found["cast to"] = str(dtype).removeprefix("torch.")
+    if allowed:
+        found["left out"] = f"{len(allowed)} tensors, as `allow` let pass"
+    return found
 
 
 def _plan_hf(
@@ -155,15 +185,23 @@ def _plan_hf(
     if dtype is not None:
         config = with_dtype(config, dtype)
     allowed = [*about.get("allowed", ()), *conversion.allowed]
+    before = about.get("changed")
+    changed = {**(before if isinstance(before, dict) else {}), **_changes(arch, dtype, conversion.allowed)}
 
     def beside(folder: Path) -> None:
         copy_side_files(place.files, folder)
         _write_json(folder / "config.json", config)
+        write_generation_config(folder, config)
         if allowed:
             patterns = [*about.get("allow", ()), *allow]
             _write_json(folder / CONVERSION, {"allow": patterns, "allowed": allowed})
 
-    return replace(conversion, beside=beside)
+    published = place.files / CARD  # of the same weights, so it is true of these
+    if published.is_file() and not changed:
+        text = published.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = card.converted(place, config, changed)
+    return replace(conversion, beside=beside, card=text)
 
 
 def to_zoo_jobs(
@@ -219,6 +257,8 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
             shards.close()
         with disk_errors(writer.partial):
             conversion.beside(writer.partial)
+            if conversion.card is not None:
+                write_card(writer.partial, writer.target, conversion.card)
             writer.commit(shards.shards, conversion.part)
     except BaseException:
         writer.discard()

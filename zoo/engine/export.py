@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zoo.bridge import ShardInfo, TorchComm, export_hf
-from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import Place, read_arch
+from zoo.config.compose import load_recipe, recipe_for_weights
+from zoo.config.locate import STATE, Place, read_arch
 from zoo.config.validate import validate
-from zoo.engine import build, checkpoint
+from zoo.engine import build, card, checkpoint
 from zoo.engine.blueprint import family_of
 from zoo.engine.world import World, world
 
@@ -39,6 +41,7 @@ def export(
         config=assembly.config.hf,
         source=source,
         processor=assembly.processor.hf,
+        ends=[assembly.processor.end_id],
         **options,
     )
 
@@ -55,4 +58,7 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
         adapters = build.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
             adapters.freeze_others()
-        return export(chunks, target, assembly, here, run, **options)
+        trained = load_recipe(run.folder / "config.yaml")
+        state = json.loads((run.folder / STATE).read_text(encoding="utf-8"))
+        about = partial(card.trained, trained, state["step"], checkpoint.started_from(run))
+        return export(chunks, target, assembly, here, run, card=about, **options)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine import adamw, bad_steps, build, checkpoint, export, guard, lora, lora_files, words
+from zoo.engine import adamw, bad_steps, build, card, checkpoint, export, guard, lora, lora_files, words
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
@@ -427,11 +428,14 @@ class Run:
         self.log.note("exporting ...")
         target, what = self.folder / "export", "a Hugging Face folder"
         if self.adapters is not None:
-            lora_files.export_adapters(self.adapters, target, self.assembly, self.recipe, self.world)
+            lora_files.export_adapters(
+                self.adapters, target, self.assembly, self.recipe, self.world, self.done
+            )
             what = f"an adapter that peft loads; merged: zoo convert {self.folder} FOLDER"
         else:
             chunks, source = list(self.trainable.chunks), self.assembly.source
-            export.export(chunks, target, self.assembly, self.world, source, overwrite=True)
+            about = partial(card.trained, self.recipe, self.done, source)
+            export.export(chunks, target, self.assembly, self.world, source, card=about, overwrite=True)
         self.exported = str(target)
         self.log.event("export", self.done, path=self.exported)
         self.log.say(f"exported to {target} ({what})")

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from zoo.bridge.adapters import (
 from zoo.bridge.export_writer import disk_errors
 from zoo.bridge.parallel import join, shard_axis, together
 from zoo.bridge.safetensors_io import read_header
+from zoo.bridge.side_files import write_card
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine import build, checkpoint
+from zoo.engine import build, card, checkpoint
 from zoo.engine.export import export
 from zoo.engine.lora import Adapters, Held, find
 from zoo.engine.world import World
@@ -58,7 +60,8 @@ def load_base(
         build.init_weights(chunks, based, recipe, here)
         return based
     build.init_weights(chunks, assembly, recipe, here)
-    export(chunks, folder / BASE, assembly, here, source, overwrite=True)
+    about = partial(card.untrained, source)
+    export(chunks, folder / BASE, assembly, here, source, card=about, overwrite=True)
     return replace(assembly, source=locate(str(folder / BASE)))
 
 
@@ -112,9 +115,9 @@ def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
 
 
 def export_adapters(
-    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, here: World
+    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, here: World, steps: int
 ) -> Path:
-    """Write the adapters as a folder that peft loads onto the weights they belong to; call it on every rank.
+    """Write the adapters as a folder that peft loads onto the weights they belong to; call it on every rank. `steps` are done.
 
     Each rank writes what it owns under another name, and the first one joins these into PEFT's one file: so no rank
     holds adapters of another pipeline stage. The folder appears when it is whole.
@@ -124,7 +127,7 @@ def export_adapters(
         together(comm, lambda: writer.begin() if here.is_main else None)
         mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}
         together(comm, lambda: _write(mine, writer.partial, here.rank))
-        together(comm, lambda: _commit(writer, adapters, assembly, recipe) if here.is_main else None)
+        together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if here.is_main else None)
     except BaseException:
         if here.is_main:
             writer.discard()
@@ -173,7 +176,9 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = 
     return [folder / shard.file for shard in writer.shards]
 
 
-def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> None:
+def _commit(
+    writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int
+) -> None:
     """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
     assert assembly.source is not None
     parts = sorted(writer.partial.glob("rank*"))
@@ -202,4 +207,7 @@ def _commit(writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, 
             json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
         assembly.processor.save(writer.partial)
+        arch = read_arch(assembly.source.files)
+        about = card.trained(recipe, steps, assembly.source, arch, adapter=True)
+        write_card(writer.partial, writer.target, about)
     writer.replace_target()

@@ -1,0 +1,108 @@
+"""What lies beside an export's weights: the end of sequence for `generate`, and a model card that is nobody else's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.bridge.side_files import CARD, GENERATION, MARK, licence_of, write_card, write_generation_config
+
+
+def tokenizer(folder: Path, **more: Any) -> None:
+    added = [{"id": 7, "content": "<end>", "special": True}, {"id": 8, "content": "<pad>", "special": True}]
+    added += [{"id": 9, "content": "<turn>", "special": True}]
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "pad_token": {"content": "<pad>"}, **more})
+    )
+
+
+def made(folder: Path, config: dict[str, Any], ends: tuple[int, ...] = ()) -> Any:
+    write_generation_config(folder, config, ends)
+    path = folder / GENERATION
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def test_the_tokenizer_says_where_to_end(tmp_path: Path) -> None:
+    tokenizer(tmp_path, bos_token="<turn>")
+    assert made(tmp_path, {}) == {"eos_token_id": 7, "pad_token_id": 8, "bos_token_id": 9}
+
+
+@pytest.mark.parametrize("part", ["text_config", "thinker_config", None])
+def test_a_config_counts_as_far_as_its_tokens_are_special(tmp_path: Path, part: str | None) -> None:
+    """2 and 1 are defaults of a config's class; here they are letters."""
+    tokenizer(tmp_path)
+    told = {"eos_token_id": [9, 2], "bos_token_id": 1, "pad_token_id": 1}
+    config: dict[str, Any] = {part: told} if part else told
+    assert made(tmp_path, config, (9,)) == {"eos_token_id": [7, 9], "pad_token_id": 8}
+
+
+def test_an_end_that_stands_in_the_vocabulary(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 1, "</s>": 2}}}))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert made(tmp_path, {"eos_token_id": 5}) == {"eos_token_id": [2, 5], "pad_token_id": 2}
+
+
+def test_without_a_tokenizer_the_config_is_believed(tmp_path: Path) -> None:
+    told = {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": None}
+    assert made(tmp_path, told) == {"eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 2}
+
+
+def test_nothing_known_nothing_written(tmp_path: Path) -> None:
+    assert made(tmp_path, {"eos_token_id": None}) is None
+
+
+def test_what_the_source_has_stays(tmp_path: Path) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / GENERATION).write_text('{"temperature": 0.7}')
+    assert made(tmp_path, {}) == {"temperature": 0.7}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "[" * 10**5, '{"added_tokens": [3, {"id": "x"}]}', 'true']
+)
+def test_broken_files_of_a_tokenizer_are_passed_over(tmp_path: Path, text: str) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
+        (tmp_path / name).write_text(text)
+    assert made(tmp_path, {"eos_token_id": 2}) == {"eos_token_id": 2, "pad_token_id": 2}
+
+
+def test_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
+    from zoo.data.tokenizer import ROOT
+
+    known = AutoTokenizer.from_pretrained(ROOT)
+    known.save_pretrained(tmp_path)
+    write_generation_config(tmp_path, {"text_config": {"eos_token_id": 2}})
+    read = GenerationConfig.from_pretrained(tmp_path)
+    assert (read.eos_token_id, read.pad_token_id) == (known.eos_token_id, known.pad_token_id)
+
+
+def test_a_card_that_somebody_wrote_is_kept(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    new.mkdir()
+    old.mkdir()
+    write_card(new, old, f"{MARK} 1")
+    assert (new / CARD).read_text() == f"{MARK} 1"
+    (old / CARD).write_text(f"---\n---\n{MARK}\n2")
+    write_card(new, old, f"{MARK} 3")
+    assert (new / CARD).read_text() == f"{MARK} 3"
+    (old / CARD).write_text("mine")
+    write_card(new, old, f"{MARK} 4")
+    assert (new / CARD).read_text() == "mine"
+
+
+def test_the_licence_of_a_card(tmp_path: Path) -> None:
+    assert licence_of(tmp_path) == {}
+    (tmp_path / CARD).write_text("license: mit\n")
+    assert licence_of(tmp_path) == {}
+    (tmp_path / CARD).write_text(
+        '---\nlicense: other\nlicense_name: "a-b"\nlicense_link: https://x.y/LICENSE\ntags:\n- a\nlicense: a b\n---\nlicense: mit\n'
+    )
+    assert licence_of(tmp_path) == {
+        "license": "other",
+        "license_name": "a-b",
+        "license_link": "https://x.y/LICENSE",
+    }

@@ -1,0 +1,140 @@
+"""What lies beside the weights of a Hugging Face folder: copied from the source, or made where the source has none.
+
+generation_config.json is made of the tokenizer's files and the config: without one, `generate` of a model whose config
+names no end of sequence goes on to its limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+_NOT_COPIED = ("config.json", "zoo_export.json", "zoo_conversion.json")  # each export writes its own
+GENERATION, CARD = "generation_config.json", "README.md"
+MARK = "<!-- written by zoo: remove this line, and zoo keeps your text when it writes this folder again -->"
+_LICENCE = re.compile(r"(license(?:_name|_link)?):\s*[\"']?([\w.:/+-]{1,200})[\"']?\s*")
+_LONGEST = 2**27  # bytes of a tokenizer's file that are read
+_OLD = 2**16  # bytes of a card that are looked through
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Tokenizer, processor, chat templates and generation config, as they are."""
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            if path.name == "additional_chat_templates":
+                shutil.copytree(path, target / path.name)
+        elif path.suffix in _SUFFIXES and path.name not in _NOT_COPIED:
+            if not path.name.endswith(".index.json") and not path.name.startswith("."):
+                shutil.copyfile(path, target / path.name)
+        elif path.name.upper().startswith("LICENSE"):
+            shutil.copyfile(path, target / path.name)
+
+
+def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Sequence[int] = ()) -> None:
+    """Write generation_config.json into a folder with a tokenizer's files that has none.
+
+    `config` is the model's config.json, `ends` are further token ids that end an answer. Nothing is written where no end is
+    known: then transformers goes by the config.
+    """
+    if (folder / GENERATION).exists():
+        return
+    fast = _read(folder / "tokenizer.json")
+    special = _special_tokens(folder, fast)
+    model = fast.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    known = {**(vocabulary if isinstance(vocabulary, dict) else {}), **special}
+    named = {name: known.get(_token(folder, f"{name}_token")) for name in ("eos", "bos", "pad")}
+    named = {name: number if type(number) is int else None for name, number in named.items()}
+    stated = {name: list(_stated(config, f"{name}_token_id")) for name in named}
+    if special:  # a config may have its class's defaults, which mean something else to this tokenizer
+        stated = {name: [n for n in ids if n in special.values()] for name, ids in stated.items()}
+    eos = [n for n in dict.fromkeys([named["eos"], *ends, *stated["eos"]]) if n is not None]
+    if not eos:
+        return
+    found: dict[str, Any] = {"eos_token_id": eos[0] if len(eos) == 1 else eos}
+    for name in ("bos", "pad"):
+        ids = [n for n in (named[name], *stated[name]) if n is not None]
+        if ids:
+            found[f"{name}_token_id"] = ids[0]
+    found.setdefault("pad_token_id", eos[0])
+    (folder / GENERATION).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def _stated(config: Any, key: str) -> Iterator[int]:
+    """The ids of a token in a config and those of its parts that generate text."""
+    while isinstance(config, Mapping):
+        value = config.get(key)
+        for one in value if isinstance(value, list) else [value]:
+            if type(one) is int and one >= 0:
+                yield one
+        config = config.get("thinker_config") or config.get("text_config")
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    """A JSON object; an empty one where there is none that can be read: it is somebody else's file."""
+    try:
+        if path.stat().st_size > _LONGEST:
+            return {}
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _token(folder: Path, name: str) -> str | None:
+    """The text of a token that a tokenizer names: eos_token, say."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        value = _read(folder / file).get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            return text
+    return None
+
+
+def _special_tokens(folder: Path, fast: Mapping[str, Any]) -> dict[str, int]:
+    """Text -> id of the tokens that were added to a tokenizer's vocabulary; `fast` is its tokenizer.json."""
+    found: dict[str, int] = {}
+    added = fast.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int:
+            found[entry["content"]] = entry["id"]
+    told = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    for number, entry in told.items() if isinstance(told, dict) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit():
+            found.setdefault(entry["content"], int(number))
+    more = _read(folder / "added_tokens.json")
+    for text, number in more.items():
+        if type(number) is int:
+            found.setdefault(text, number)
+    return found
+
+
+def write_card(folder: Path, former: Path, text: str) -> None:
+    """Write a model card into a folder that will take the place of `former`; one that somebody wrote there is kept."""
+    old = former / CARD
+    if old.is_file() and MARK not in _beginning(old):
+        shutil.copyfile(old, folder / CARD)
+    else:
+        (folder / CARD).write_text(text, encoding="utf-8")
+
+
+def licence_of(folder: Path) -> dict[str, str]:
+    """What the model card of a folder says of its licence: license, license_name, license_link; those that are there."""
+    if not (folder / CARD).is_file():
+        return {}
+    lines = _beginning(folder / CARD).splitlines()
+    if not lines or lines[0].strip() != "---":
+        return {}
+    end = next((at for at, line in enumerate(lines[1:], 1) if line.strip() == "---"), 0)
+    return dict(match.groups() for line in lines[1:end] if (match := _LICENCE.fullmatch(line)))  # type: ignore[misc]
+
+
+def _beginning(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(_OLD).decode(errors="replace")
