@@ -95,6 +95,10 @@ def test_there_and_back(
     assert (tmp_path / "hf" / "model.safetensors.index.json").is_file()
     files = {path.name for path in source.iterdir() if path.suffix != ".safetensors"}
     assert files <= {path.name for path in (tmp_path / "hf").iterdir()}
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert (
+        card.startswith("---\n") and "from_pretrained" in card and (tmp_path / "zoo" / "README.md").is_file()
+    )
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert config == published(json.loads((source / "config.json").read_text()))
     (kind,) = config["architectures"]
@@ -192,6 +196,24 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     ]
     pool.run(2, rank_tasks.train, overrides, "qwen35_vl_moe_sft", "tiny-moe", timeout=300.0)
     same(tensors(further / "export"), after)
+
+
+def test_damaged_weights_of_zoos_own_are_named_before_they_are_read(
+    call: Callable[..., Any], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    call("convert", checkpoint("llava"), tmp_path / "zoo", quiet=True)
+    (file,) = (tmp_path / "zoo" / "weights").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    message = r"CheckpointError: .*weights/model\.safetensors is damaged: its SHA-256"
+    with pytest.raises(PoolError, match=message):
+        call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True)
+    with pytest.raises(PoolError, match=message):
+        call("verify", tmp_path / "zoo", checkpoint("llava"))
+    with pytest.raises(PoolError, match=message):
+        call("score", tmp_path / "zoo", "digits:heldout", ranks=2)
+    assert not (tmp_path / "hf").exists()
 
 
 def spoilt(source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:

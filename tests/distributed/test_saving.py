@@ -139,7 +139,10 @@ def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
             "hf/config.json",
             "__0_0.distcp",
         } <= names
-    assert (first / "hf" / "config.json").samefile(second / "hf" / "config.json")  # written once
+    ours, theirs = (folder / "hf" / "config.json" for folder in (first, second))
+    assert ours.read_bytes() == theirs.read_bytes() and not ours.samefile(
+        theirs
+    )  # they are damaged one at a time
     from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
 
     verify_integrity_manifest(str(second))  # megatron-core reads the sums too
@@ -179,7 +182,7 @@ def add(folder: Path) -> str:
 
 DAMAGE = {
     "a bit": spoil_tensors, "cut short": cut_short, "no index": lose(".metadata"), "no sums": lose(files.MANIFEST),
-    "no processor": lose("hf/tokenizer.json"), "one more": add,
+    "one more": add,
 }  # fmt: skip
 
 
@@ -194,6 +197,28 @@ def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path
     assert (copied / "checkpoints" / "damaged_iter_4").is_dir()
     assert [path.name for path in checkpoints(copied)] == ["iter_4", "iter_6"]  # a new iter_4
     assert not any(files.faults(path) for path in checkpoints(copied))
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in one", "in all"])
+def test_damage_beside_the_weights_stops_no_run(
+    everywhere: bool, pool: Pool, copied: Path, tmp_path: Path
+) -> None:
+    """It is taken from another checkpoint; where it is whole in none, the run goes on and its next checkpoint has it."""
+    damaged = checkpoints(copied) if everywhere else checkpoints(copied)[1:]
+    for folder in damaged:
+        (folder / "hf" / "tokenizer.json").write_text("{")
+        (folder / "hf" / "config.json").write_text("{")
+    if everywhere:
+        with pytest.raises(PoolError, match=r"UserError: .*iter_4/hf/config.json is damaged.*no whole copy"):
+            pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
+    assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]
+    events = [json.loads(line) for line in (copied / "train.jsonl").read_text().splitlines()]
+    told = {event["file"]: event["outcome"] for event in events if event.get("event") == "damaged_file"}
+    assert told.keys() == {"hf/tokenizer.json", "hf/config.json"}
+    assert all(("no whole copy" in outcome) == everywhere for outcome in told.values())
+    assert not files.faults(copied / "checkpoints" / "iter_6")
+    assert bool(files.faults(copied / "checkpoints" / "iter_4")) == everywhere
+    pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 
 
 def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -> None:
@@ -300,6 +325,4 @@ def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
     for _, name, step in answers:
         assert str(name).endswith(f"/checkpoints/.partial-iter_3/__{culprit}_0.distcp") and 3 < step < 60
     assert answers[0] == answers[1]
-    assert [
-        path for path in (folder / "checkpoints").iterdir() if not path.name.startswith(".partial-hf")
-    ] == []
+    assert not list((folder / "checkpoints").iterdir())

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,7 @@ def export_hf(
     card: Callable[[Mapping[str, Any]], str] | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
-    overwrite: bool = False,
+    overwrite: bool | Literal["aside"] = False,
 ) -> Path:
     """Write the model as an HF folder; call it on every rank, with `folder` on a file system that all share.
 
@@ -163,7 +163,7 @@ def export_hf(
     `dtype` None keeps the source's dtypes, or the model's where there is no source. Returns the folder.
 
     Raises on all ranks, leaving an existing folder as it was: BridgeError for tensors that do not fit, UserError
-    where the folder exists and `overwrite` is false, where the source is broken, or where the disk is full.
+    where the folder exists and `overwrite` is false (or it is not zoo's: "aside" moves such a one away), where the source is broken, or where the disk is full.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     writer = ExportWriter(folder, overwrite=overwrite)

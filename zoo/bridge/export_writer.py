@@ -7,19 +7,22 @@ folder: until then a killed export leaves nothing that loads, and the next expor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from zoo.bridge.record import foreign, write_record
 from zoo.bridge.safetensors_io import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.errors import UserError, file_error
 
@@ -56,6 +59,7 @@ class Shard:
 
     file: str
     tensors: dict[str, int] = field(hash=False)
+    digest: str | None = None  # SHA-256 of the file, where it was asked for
 
 
 class ShardWriter:
@@ -73,12 +77,17 @@ class ShardWriter:
         rank: int = 0,
         shard_bytes: int = DEFAULT_SHARD_BYTES,
         label: str = "rank",
+        sums: bool = False,
     ) -> None:
-        """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others."""
+        """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others.
+
+        `sums`: the SHA-256 of each file is worked out while it is written.
+        """
         self.folder = folder
         self.shards: list[Shard] = []
         self._prefix = f"{label}{rank:05d}"
         self._stream: FileIO | None = None
+        self._sum = hashlib.sha256() if sums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
         self._group: list[Planned] = []
@@ -107,6 +116,8 @@ class ShardWriter:
 
     def _put(self, data: memoryview) -> None:
         assert self._stream is not None
+        if self._sum is not None:
+            self._sum.update(data)
         while len(data):
             data = data[self._stream.write(data) :]
 
@@ -131,6 +142,9 @@ class ShardWriter:
 
     def _end(self) -> None:
         self.close()
+        if self._sum is not None:
+            self.shards[-1] = replace(self.shards[-1], digest=self._sum.hexdigest())
+            self._sum = hashlib.sha256()
 
 
 def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
@@ -149,8 +163,11 @@ def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
 class ExportWriter:
     """The folder of one export. `begin` and `commit` are for one process; any may add shards between the two."""
 
-    def __init__(self, target: str | Path, *, overwrite: bool = False) -> None:
+    def __init__(self, target: str | Path, *, overwrite: bool | Literal["aside"] = False) -> None:
+        """`overwrite` a folder that zoo has written; "aside": any other one gets a further name first, which is said."""
         self.target = Path(target)
+        if self.target.is_symlink():
+            self.target = self.target.resolve()
         self.overwrite = overwrite
         self.partial = self.target.with_name(f".{self.target.name}.partial")
         self.former = self.target.with_name(f".{self.target.name}.former")
@@ -163,6 +180,12 @@ class ExportWriter:
             raise UserError(
                 f"{self.target}: exists already; choose another folder, or overwrite it (overwrite=True)"
             )
+        if (self.target.exists() and not _is_empty_folder(self.target)) and (why := foreign(self.target)):
+            if self.overwrite != "aside":
+                raise UserError(
+                    f"{self.target}: {why}, so it is not overwritten; choose another folder, or move that away"
+                )
+            self._move_aside(why)
         self._begun = True
         with disk_errors(self.partial):
             if self.partial.exists():
@@ -182,11 +205,14 @@ class ExportWriter:
         files = _published_files(len(ordered))
         folder = self.partial / part
         folder.mkdir(exist_ok=True)
+        sums = {}
         for shard, file in zip(ordered, files, strict=True):
             (self.partial / shard.file).rename(folder / file)
+            if shard.digest is not None:
+                sums[(Path(part) / file).as_posix()] = shard.digest
         if len(ordered) > 1:
             self._write_index(folder, ordered, files)
-        self.replace_target()
+        self.replace_target(sums)
 
     def _write_index(self, folder: Path, shards: list[Shard], files: list[str]) -> None:
         weight_map = {name: file for shard, file in zip(shards, files, strict=True) for name in shard.tensors}
@@ -194,12 +220,25 @@ class ExportWriter:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
-    def replace_target(self) -> None:
-        """Rename the partial folder; a former target is moved aside first and removed after."""
+    def replace_target(self, sums: Mapping[str, str] | None = None) -> None:
+        """Rename the partial folder; a former target is moved aside first and removed after.
+
+        `sums`: SHA-256 of files, for the record of what was written.
+        """
+        write_record(self.partial, sums or {})
         if self.target.exists():
             self.target.rename(self.former)
         self.partial.rename(self.target)
         self._remove_former()
+
+    def _move_aside(self, why: str) -> None:
+        number = 1
+        while (kept := self.target.with_name(f"{self.target.name}.kept-{number}")).exists():
+            number += 1
+        with disk_errors(self.target):
+            self.target.rename(kept)
+        told = f"zoo: WARNING: {self.target}: {why}, so it is not overwritten: it is now {kept}"
+        print(told, file=sys.stderr, flush=True)
 
     def _bring_former_back(self) -> None:
         """After an end between the two renames of `replace_target`."""

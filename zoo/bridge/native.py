@@ -3,6 +3,7 @@
     FOLDER/zoo.json     format, family, and what a conversion was allowed to leave out
     FOLDER/hf/          config.json and the files of tokenizer and processor, as Hugging Face has them
     FOLDER/weights/     model.safetensors, or its shards and their index; `carried.<published name>` is not trained
+    FOLDER/zoo_files.json   what was written, with the SHA-256 of the weights
 
 The same reader and the same checks serve it as serve Hugging Face's folders: `native` gives a table in which each name
 stands for itself.
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from zoo.bridge.mapping import Bridge, Layout, Rule
+from zoo.bridge.parallel import Comm
+from zoo.bridge.record import check
 from zoo.bridge.safetensors_io import CheckpointError
 from zoo.config.locate import ABOUT
 
 CARRIED = "carried."
-FORMAT = 1
+FORMAT = 2  # 1 had no sums
 
 
 def read_about(folder: str | Path) -> dict[str, Any]:
@@ -30,10 +33,15 @@ def read_about(folder: str | Path) -> dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{path}: its JSON cannot be read ({error})") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
+    if not isinstance(about, dict) or about.get("format") not in (1, FORMAT):
         seen = about.get("format") if isinstance(about, dict) else None
         raise CheckpointError(f"{path}: format {seen!r}, wanted {FORMAT}; was it written by another zoo?")
     return about
+
+
+def check_sums(folder: Path, comm: Comm) -> None:
+    """Hold weights against the sums that were written with them, each rank its share; CheckpointError where they differ."""
+    check(folder, comm, wanted=read_about(folder)["format"] == FORMAT)
 
 
 def native(bridge: Bridge) -> Bridge:

@@ -15,7 +15,7 @@ from typing import Any
 
 # Tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
-_NOT_COPIED = ("config.json", "zoo_export.json", "zoo_conversion.json")  # each export writes its own
+_NOT_COPIED = ("config.json", "zoo_files.json", "zoo_conversion.json")  # each export writes its own
 GENERATION, CARD = "generation_config.json", "README.md"
 MARK = "<!-- written by zoo: remove this line, and zoo keeps your text when it writes this folder again -->"
 _LICENCE = re.compile(r"(license(?:_name|_link)?):\s*[\"']?([\w.:/+-]{1,200})[\"']?\s*")

@@ -9,7 +9,7 @@ Face folder that from_pretrained loads.
   shard_size=5GB     most bytes of a weights file
   allow=PATTERN,...  tensors that may be missing, unmapped or extra (allow='talker.*'); recorded in the output
   revision=NAME      branch, tag or commit of a hub id
-  overwrite=true     replace a TARGET that is there
+  overwrite=true     replace a TARGET that is there, if zoo wrote it and nothing was put into it since
   push_to=ORG/NAME   upload the Hugging Face folder to that repository of the hub
 """
 

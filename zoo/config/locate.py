@@ -88,10 +88,23 @@ def _without_statements(part: Any) -> Any:
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:
-    """Whole checkpoints of a run folder, oldest first."""
+    """Whole checkpoints of a run folder, oldest first by the step that each holds, whatever its folder's number."""
     folder = Path(run_dir) / "checkpoints"
     found = [p for p in folder.glob("iter_*") if _ITERATION.fullmatch(p.name) and (p / STATE).is_file()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("iter_")))
+    steps = {path: step_of(path) for path in found}
+    return sorted(found, key=lambda p: (steps[p], p.name == f"iter_{steps[p]}", p.name))
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's state.json tells; the number of its folder where that can't be read."""
+    try:
+        step = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["step"]
+        if type(step) is int and step >= 0:
+            return step
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # a damaged file, which the sums name
+    match = _ITERATION.fullmatch(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def is_hub_id(text: str) -> bool:

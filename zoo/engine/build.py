@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, load_hf
-from zoo.bridge.native import native
-from zoo.bridge.parallel import cut, full_shape, model_parameters
+from zoo.bridge.native import check_sums, native
+from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
 from zoo.config.compose import replace_in
 from zoo.config.locate import Place, locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
 from zoo.engine.adamw import fuse
 from zoo.engine.reduction import reduce_in_order
+from zoo.engine.saving.choose import check_beside_weights
 from zoo.engine.world import World, on_all_cores, seed_everything
 from zoo.errors import UserError
 from zoo.nn.accumulate import accumulate_in_place
@@ -50,6 +51,7 @@ def assemble(recipe: Recipe) -> Assembly:
     config_class, build_processor = family.load("config"), family.load("processor")
     if recipe.model.init != "random":
         source = locate(recipe.model.init, key="model.init")
+        check_beside_weights(source)
         config = config_class.from_folder(source.files)
         return Assembly(family, config, build_processor(config.hf, str(source.files)), source)
     if not recipe.model.arch:
@@ -100,6 +102,8 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
         load_run(chunks, source, assembly, recipe, world)
         return
     if source is not None:
+        if source.kind == "zoo":
+            check_sums(source.folder, default_comm())
         table = native(bridge) if source.kind == "zoo" else bridge
         with on_all_cores(recipe, world):
             load_hf(chunks, source.weights, table, dims, shard)

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge import Comm, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import with_dtype
 from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes
-from zoo.bridge.native import CARRIED, FORMAT, native, read_about
+from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
 from zoo.bridge.progress import Progress, size
 from zoo.bridge.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
@@ -35,6 +35,7 @@ from zoo.config.locate import (
 )
 from zoo.engine import card
 from zoo.engine.blueprint import Blueprint, blueprint, published_names
+from zoo.engine.saving.choose import check_beside_weights
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -86,7 +87,7 @@ def convert(
         shard_bytes: most bytes of a weights file; a larger tensor has one of its own.
         allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra; recorded in the output.
         revision: branch, tag or commit of a hub id.
-        overwrite: replace an existing target.
+        overwrite: replace an existing target, if zoo has written it and nothing was put into it since.
         push_to: hub repository that the Hugging Face folder is uploaded to.
         quiet: no progress on stderr.
 
@@ -100,6 +101,7 @@ def convert(
     if isinstance(allow, str):
         raise TypeError(f"allow={allow!r}: a list of patterns is wanted")
     place = locate(str(source), revision)
+    check_beside_weights(place)
     target = expanded(target)
     if push_to and place.kind == "hf":
         raise UserError(
@@ -113,6 +115,8 @@ def convert(
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
         export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
     else:
+        if place.kind == "zoo":
+            check_sums(place.folder, Comm())
         with SafetensorsFolder(place.weights) as reader:
             if place.kind == "zoo":
                 conversion = _plan_hf(place, reader, dtype, allow)
@@ -250,7 +254,8 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
                 "make room, or give another folder"
             )
         progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
-        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes)
+        native_part = conversion.part == WEIGHTS_PART
+        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, sums=native_part)
         try:
             run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
         finally:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.bridge import ShardInfo, TorchComm, export_hf
+from zoo.bridge.native import check_sums
 from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import STATE, Place, read_arch
 from zoo.config.validate import validate
@@ -31,6 +32,8 @@ def export(
     """
     while source is not None and source.kind == "run":
         source = checkpoint.started_from(source)
+    if source is not None and source.kind == "zoo":
+        check_sums(source.folder, TorchComm.from_groups(here.groups))  # what is carried comes from there
     return export_hf(
         chunks,
         target,

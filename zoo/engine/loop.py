@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zoo.config.locate import checkpoints
+from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine import adamw, bad_steps, build, card, checkpoint, export, guard, lora, lora_files, words
@@ -174,7 +174,7 @@ class Run:
             seconds = time.monotonic() - started
             self.phases.enter("save")
             self._note_saved(self.saver.wait())
-            if self.saved is None or self.saved.name != f"iter_{self.done}":
+            if self.saved is None or step_of(self.saved) != self.done:
                 self._save(wait=True)
             if not self.interrupted:
                 metrics = self._evaluate()
@@ -435,7 +435,7 @@ class Run:
         else:
             chunks, source = list(self.trainable.chunks), self.assembly.source
             about = partial(card.trained, self.recipe, self.done, source)
-            export.export(chunks, target, self.assembly, self.world, source, card=about, overwrite=True)
+            export.export(chunks, target, self.assembly, self.world, source, card=about, overwrite="aside")
         self.exported = str(target)
         self.log.event("export", self.done, path=self.exported)
         self.log.say(f"exported to {target} ({what})")
@@ -454,6 +454,8 @@ class Run:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
         for name, why in self.chosen.passed_over.items():
             self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
+        for name, outcome in self.chosen.side_files.items():
+            self.log.event("damaged_file", self.done, file=name, outcome=outcome)
         self.log.say(words.at_start(self.recipe, self.feed, parameters, adapters, self.total_steps))
 
     def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:

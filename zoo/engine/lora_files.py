@@ -61,7 +61,7 @@ def load_base(
         return based
     build.init_weights(chunks, assembly, recipe, here)
     about = partial(card.untrained, source)
-    export(chunks, folder / BASE, assembly, here, source, card=about, overwrite=True)
+    export(chunks, folder / BASE, assembly, here, source, card=about, overwrite="aside")
     return replace(assembly, source=locate(str(folder / BASE)))
 
 
@@ -122,7 +122,7 @@ def export_adapters(
     Each rank writes what it owns under another name, and the first one joins these into PEFT's one file: so no rank
     holds adapters of another pipeline stage. The folder appears when it is whole.
     """
-    comm, writer = adapters.comm, ExportWriter(target, overwrite=True)
+    comm, writer = adapters.comm, ExportWriter(target, overwrite="aside")
     try:
         together(comm, lambda: writer.begin() if here.is_main else None)
         mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}

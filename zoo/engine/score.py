@@ -32,6 +32,7 @@ from zoo.engine.blueprint import family_of
 from zoo.engine.evaluate import smallest_count
 from zoo.engine.launch import run_task, world_size
 from zoo.engine.peers import peers
+from zoo.engine.saving.choose import check_beside_weights
 from zoo.engine.world import World, world
 
 
@@ -56,6 +57,7 @@ def score(
         UserError: no such checkpoint or file, an override that can't run, or a bad row (under data.on_error=raise).
     """
     place = locate(str(path))
+    check_beside_weights(place)
     recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
         spec = str(rows) if isinstance(rows, str | Path) else _written(rows, Path(folder))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.compose import is_saved_recipe
-from zoo.config.locate import checkpoints
+from zoo.config.locate import checkpoints, step_of
 from zoo.engine.health import read_health
 from zoo.engine.result import read_summary
 from zoo.engine.runlog import clock
@@ -100,7 +100,7 @@ def read_status(path: str | Path) -> RunStatus:
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
         last_step_age=_age(last),
-        save_step=int(saved[-1].name.removeprefix("iter_")) if saved else None,
+        save_step=step_of(saved[-1]) if saved else None,
         save_age=max(0.0, time.time() - saved[-1].stat().st_mtime) if saved else None,
         checkpoint=str(saved[-1]) if saved else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,

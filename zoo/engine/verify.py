@@ -17,9 +17,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from zoo.bridge import SafetensorsFolder
+from zoo.bridge import Comm, SafetensorsFolder
 from zoo.bridge.mapping import Bridge, Entry
-from zoo.bridge.native import CARRIED, native
+from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.streams import of_expert
 from zoo.bridge.transforms import Dims
 from zoo.config.compose import recipe_for_weights
@@ -137,6 +137,8 @@ class _Side:
         arch = read_arch(place.files)
         reader = SafetensorsFolder(place.weights)
         own = place.kind == "zoo"
+        if own:
+            check_sums(place.folder, Comm())
         names = published_names(reader, arch) if own else reader.names()
         plan = blueprint(arch, names)
         table: Bridge = native(plan.bridge) if own else plan.bridge

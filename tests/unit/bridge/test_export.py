@@ -131,7 +131,7 @@ def test_only_files_beside_the_weights_are_copied(tiny: Tiny, tmp_path: Path) ->
     (source / "additional_chat_templates" / "tool.jinja").write_text("t")
     out = export_hf([loaded(tiny, source)], tmp_path / "out", BRIDGE, DIMS, source=source)
     names = {path.name for path in out.iterdir()}
-    assert names == {*kept, "additional_chat_templates", "config.json", "model.safetensors"}
+    assert names == {*kept, "additional_chat_templates", "config.json", "model.safetensors", "zoo_files.json"}
 
 
 def parallel_export(

@@ -1,5 +1,6 @@
 """An export appears whole or not at all."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from zoo.bridge import CheckpointError, ExportWriter, Planned, SafetensorsFolder, ShardWriter
+from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
+from zoo.bridge.record import RECORD, check
 from zoo.errors import UserError
 
 
-def export(target: Path, names: str, shard_bytes: int, **kwargs: bool) -> ExportWriter:
+def export(target: Path, names: str, shard_bytes: int, **kwargs: Any) -> ExportWriter:
     writer = ExportWriter(target, **kwargs)
     writer.begin()
     shards = ShardWriter(writer.partial, planned(names), shard_bytes=shard_bytes)
@@ -30,7 +32,7 @@ def planned(names: str) -> list[Planned]:
 
 def test_one_shard_has_no_index(tmp_path: Path) -> None:
     export(tmp_path / "out", "abc", 1000)
-    assert [f.name for f in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["model.safetensors", RECORD]
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
 
 
@@ -111,6 +113,72 @@ def test_an_existing_folder_is_replaced_only_when_asked(tmp_path: Path) -> None:
     export(tmp_path / "out", "b", 1000, overwrite=True)
     assert SafetensorsFolder(tmp_path / "out").names() == ["b"]
     assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("what", ["somebody's", "one that somebody put a file into", "a file"])
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_folder_that_is_not_all_zoos_is_never_removed(
+    what: str, aside: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    if what == "a file":
+        target.write_text("mine")
+    else:
+        if what != "somebody's":
+            export(target, "a", 1000)
+        (target / "deep").mkdir(parents=True)
+        (target / "deep" / "thesis.txt").write_text("mine")
+    if not aside:
+        with pytest.raises(
+            UserError, match="so it is not overwritten; choose another folder, or move that away"
+        ):
+            export(target, "b", 1000, overwrite=True)
+        kept = target
+    else:
+        export(target, "b", 1000, overwrite="aside")
+        assert SafetensorsFolder(target).names() == ["b"]
+        kept = tmp_path / "out.kept-1"
+        assert f"it is now {kept}" in capsys.readouterr().err
+    assert (kept if what == "a file" else kept / "deep" / "thesis.txt").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1 + aside
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    export(tmp_path / "real", "a", 1000)
+    (tmp_path / "out").symlink_to("real")
+    export(tmp_path / "out", "b", 1000, overwrite=True)
+    assert (tmp_path / "out").is_symlink() and SafetensorsFolder(tmp_path / "real").names() == ["b"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["out", "real"]
+
+
+def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
+    writer = ExportWriter(tmp_path / "out")
+    writer.begin()
+    shards = ShardWriter(writer.partial, planned("abc"), shard_bytes=30, sums=True)
+    for name in "abc":
+        shards.write(name, [torch.ones(2, 3)])
+    writer.commit(shards.shards, "weights")
+    told = json.loads((tmp_path / "out" / RECORD).read_text())["files"]
+    files = sorted((tmp_path / "out" / "weights").glob("*.safetensors"))
+    assert len(files) == 3
+    assert all(
+        told[f"weights/{file.name}"] == hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    )
+    check(tmp_path / "out", Comm(), wanted=True)
+    for change, message in ((flip, "is damaged"), (Path.unlink, "is missing")):
+        change(files[1])
+        with pytest.raises(CheckpointError, match=f"{files[1].name} {message}"):
+            check(tmp_path / "out", Comm(), wanted=True)
+    for text in ("", "[]", '{"files": {}}', '{"files": {"../x": "00"}}'):
+        (tmp_path / "out" / RECORD).write_text(text)
+        with pytest.raises(CheckpointError, match=RECORD):
+            check(tmp_path / "out", Comm(), wanted=True)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:

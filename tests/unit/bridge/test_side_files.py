@@ -59,9 +59,7 @@ def test_what_the_source_has_stays(tmp_path: Path) -> None:
     assert made(tmp_path, {}) == {"temperature": 0.7}
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "[" * 10**5, '{"added_tokens": [3, {"id": "x"}]}', 'true']
-)
+@pytest.mark.parametrize("text", ["", "[]", "[" * 10**5, '{"added_tokens": [3, {"id": "x"}]}', "true"])
 def test_broken_files_of_a_tokenizer_are_passed_over(tmp_path: Path, text: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
         (tmp_path / name).write_text(text)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from zoo.config.locate import checkpoints
+from zoo.config.locate import checkpoints, look
 from zoo.engine.bench.saves import Options, report, run
 from zoo.engine.saving import files
-from zoo.engine.saving.choose import best_of, choose, tidy
+from zoo.engine.saving.choose import best_of, check_beside_weights, choose, tidy
 from zoo.errors import UserError
 
 
@@ -90,12 +90,127 @@ def test_a_folder_is_published_in_the_place_of_one_that_was_there(tmp_path: Path
     assert os.listdir(former.parent) == ["iter_3"]
 
 
-def test_files_are_shared_and_not_copied(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def test_files_that_are_alike_are_made_once_and_are_no_names_of_one_file(tmp_path: Path) -> None:
+    made = []
+
+    def make(folder: Path) -> None:
+        made.append(folder)
+        (folder / "templates").mkdir()
+        (folder / "templates" / "a.jinja").write_text("a")
+        (folder / "config.json").write_text("{}")
+
+    kept = files.Kept(make)
+    for name in ("one", "two"):
+        kept.write(tmp_path / name)
+        assert files.files_of(tmp_path / name) == ["config.json", "templates/a.jinja"]
+    assert made == [tmp_path / "one"]
+    assert (tmp_path / "two" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "one" / "config.json").samefile(tmp_path / "two" / "config.json")
+
+
+def save(run_dir: Path, *steps: int) -> list[Path]:
+    """Whole checkpoints of one run: files beside the weights are alike."""
+    for step in steps:
+        folder = run_dir / "checkpoints" / f"iter_{step}"
+        (folder / "hf").mkdir(parents=True)
+        (folder / "state.json").write_text(json.dumps({"step": step}))
+        (folder / "hf" / "tokenizer.json").write_text("words")
+        (folder / "config.yaml").write_text("seed: 1")
+        files.write_manifest(folder, {})
+    return checkpoints(run_dir)
+
+
+@pytest.mark.parametrize("name", ["hf/tokenizer.json", "config.yaml"])
+@pytest.mark.parametrize("how", ["changed", "missing", "a link"])
+def test_a_file_beside_the_weights_is_restored_from_another_checkpoint(
+    name: str, how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newest = save(tmp_path, 2, 4)
+    (newest / name).unlink()
+    if how == "changed":
+        (newest / name).write_text("wards")
+    elif how == "a link":
+        (newest / name).symlink_to(older / name)
+    found = choose(tmp_path)
+    assert found.folder == newest and not found.passed_over
+    assert str(newest / name) in found.side_files[name] and str(older / name) in found.side_files[name]
+    assert not files.faults(newest) and not files.faults(older)
+    assert found.side_files[name] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["export", "base", "elsewhere"])
+def test_it_is_restored_from_the_export_or_the_source_too(place: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (newest,) = save(run, 4)
+    source = tmp_path / place if place == "elsewhere" else run / place
     source.mkdir()
     (source / "config.json").write_text("{}")
-    files.share_files(source, tmp_path / "one")
-    assert (tmp_path / "one" / "config.json").samefile(source / "config.json")
+    (source / "tokenizer.json").write_text("words")
+    (newest / "state.json").write_text(json.dumps({"step": 4, "weights": {"init": str(source)}}))
+    (newest / "integrity.json").unlink()
+    files.write_manifest(newest, {})
+    (newest / "hf" / "tokenizer.json").write_text("wards")
+    located = look(str(run))
+    assert located is not None
+    check_beside_weights(located)
+    assert not files.faults(newest)
+
+
+def test_where_it_is_whole_nowhere_the_run_goes_on_and_a_conversion_says_so(tmp_path: Path) -> None:
+    for folder in save(tmp_path, 2, 4):
+        (folder / "hf" / "tokenizer.json").write_text("wards")
+    found = choose(tmp_path)
+    assert found.folder is not None and found.folder.name == "iter_4" and not found.passed_over
+    assert "The weights are whole and the run goes on from them" in found.side_files["hf/tokenizer.json"]
+    located = look(str(tmp_path))
+    assert located is not None
+    with pytest.raises(
+        UserError, match=r"tokenizer\.json is damaged.*no whole copy of it was found.*Go on with the run"
+    ):
+        check_beside_weights(located)
+
+
+def test_nothing_is_written_where_a_manifest_points(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 2, 4)
+    told = json.loads((newest / files.MANIFEST).read_text())
+    told["files"]["hf/../../../out"] = files.digest(older / "config.yaml")
+    (newest / files.MANIFEST).write_text(json.dumps(told))
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "out").write_text("seed: 1")
+    found = choose(tmp_path)
+    assert found.folder == older and not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_damaged_are_not_taken_from_elsewhere(tmp_path: Path) -> None:
+    older, newest = save(tmp_path, 2, 4)
+    (newest / "state.json").write_text('{"step": 5}')
+    found = choose(tmp_path)
+    assert found.folder == older and "state.json is damaged" in found.passed_over["iter_4"]
+    assert not newest.exists() and newest.with_name("damaged_iter_4").is_dir()
+
+
+def test_a_checkpoint_is_of_the_step_inside_whatever_its_folder_is_called(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 2, 4, 6)
+    folder = tmp_path / "checkpoints"
+    (folder / "iter_2").rename(folder / "iter_900")
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_900", "iter_4", "iter_6"]
+    assert choose(tmp_path).folder == folder / "iter_6"
+    (folder / "iter_6").rename(folder / "iter_1")
+    assert choose(tmp_path).folder == folder / "iter_1"
+    assert f"{folder}/iter_1 holds step 6" in capsys.readouterr().err
+    log(tmp_path, _2=0.1, _4=0.2, _6=0.3)
+    assert best_of(tmp_path, "loss") == folder / "iter_900"
+    tidy(tmp_path, 1, "loss")
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_900", "iter_1"]
+
+
+def test_what_somebody_has_put_beside_a_checkpoint_is_not_removed(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4, 6)
+    (tmp_path / "checkpoints" / "iter_2" / "notes.txt").write_text("mine")
+    tidy(tmp_path, 1, None)
+    assert [path.name for path in checkpoints(tmp_path)] == ["iter_2", "iter_6"]
 
 
 def test_the_newest_and_the_best_stay(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ no torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from zoo.files import sync, write_atomically
+from zoo.files import replaced, sync, write_atomically
 
 MANIFEST = "integrity.json"
 _ALGORITHM = "sha256"
@@ -31,15 +32,29 @@ def files_of(folder: Path) -> list[str]:
     return sorted(name for path in found if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
-def share_files(source: Path, target: Path) -> None:
-    """Have the files of a flat folder in another one too: as further names of theirs, or copied where there are none."""
-    target.mkdir()
-    for file in source.iterdir():
-        try:
-            os.link(file, target / file.name)
-        except OSError:
-            shutil.copyfile(file, target / file.name)
-            sync(target / file.name)
+class Kept:
+    """Files that are alike in all checkpoints of a process: made once, kept in memory, and written anew each time.
+
+    Further names of one file would be damaged together.
+    """
+
+    def __init__(self, make: Callable[[Path], None]) -> None:
+        """`make` writes them into a folder."""
+        self._make = make
+        self._files: dict[str, bytes] | None = None
+
+    def write(self, folder: Path) -> None:
+        """Make the folder and have the disk hold its files."""
+        folder.mkdir()
+        if self._files is None:
+            self._make(folder)
+            self._files = {name: (folder / name).read_bytes() for name in files_of(folder)}
+        else:
+            for name, content in self._files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+        for name in self._files:
+            sync(folder / name)
 
 
 def write_manifest(folder: Path, known: Mapping[str, str]) -> None:
@@ -63,19 +78,49 @@ def publish(partial: Path, target: Path) -> None:
 
 def faults(folder: Path, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with a checkpoint's files, a sentence each, as far as this rank looks: each looks at its share."""
+    return list(damaged(folder, rank, ranks).values())
+
+
+def damaged(
+    folder: Path, rank: int = 0, ranks: int = 1, concerns: Callable[[str], bool] = lambda name: True
+) -> dict[str, str]:
+    """The same by file, of the files that it `concerns`; what is wrong with the manifest stands under its own name."""
     path = folder / MANIFEST
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
         wanted = dict(told["files"])
         algorithm = told["algorithm"]
     except FileNotFoundError:
-        return [f"{path} is missing"]
+        return {MANIFEST: f"{path} is missing"}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{path} can't be read ({error})"]
+        return {MANIFEST: f"{path} can't be read ({error})"}
     if algorithm != _ALGORITHM:
-        return [f"{path} has sums by {algorithm!r}; wanted {_ALGORITHM}"]
-    names = sorted({*wanted, *files_of(folder)})
-    return [fault for name in names[rank::ranks] if (fault := _fault(folder, name, wanted.get(name)))]
+        return {MANIFEST: f"{path} has sums by {algorithm!r}; wanted {_ALGORITHM}"}
+    names = sorted(filter(concerns, {*wanted, *files_of(folder)}))
+    return {name: fault for name in names[rank::ranks] if (fault := _fault(folder, name, wanted.get(name)))}
+
+
+def strangers(folder: Path) -> list[str]:
+    """Files of a checkpoint's folder that were not written with it; all where there is no manifest to tell."""
+    try:
+        told = set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        told = set()
+    return [name for name in files_of(folder) if name not in told]
+
+
+def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
+    """Put the copy that has the sum of a checkpoint's manifest in the place of a damaged file; that copy, or None."""
+    wanted = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].get(name)
+    for copy in copies:
+        with contextlib.suppress(OSError):
+            if copy.is_file() and digest(copy) == wanted:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                with replaced(folder / name) as partial:
+                    shutil.copyfile(copy, partial)
+                    sync(partial)
+                return copy
+    return None
 
 
 def _fault(folder: Path, name: str, wanted: str | None) -> str | None:

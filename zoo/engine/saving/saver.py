@@ -42,7 +42,7 @@ class Saver:
     def __init__(self, recipe: Recipe, world: World, save_files: Callable[[Path], None]) -> None:
         """`save_files` writes config.json and the processor's files into a folder."""
         assert recipe.run.dir is not None
-        self._recipe, self._world, self._save_files = recipe, world, save_files
+        self._recipe, self._world, self._hf = recipe, world, files.Kept(save_files)
         self._run_dir = Path(recipe.run.dir)
         self._folder = self._run_dir / "checkpoints"
         self._staging = snapshot.Staging(world.device)
@@ -63,8 +63,7 @@ class Saver:
                 files.remove(self._folder.glob(PARTIAL + "*"))
         copied = snapshot.take(trainable, self._world, self._staging)
         state = {**state, "ranks": self._world.size}
-        hf = self._folder / f"{PARTIAL}hf"
-        order = Order(self._run_dir, state, self._recipe, hf, self._save_files)
+        order = Order(self._run_dir, state, self._recipe, self._hf)
         self._writing = _Writing(copied, order, self._channel, not self._validated, began, self._world.device)
         self._validated = True
         return former
@@ -83,7 +82,7 @@ class Saver:
         return writing.result() if writing is not None else None
 
     def close(self) -> None:
-        """After the last save: the best checkpoint may be another one by now, and shared files are no longer needed."""
+        """After the last save: the best checkpoint may be another one by now."""
         self.wait()
         if self._world.is_main:
             files.remove(self._folder.glob(PARTIAL + "*"))

@@ -76,8 +76,7 @@ class Order:
     run_dir: Path
     state: dict[str, Any]  # goes into state.json; `step` names the folder
     recipe: Recipe
-    hf: Path  # folder with config.json and the processor's files; filled where it is not there
-    save_files: Callable[[Path], None]
+    hf: files.Kept  # config.json and the processor's files
 
     @property
     def target(self) -> Path:
@@ -178,23 +177,10 @@ def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, s
     prepared.writer.finish(prepared.metadata, [placed for placed, _ in written])
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     sync(folder / "metadata.json")
-    if not order.hf.is_dir():
-        _fill(order.hf, order.save_files)
-    files.share_files(order.hf, folder / HF_PART)
+    order.hf.write(folder / HF_PART)
     shutil.copyfile(order.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
     sync(folder / "config.yaml")
     write_atomically(folder / STATE, json.dumps(order.state) + "\n")
     files.write_manifest(folder, {name: value for _, digests in written for name, value in digests.items()})
     files.publish(folder, order.target)
     tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
-
-
-def _fill(folder: Path, save_files: Callable[[Path], None]) -> None:
-    """Write the processor's files once; all checkpoints of this process have them under further names."""
-    new = folder.with_name(folder.name + ".new")
-    files.remove([new])
-    new.mkdir()
-    save_files(new)
-    for file in new.iterdir():
-        sync(file)
-    os.replace(new, folder)
