@@ -44,6 +44,10 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", f"iter_{STEPS}"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
     assert (folder / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    generation = json.loads((folder / "export" / "generation_config.json").read_text())
+    tokens = json.loads((folder / "export" / "tokenizer.json").read_text())["added_tokens"]
+    assert generation["eos_token_id"] == next(t["id"] for t in tokens if t["content"] == "<|im_end|>")
+    assert f"| steps | {STEPS} |" in (folder / "export" / "README.md").read_text()
     assert json.loads((folder / "env.json").read_text())["packages"]["megatron-core"]
     ended = summary(folder)
     assert (ended["steps"], ended["total_steps"], ended["interrupted"]) == (STEPS, STEPS, False)

@@ -58,28 +58,30 @@ def name_of(source: Place, given: str) -> str:
 
 
 def trained(
-    recipe: Recipe, steps: int, source: Place | None, arch: Mapping[str, Any], *, adapter: bool = False
+    recipe: Recipe | None, steps: int, source: Place | None, arch: Mapping[str, Any], *, adapter: bool = False
 ) -> str:
-    """The card of what a run exports; `source` is what the run started from, `arch` its config.json."""
-    train, pack = recipe.train, recipe.packing
-    names = [Path(str(parse_entry(spec, "data.train"))).name for spec in recipe.data.train]
-    rows = {
-        "recipe": Path(recipe.recipe).name + (f", size {recipe.size}" if recipe.size else ""),
-        "data": ", ".join(names),
-        "steps": f"{steps} of {train.global_batch} rows each",
-        "learning rate": f"{train.lr:g}, {train.warmup_steps} steps of warm-up, cosine to {train.min_lr:g}",
-        "packing": f"{pack.mode}, {pack.budget} tokens",
-        "precision": str(recipe.engine.precision),
-    }
-    if recipe.model.freeze:
-        rows["not trained"] = ", ".join(recipe.model.freeze)
-    if recipe.lora.rank:
-        rows["adapters"] = (
-            f"LoRA, rank {recipe.lora.rank}, alpha {recipe.lora.alpha:g}, on {', '.join(recipe.lora.targets)}"
-        )
+    """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json."""
+    rows = {"steps": str(steps), **({} if recipe is None else _of_recipe(recipe))}
+    if recipe is not None and recipe.lora.rank:
+        lora = recipe.lora
+        rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         rows["adapters"] += "" if adapter else "; merged into the weights"
     what = "adapters that were trained" if adapter else "a model that was trained"
     return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter)
+
+
+def _of_recipe(recipe: Recipe) -> dict[str, str]:
+    train, pack = recipe.train, recipe.packing
+    names = [Path(str(parse_entry(spec, "data.train"))).name for spec in recipe.data.train]
+    return {
+        "rows in a step": str(train.global_batch),
+        "recipe": Path(recipe.recipe).name + (f", size {recipe.size}" if recipe.size else ""),
+        "data": ", ".join(names),
+        "learning rate": f"{train.lr:g}, {train.warmup_steps} steps of warm-up, cosine to {train.min_lr:g}",
+        "packing": f"{pack.mode}, {pack.budget} tokens",
+        "precision": recipe.engine.precision or "",
+        "not trained": ", ".join(recipe.model.freeze),
+    }
 
 
 def untrained(source: Place | None, arch: Mapping[str, Any]) -> str:

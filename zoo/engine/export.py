@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,13 @@ from typing import Any
 from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.bridge.native import check_sums
 from zoo.config.compose import load_recipe, recipe_for_weights
-from zoo.config.locate import STATE, Place, read_arch
+from zoo.config.locate import Place, read_arch, step_of
+from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine import build, card, checkpoint
 from zoo.engine.blueprint import family_of
 from zoo.engine.world import World, world
+from zoo.errors import UserError
 
 
 def export(
@@ -61,7 +62,13 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
         adapters = build.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
             adapters.freeze_others()
-        trained = load_recipe(run.folder / "config.yaml")
-        state = json.loads((run.folder / STATE).read_text(encoding="utf-8"))
-        about = partial(card.trained, trained, state["step"], checkpoint.started_from(run))
+        about = partial(card.trained, _recipe_of(run), step_of(run.folder), checkpoint.started_from(run))
         return export(chunks, target, assembly, here, run, card=about, **options)
+
+
+def _recipe_of(run: Place) -> Recipe | None:
+    """The recipe that a checkpoint was trained by; None for one of another zoo, whose keys are not known here."""
+    try:
+        return load_recipe(run.folder / "config.yaml")
+    except UserError:
+        return None

@@ -51,7 +51,7 @@ def test_of_a_run_on_a_model_of_the_hub(tmp_path: Path) -> None:
     for told in (
         "mine.jsonl",
         "qwen3_vl_sft, size tiny",
-        "7 of",
+        "| steps | 7 |",
         "3e-05",
         f"zoo {zoo.__version__}",
         "apache-2.0",
