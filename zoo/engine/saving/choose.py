@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def choose(run_dir: Path) -> Chosen:
         if all(is_beside_weights(name) and "does not belong" not in fault for name, fault in found.items()):
             if passed_over:
                 _put_away(run_dir, passed_over, checkpoint)
-            side_files = _on_first(lambda checkpoint=checkpoint, found=found: _settle(checkpoint, found))
+            side_files = _on_first(partial(_settle, checkpoint, found))
             return Chosen(checkpoint, passed_over, side_files)
         passed_over[checkpoint.name] = _told(list(found.values()))
     if passed_over:
