@@ -17,6 +17,7 @@ from zoo.config.locate import ABOUT, Place
 from zoo.config.schema import Recipe
 from zoo.engine import checkpoint
 from zoo.errors import printable
+from zoo.files import expanded
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of huggingface_hub
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
@@ -54,7 +55,7 @@ def base_of(source: Place | None) -> Base | None:
 def name_of(source: Place, given: str) -> str:
     """What a conversion writes down of its source: a hub id, or the folder's name without the path to it."""
     found = base_of(source)
-    return found.name if found is not None and found.on_hub else Path(given).expanduser().absolute().name
+    return found.name if found is not None and found.on_hub else expanded(given).absolute().name
 
 
 def trained(
