@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags, split_recipe
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
     from zoo.inspection.lengths import Lengths
@@ -107,8 +107,8 @@ def _step(arguments: Sequence[str]) -> Step | None:
 
 
 def _number(key: str, text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise UserError(f"{key}={text}: wanted a whole number above 0")
+    if not text.isdecimal() or len(text) > 9 or not int(text):
+        raise UserError(f"{key}={printable(text, 200)}: wanted a whole number above 0")
     return int(text)
 
 

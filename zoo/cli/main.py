@@ -36,6 +36,8 @@ VERBS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # transformers warns of keys that configs of published models have and zoo checks itself; ranks inherit this.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with _ctrl_c_noted() as came:
         try:
             code = _run(arguments)

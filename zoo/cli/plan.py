@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from zoo.cli.arguments import split_flags, split_recipe
 from zoo.config.schema import Recipe
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 
 KEYS = ("ranks", "labels", "media")
 
@@ -56,8 +56,8 @@ def planned_ranks(recipe: Recipe) -> int:
 
 
 def _ranks(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise UserError(f"ranks={text}: wanted a whole number above 0")
+    if not text.isdecimal() or len(text) > 9 or not int(text):
+        raise UserError(f"ranks={printable(text, 200)}: wanted a whole number above 0")
     return int(text)
 
 

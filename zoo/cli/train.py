@@ -1,13 +1,14 @@
 """
 usage: zoo train recipe=NAME [key=value ...] [--slurm-template]
 
-Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml).
+Trains from a recipe: a name that `zoo list` shows, or the path of a YAML file (also a run's config.yaml). `zoo train my.yaml`
+and `zoo train recipe=my.yaml` are the same.
 
   size=SIZE          a size of the family; default: the published size on a GPU, tiny without
   hardware=NAME      what it runs on: 8xh200, 2x8xh100 (nodes, GPUs, kind), auto, cpu; parallel sizes that are not
                      given are chosen so that the model fits
   nproc=N            ranks on this machine; default: one a GPU, or nproc_cpu without
-  train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100
+  train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100 or --train.steps 100
   run.dir=FOLDER     the run folder; a run that was stopped goes on from there
 
 Exit codes: 0 done, 2 a mistake to mend, 130 Ctrl-C, 75 SIGTERM or SIGUSR1 (start the same command again), 76 left because

@@ -1,6 +1,8 @@
 """zoo plan, zoo list and zoo show, for people and for machines."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,14 @@ def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]
     assert found["parameters"]["total"] == 31_070_754_032
     assert found["memory_bytes"][0]["total"] < found["room_bytes"]
     assert found["parallel"]["ep"] > 1
+
+
+def test_a_plan_says_nothing_else() -> None:
+    """No library's warnings: those of transformers about the keys of published configs, say."""
+    command = [sys.executable, "-m", "zoo", "plan", "qwen3_omni_sft", "size=30b-a3b", "hardware=8xh200"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("qwen3_omni_sft  size 30b-a3b")
 
 
 def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +59,7 @@ def test_the_row_of_a_plan_is_as_told(capsys: pytest.CaptureFixture[str]) -> Non
     ("argument", "message"),
     [
         ("ranks=0", "ranks=0: wanted a whole number above 0"),
+        ("ranks=" + "9" * 5000, f"ranks={'9' * 133}...{'9' * 64}: wanted a whole number above 0"),
         ("labels=2", "labels=2: wanted a share between 0 and 1"),
         ("hardwre=cpu", "hardwre: no such key; nearest: hardware"),
         ("--jsn", "--jsn: no such option; nearest: --json"),
