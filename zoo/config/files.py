@@ -158,10 +158,11 @@ def _read(file: Traversable) -> Layer:
     if not isinstance(parsed, dict | None):
         kind = "a list" if isinstance(parsed, list) else "one value"
         raise ConfigError(f"{file}: wanted keys and values (`train:` and so on), found {kind}")
-    odd = [key for key in parsed or {} if not isinstance(key, str) or not _NAME.fullmatch(key)]
+    found = parsed or {}
+    odd = [key for key in found if not isinstance(key, str) or not _NAME.fullmatch(key)]
     if odd:  # and its text may be anybody's
-        raise ConfigError(f"{file}: {len(odd)} of its {len(parsed)} keys can be none of a recipe; is it one?")
-    return Layer(str(file), {key: _filled(value, key, f"{file}: ") for key, value in (parsed or {}).items()})
+        raise ConfigError(f"{file}: {len(odd)} of its {len(found)} keys can be none of a recipe; is it one?")
+    return Layer(str(file), {key: _filled(value, key, f"{file}: ") for key, value in found.items()})
 
 
 def escaped(value: Any) -> Any:

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -20,7 +21,7 @@ def asking_the_hub() -> Iterator[str | None]:
     """
     from huggingface_hub import constants
 
-    modules = [constants, *filter(None, [sys.modules.get("datasets.config")])]
+    modules: list[Any] = [constants, *filter(None, [sys.modules.get("datasets.config")])]
     before = [module.HF_HUB_OFFLINE for module in modules]
     if any(before):
         yield "HF_HUB_OFFLINE is set"

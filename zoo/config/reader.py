@@ -145,7 +145,7 @@ class _Check:
     def run(self, text: str) -> None:
         """Raises UnreadableError or YAMLError."""
         for event in yaml.parse(text, Loader=_Loader):
-            line = event.start_mark.line + 1
+            line = event.start_mark.line + 1 if event.start_mark else 0
             if isinstance(event, yaml.CollectionEndEvent):
                 ended = self.open.pop()
                 self._name(ended.anchor, ended.before)

@@ -5,15 +5,24 @@ import os
 import pty
 import struct
 import termios
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from zoo.engine import runlog
 from zoo.engine.runlog import Progress
 
 FIGURES = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
            "data_wait": 0.12}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by 3 seconds each time that it is read."""
+    now = count(0.0, 3.0)
+    monkeypatch.setattr(runlog.time, "monotonic", lambda: next(now))
 
 
 def shown(width: int, figures: dict[str, Any], total: int) -> str:
@@ -23,7 +32,6 @@ def shown(width: int, figures: dict[str, Any], total: int) -> str:
     with os.fdopen(slave, "w") as stream:
         progress = Progress(total, figures["step"] - 1, 10, stream)
         assert progress.live
-        progress.start -= 3.0  # seconds that the step took
         progress.step(figures)
         text = os.read(master, 10_000).decode()
     os.close(master)
