@@ -8,7 +8,7 @@ from pathlib import Path
 
 from support.commands import Zoo, figures, summary
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "examples" / "notebook.py"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
 
 
 def environment(**more: str) -> dict[str, str]:

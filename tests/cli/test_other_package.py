@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "docs" / "examples" / "toy_lm"
+SOURCE = Path(__file__).parents[2] / "examples" / "toy_lm"
 
 
 @pytest.fixture
@@ -46,6 +46,6 @@ def test_a_family_of_another_package(installed: dict[str, str], tmp_path: Path) 
 
 
 def test_nothing_here_knows_it() -> None:
-    root = SOURCE.parents[2]
+    root = SOURCE.parents[1]
     pages = [*root.glob("zoo/**/*.py"), *root.glob("models/**/*.py"), *root.glob("recipes/**/*.yaml")]
     assert not [page for page in pages if "toy_lm" in page.read_text()]
