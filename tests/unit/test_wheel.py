@@ -41,6 +41,7 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
             base = Path(home, Path(root).relative_to(REPO / folder))
             wanted |= {(base / name).as_posix() for name in files if not name.startswith(".")}
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert "zoo/py.typed" in held  # type checkers read zoo's annotations
     assert held == wanted, f"missing: {sorted(wanted - held)}, too many: {sorted(held - wanted)}"
 
 
@@ -53,7 +54,7 @@ def test_wheel_declares_what_users_need(wheel: Path) -> None:
         }
     assert "zoo = zoo.cli.main:main" in read["entry_points.txt"]
     assert "Apache License" in read["licenses/LICENSE"]
-    for extra in ("te", "kernels", "wandb", "dev"):
+    for extra in ("te", "kernels", "flash", "wandb", "docs", "dev"):
         assert f"Provides-Extra: {extra}" in read["METADATA"]
 
 
