@@ -1,0 +1,66 @@
+"""Scripts of examples/ run as they are, in an empty folder."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = ("train_from_python.py", "convert_and_verify.py", "plan_a_run.py")
+ELSEWHERE = ("notebook.py", "toy_lm")  # test_launchers.py, test_other_package.py
+MARK = "==== "
+RUN_ALL = f"""
+import runpy, sys
+for path in sys.argv[1:]:
+    print({MARK!r} + path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each script prints; one process runs them all, for half of their time is that of imports."""
+    folder = tmp_path_factory.mktemp("examples")
+    dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL, *(str(EXAMPLES / name) for name in SCRIPTS)],
+        cwd=folder,
+        env={**env, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [entry.name for entry in folder.iterdir()] == ["runs"]
+    parts = done.stdout.split(MARK)[1:]
+    return {Path(part.partition("\n")[0]).name: part for part in parts}
+
+
+def test_training_from_python_learns_colours(printed: dict[str, str]) -> None:
+    found = re.search(r"30 steps, loss ([\d.]+) -> ([\d.]+)", printed["train_from_python.py"])
+    assert found is not None, printed
+    assert float(found[2]) < 0.5 * float(found[1])
+
+
+def test_conversion_loses_nothing(printed: dict[str, str]) -> None:
+    text = printed["convert_and_verify.py"]
+    assert re.search(r"tensors: \{'equal': \d+\}, equal: True", text), text
+    assert len(re.findall(r"log-probability of '\w+': -\d", text)) == 2
+    assert "transformers reads 1,322,304 parameters" in text
+
+
+def test_plans_are_made_without_the_machine(printed: dict[str, str]) -> None:
+    lines = printed["plan_a_run.py"].splitlines()[1:]
+    assert len(lines) == 3
+    assert all("GB a rank (fits)" in line for line in lines[:2]), lines
+    assert "does not fit 8 GPUs" in lines[2]
+
+
+def test_every_example_is_run() -> None:
+    names = {path.name for path in EXAMPLES.iterdir() if not path.name.startswith((".", "_"))}
+    assert names == {*SCRIPTS, *ELSEWHERE, "README.md"}
