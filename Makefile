@@ -6,7 +6,7 @@ PYTEST_ARGS ?=
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format clean
+.PHONY: help env demo test lint format docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
@@ -36,6 +36,9 @@ lint: env ## ruff, ruff format --check and mypy: all three run, and all must pas
 format: env ## let ruff mend and format the code
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
+
+docs: ## build the documentation site into build/site
+	@sh scripts/build_docs.sh
 
 clean: ## remove the environment and caches (runs/ stays)
 	rm -rf $(VENV) .typecheck .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

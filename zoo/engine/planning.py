@@ -57,8 +57,8 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 
     Args:
-        labels, media: shares of a row's tokens that carry a loss, and that are of media; defaults are those of
-            `zoo.planner.rows`.
+        labels: share of a row's tokens that carry a loss; default: that of `zoo.planner.rows`.
+        media: share of a row's tokens that are of media; default: that of `zoo.planner.rows`.
 
     Raises:
         ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.

@@ -94,7 +94,8 @@ def verify(
     """Compare two checkpoints of one family.
 
     Args:
-        a, b: what `zoo.convert` and `zoo.score` take.
+        a: what `zoo.convert` and `zoo.score` take.
+        b: the same, to compare with `a`.
         rows: a JSONL file, or a bundled set, whose answers' log-probabilities are compared too, in fp32.
         overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
         tolerance: largest difference of a log-probability (natural) that is none.

@@ -1,0 +1,92 @@
+"""The documentation site: every page in its navigation, links that lead to pages, an API reference of names that exist."""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+REPO = Path(__file__).parents[2]
+
+
+def load_hook() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_pages", REPO / "scripts" / "site_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HOOK = load_hook()
+
+
+def leaves(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for entry in nav.values() if isinstance(nav, dict) else nav:
+            yield from leaves(entry)
+
+
+def test_every_page_stands_once_in_the_navigation() -> None:
+    nav = list(leaves(yaml.safe_load((REPO / "mkdocs.yml").read_text())["nav"]))
+    pages = [*HOOK.PAGES.values(), *(str(p.relative_to(REPO / "docs")) for p in REPO.glob("docs/**/*.md"))]
+    assert sorted(nav) == sorted(pages)
+    families = {path.parent.name for path in REPO.glob("models/*/__init__.py")}
+    assert families <= {Path(page).stem for page in nav}
+
+
+@pytest.mark.parametrize(
+    ("path", "link", "wanted"),
+    [
+        ("README.md", "docs/data.md#a-row", "data.md#a-row"),
+        ("README.md", "docs/images/soak.png", "images/soak.png"),
+        ("README.md", "LICENSE", "source/LICENSE.md"),
+        ("docs/data.md", "packing.md", "packing.md"),
+        ("docs/data.md", "../README.md", "index.md"),
+        ("docs/data.md", "../zoo/errors.py", "source/zoo/errors.py.md"),
+        ("docs/data.md", "../tests/unit", "source/tests/unit.md"),
+        ("docs/data.md", "../models/llava", "families/llava.md"),
+        ("models/llava/README.md", "config.py", "../source/models/llava/config.py.md"),
+        ("models/llava/README.md", "../../docs/data.md", "../data.md"),
+        ("docs/data.md", "https://example.org/zoo/errors.py", "https://example.org/zoo/errors.py"),
+        ("docs/data.md", "nothing.md", "nothing.md"),  # mkdocs reports it
+    ],
+)
+def test_links_are_those_of_the_site(path: str, link: str, wanted: str) -> None:
+    text = "See [it]({}).\n```text\n[it]({})\n```\n"
+    page = HOOK.target(path)
+    assert HOOK.origin(page) == path
+    assert HOOK.rewritten(text.format(link, link), path, page) == text.format(wanted, link)
+
+
+def test_files_that_pages_link_to_become_pages() -> None:
+    found = set(HOOK.linked((REPO / "models/llava/README.md").read_text(), "models/llava/README.md"))
+    assert "models/llava/config.py" in found
+    assert "class " in HOOK.content("models/llava/config.py")
+    assert "- `test_site.py`" in HOOK.content("tests/unit")
+
+
+def test_the_reference_names_what_is_there() -> None:
+    names = re.findall(r"^::: (\S+)$", (REPO / "docs" / "reference.md").read_text(), re.MULTILINE)
+    assert "zoo.train" in names
+    for name in names:
+        parts = name.split(".")
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError:
+            found = getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
+        assert found.__doc__, f"{name} has no docstring"
+
+
+def test_the_reference_has_all_that_zoo_offers() -> None:
+    import zoo
+
+    text = (REPO / "docs" / "reference.md").read_text()
+    missing = [name for name in zoo.__all__ if name != "__version__" and f"::: zoo.{name}\n" not in text]
+    assert not missing
