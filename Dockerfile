@@ -1,0 +1,32 @@
+# zoo in a container, with and without a GPU: docs/install.md says how to build and run it.
+ARG BASE=ubuntu:24.04
+FROM ${BASE}
+
+# Extras of pyproject.toml, separated by commas. `te` needs a BASE with nvcc and cuDNN's headers.
+ARG EXTRAS=""
+
+# A compiler is needed at run time too: Triton compiles the launchers of its kernels with it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        build-essential python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/zoo
+ENV PATH=/opt/zoo/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+WORKDIR /src
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY zoo zoo
+COPY models models
+COPY bridges bridges
+COPY recipes recipes
+# Transformer Engine is compiled against the torch that is installed, so torch comes first. Triton comes last: torch pins
+# an older one, with which flash-linear-attention is wrong on Hopper. Versions are those of pyproject.toml.
+# hadolint ignore=DL3013
+RUN pip install . 'setuptools>=77,<82' ninja \
+    && if [ -n "$EXTRAS" ]; then pip install --no-build-isolation ".[$EXTRAS]"; fi \
+    && case ",$EXTRAS," in *,kernels,*) pip install 'triton>=3.7.1,<3.8' ;; esac
+
+WORKDIR /work
+ENTRYPOINT ["zoo"]
+CMD ["--help"]
