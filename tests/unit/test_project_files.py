@@ -1,0 +1,106 @@
+"""Files beside the code (container, workflow, forms, metadata) agree with the package."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import zoo
+
+REPO = Path(__file__).parents[2]
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def requirement(text: str) -> tuple[str, str]:
+    """Name and range of a dependency, without extras and markers."""
+    match = re.match(r"([\w-]+)(?:\[.*?\])?([^;]*)", text)
+    assert match is not None
+    return match[1], match[2].strip()
+
+
+def test_installing_lists_the_ranges_of_the_package() -> None:
+    """docs/install.md: a row `| name | `range` |` for Python, each dependency, and those of the extras users install."""
+    rows = re.findall(
+        r"^\| ([\w-]+) \| `([^`]*[<>=][^`]*)` \|", (REPO / "docs/install.md").read_text(), re.MULTILINE
+    )
+    users = [
+        *PROJECT["dependencies"],
+        *(d for name in EXTRAS if name not in ("dev", "docs") for d in EXTRAS[name]),
+    ]
+    assert rows == [("Python", PROJECT["requires-python"]), *map(requirement, users)]
+
+
+def test_installing_lists_the_extras() -> None:
+    section = (REPO / "docs/install.md").read_text().partition("## Extras")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(EXTRAS)
+
+
+def test_the_image_is_built_from_what_the_wheel_needs() -> None:
+    lines = (REPO / "Dockerfile").read_text().splitlines()
+    copied = {word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]}
+    assert copied == {
+        "pyproject.toml",
+        "setup.py",
+        "README.md",
+        "LICENSE",
+        "zoo",
+        "models",
+        "bridges",
+        "recipes",
+    }
+    assert all((REPO / name).exists() for name in copied)
+    ignored = (REPO / ".dockerignore").read_text().split()
+    assert {line[1:] for line in ignored if line.startswith("!")} == copied
+
+
+def test_the_image_installs_extras_that_exist() -> None:
+    text = (REPO / "Dockerfile").read_text()
+    page = (REPO / "docs/install.md").read_text()
+    named = {name for found in re.findall(r"EXTRAS=([\w,]+)", page) for name in found.split(",")}
+    assert named <= set(EXTRAS) and set(re.findall(r"\*,(\w+),\*", text)) <= set(EXTRAS)
+    (triton,) = set(re.findall(r"'(triton[^']+)'", text))
+    assert triton in page
+
+
+def test_the_workflow_runs_what_ci_runs_on_every_supported_python() -> None:
+    workflow = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())
+    tests = workflow["jobs"]["test"]
+    supported = [text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)]
+    assert tests["strategy"]["matrix"]["python"] == supported
+    assert {"run": ".ci/run"} in tests["steps"]
+    assert os.access(REPO / ".ci/run", os.X_OK)
+    assert {"run": "make docs"} in workflow["jobs"]["docs"]["steps"]
+
+
+@pytest.mark.parametrize("name", ["bug.yml", "feature.yml"])
+def test_issue_forms_are_forms(name: str) -> None:
+    """The rules of GitHub's form schema that a form fails on."""
+    form = yaml.safe_load((REPO / ".github/ISSUE_TEMPLATE" / name).read_text())
+    assert form["name"] and form["description"]
+    ids = [item["id"] for item in form["body"]]
+    assert len(ids) == len(set(ids))
+    for item in form["body"]:
+        assert item["type"] in ("textarea", "input", "dropdown", "checkboxes")
+        assert item["attributes"]["label"]
+        assert all(option["label"] for option in item["attributes"].get("options", ()))
+
+
+def test_hooks_of_commits_run_tools_of_the_environment() -> None:
+    (local,) = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text())["repos"]
+    tools = {requirement(dependency)[0] for dependency in EXTRAS["dev"]}
+    for hook in local["hooks"]:
+        python, flag, tool, *_ = hook["entry"].split()
+        assert (python, flag) == (".venv/bin/python", "-m") and tool in tools
+    assert [hook["id"] for hook in local["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_one_version_everywhere() -> None:
+    citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
+    assert zoo.__version__ == PROJECT["version"] == str(citation["version"])
+    assert re.search(
+        rf"^## .*{re.escape(zoo.__version__)}", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
