@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from zoo.cli.plan import KEYS as PLAN_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.reference import keys, sections
 from zoo.data.rows import KEYS, MEDIA, PLACEHOLDER
+from zoo.registry import families
 
 REPO = Path(__file__).parents[2]
 PAGES = [
     path
     for path in (
-        REPO / "README.md",
+        *sorted(REPO.glob("*.md")),
+        REPO / "examples" / "README.md",
         *sorted((REPO / "docs").glob("**/*.md")),
         *sorted(REPO.glob("models/*/README.md")),
     )
@@ -48,6 +51,7 @@ OWN = {
 FOLDERS = (
     "bridges",
     "docs",
+    "examples",
     "models",
     "recipes",
     "scripts",
@@ -140,16 +144,30 @@ def test_commands_are_understood(page: Path) -> None:
         if program == "torchrun":
             assert rest[:2] == ["--nproc-per-node", "2"] and rest[2:4] == ["-m", "zoo"], words
             program, rest = "zoo", rest[4:]
+        if program == "docker" and rest[0] == "run":
+            program, rest = "zoo", rest[rest.index("zoo") + 1 :]  # the image runs zoo
         if program == "zoo":
             check_zoo(rest)
+        elif program == "pip":
+            check_pip(rest)
         elif program == "make":
             makefile = (REPO / "Makefile").read_text()
-            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in rest), words
+            named = [(word.partition("=")[0], " ?[?]?=" if "=" in word else ":") for word in rest]
+            assert all(re.search(rf"^{name}{end}", makefile, re.MULTILINE) for name, end in named), words
         elif program == "python":
             paths = [word for word in rest if "/" in word]
             assert paths and all((REPO / path).exists() for path in paths), words
         else:
-            assert program == "source", f"{words}: not known to this test"
+            known = (["docker", "build"], ["pre-commit", "install"])
+            assert program == "source" or words[:2] in known, f"{words}: not known to this test"
+
+
+def check_pip(words: list[str]) -> None:
+    """It installs this checkout with extras that exist, or packages."""
+    assert words[0] == "install", words
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for named in re.findall(r"^\.\[([\w,]+)\]$", "\n".join(words), re.MULTILINE):
+        assert set(named.split(",")) <= set(extras), words
 
 
 def check_zoo(words: list[str]) -> None:
@@ -214,6 +232,21 @@ def test_python_uses_names_that_are_there(page: Path) -> None:
                 from zoo.packing import PackedLayout
 
                 assert hasattr(PackedLayout, node.attr), f"PackedLayout.{node.attr}"
+
+
+def test_the_readme_lists_the_families_as_they_are() -> None:
+    """Modalities, sizes and parallelism of its table, as `zoo list` prints them."""
+    table = re.findall(
+        r"^\| \[.*?\]\(models/(\w+)/README\.md\).*? \| (.*?) \| (.*?) \| (.*?) \|$",
+        (REPO / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert {name for name, *_ in table} == {name for name in families() if (REPO / "models" / name).is_dir()}
+    for name, modalities, sizes, parallelism in table:
+        family = families()[name]
+        assert tuple(modalities.split(", ")) == family.modalities
+        assert set(sizes.split(", ")) == {path.stem for path in REPO.glob(f"recipes/sizes/{name}/*.yaml")}
+        assert tuple(parallelism.split()) == family.proved
 
 
 def test_python_of_the_readme_resolves() -> None:
