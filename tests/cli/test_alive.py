@@ -125,13 +125,19 @@ def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
     assert not (folder / "health.json").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("to", ["launcher", "rank", "all"])
-def test_a_cluster_s_signal_saves_and_asks_to_be_started_again(
+@pytest.mark.parametrize(
+    ("number", "to"),
+    [
+        (signal.SIGTERM, "launcher"),
+        (signal.SIGUSR1, "rank"),
+        (signal.SIGTERM, "all"),
+        (signal.SIGHUP, "launcher"),
+        (signal.SIGQUIT, "rank"),
+    ],
+)
+def test_a_signal_saves_and_asks_to_be_started_again(
     zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str
 ) -> None:
-    if (number is signal.SIGTERM) == (to == "rank"):
-        pytest.skip("the other signal does it in this place; each place and each signal is tried")
     folder = tmp_path / "run"
     run = Launched(command(zoo, folder), folder)
     run.until_step(3)

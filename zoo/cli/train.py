@@ -11,8 +11,8 @@ and `zoo train recipe=my.yaml` are the same.
   train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100 or --train.steps 100
   run.dir=FOLDER     the run folder; a run that was stopped goes on from there
 
-Exit codes: 0 done, 2 a mistake to mend, 130 Ctrl-C, 75 SIGTERM or SIGUSR1 (start the same command again), 76 left because
-a rank died or hangs.
+Exit codes: 0 done, 2 a mistake to mend, 130 Ctrl-C, 75 SIGTERM, SIGUSR1, SIGHUP or SIGQUIT (start the same command
+again), 76 left because a rank died or hangs.
 
 Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a
 rank. --slurm-template trains nothing: it writes a batch script for these arguments, to be submitted by sbatch.

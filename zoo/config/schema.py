@@ -63,7 +63,7 @@ class RunConfig:
     resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
     hang_timeout: float = number(10.0, 0, 1e6)  # minutes in which some rank must get on, else all leave; 0: not watched
-    save_within: float = number(110.0, above=0, most=1e6)  # seconds from SIGTERM or SIGUSR1 in which a run saves, else it leaves unsaved
+    save_within: float = number(110.0, above=0, most=1e6)  # seconds from SIGTERM, SIGUSR1, SIGHUP or SIGQUIT in which a run saves, else it leaves unsaved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ others, and judges them. The first to see that the run can't go on writes the on
     a rank's process ended, this machine   5 s
     a rank is silent (its machine is gone) SILENT_SECONDS + 5 s, or run.hang_timeout where that is less
     no rank gets any further               run.hang_timeout + 5 s
-    SIGTERM or SIGUSR1, and no save yet    run.save_within (without saving, exit code 75)
+    SIGTERM or the like, and no save yet   run.save_within (without saving, exit code 75)
 
 Beats come twice a second, and with over 32 ranks in proportion less often.
 """

@@ -1,12 +1,14 @@
 """Signals in a rank: at once while nothing is at stake, at the end of the step while training.
 
-SIGINT (Ctrl-C) is a person's: exit code 130. SIGTERM and SIGUSR1 are a cluster's: exit code 75 (:data:`PREEMPTED`), on which
-a scheduler is to start the same command again.
+SIGINT (Ctrl-C) is a person's: exit code 130. SIGTERM and SIGUSR1 are a cluster's, SIGHUP comes when a terminal or a connection
+is closed, SIGQUIT from Ctrl-\\: exit code 75 (:data:`PREEMPTED`), on which a scheduler is to start the same command again.
+A SIGHUP that is ignored already (nohup) stays ignored.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -17,16 +19,17 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130  # exit code after Ctrl-C
-PREEMPTED = 75  # exit code after SIGTERM or SIGUSR1 (EX_TEMPFAIL: try again)
+PREEMPTED = 75  # exit code after one of REQUESTS (EX_TEMPFAIL: try again)
 LOST = 76  # exit code of a rank that left because another one died, failed or hangs
-REQUESTS = (signal.SIGTERM, signal.SIGUSR1)  # what a cluster asks a run to save and leave with
+# Signals that ask a run to save and leave.
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, *REQUESTS)
 heard = threading.Event()  # set once a signal has been handled, which Python does only between two lines
 SAME_SECONDS = 1.0  # requests so close together are one: a launcher and the cluster may both pass it on
 
 
 class Preempted(KeyboardInterrupt):
-    """SIGTERM or SIGUSR1 came before there was anything to save."""
+    """One of REQUESTS came before there was anything to save."""
 
 
 class Interrupts:
@@ -37,7 +40,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked = False  # a signal has come
-        self.preempted = False  # and it was the cluster's
+        self.preempted = False  # and it was one of REQUESTS
         self.since = 0.0  # when, on the monotonic clock
         self.raised = False  # and it was not only noted
         self._deferring = False
@@ -68,6 +71,8 @@ class Interrupts:
     def note(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""
         heard.set()
+        if number == signal.SIGHUP:
+            leave_terminal()
         request, now = number != signal.SIGINT, time.monotonic()
         if self.asked:
             if request and self.preempted and now - self.since < SAME_SECONDS:
@@ -90,6 +95,24 @@ def _say(text: str) -> None:
         os.write(stderr, f"\n{text}".encode() if os.isatty(stderr) else text.encode())
 
 
+def leave_terminal() -> None:
+    """Write no more to a terminal that is gone: every write there would fail, and a run with it."""
+    for file in (1, 2):
+        try:
+            os.tcgetpgrp(file)
+        except OSError as error:
+            if error.errno == errno.EIO:  # hung up; of a file, or of another session's terminal, it is ENOTTY
+                silent = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(silent, file)
+                os.close(silent)
+
+
+def handled() -> tuple[signal.Signals, ...]:
+    """The signals that a run handles here: all of SIGNALS, but not a SIGHUP that nohup has had ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
+
+
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
     """Handle signals through an :class:`Interrupts`; outside the main thread, where Python delivers none, do nothing."""
@@ -97,7 +120,7 @@ def interrupts() -> Iterator[Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield here
         return
-    before = {number: signal.signal(number, here.note) for number in SIGNALS}
+    before = {number: signal.signal(number, here.note) for number in handled()}
     try:
         yield here
     finally:

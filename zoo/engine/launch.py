@@ -33,7 +33,17 @@ from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.tables import check_entry
-from zoo.engine.interrupts import INTERRUPTED, LOST, PREEMPTED, REQUESTS, SAME_SECONDS, SIGNALS, Preempted
+from zoo.engine.interrupts import (
+    INTERRUPTED,
+    LOST,
+    PREEMPTED,
+    REQUESTS,
+    SAME_SECONDS,
+    SIGNALS,
+    Preempted,
+    handled,
+    leave_terminal,
+)
 from zoo.engine.kernel_cache import keep_kernels
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
@@ -214,11 +224,11 @@ def _was_saved(run_dir: str) -> bool:
 def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
     """Run `command` as `ranks` processes of one group on this machine and wait for all of them.
 
-    A failing rank takes the others with it within seconds. The first SIGINT, SIGTERM or SIGUSR1 is passed on to every
-    rank, and their end is awaited; the second kills them.
+    A failing rank takes the others with it within seconds. The first of SIGNALS is passed on to every rank, and
+    their end is awaited; the second kills them.
 
     Returns:
-        0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on SIGTERM or SIGUSR1; 76 when
+        0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on one of REQUESTS; 76 when
         they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
         killed it).
     """
@@ -354,6 +364,8 @@ def _signals() -> Iterator[list[int]]:
 
     def note(number: int, _: FrameType | None) -> None:
         nonlocal first
+        if number == signal.SIGHUP:
+            leave_terminal()
         requests = number in REQUESTS and all(earlier in REQUESTS for earlier in received)
         if received and requests and time.monotonic() - first < SAME_SECONDS:
             return
@@ -363,7 +375,7 @@ def _signals() -> Iterator[list[int]]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield received
         return
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    before = {number: signal.signal(number, note) for number in handled()}
     try:
         yield received
     finally:

@@ -23,7 +23,7 @@ class TrainResult:
     metrics: dict[str, Any] = field(default_factory=dict)  # evaluation figures of the end
     run_dir: str  # the run folder
     interrupted: bool = False  # stopped by a signal; the checkpoint is what to resume from
-    preempted: bool = False  # and it was SIGTERM or SIGUSR1: to be started again
+    preempted: bool = False  # and it was SIGTERM, SIGUSR1, SIGHUP or SIGQUIT: to be started again
 
     @property
     def code(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import os
@@ -9,12 +10,14 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
+from zoo.engine.interrupts import leave_terminal
 from zoo.engine.plot import plot_losses
 from zoo.files import Lines, finite, write_atomically
 
@@ -187,6 +190,10 @@ class Progress:
 
     def step(self, figures: dict[str, Any]) -> None:
         """Show a step's figures."""
+        with _terminal_may_go():
+            self._step(figures)
+
+    def _step(self, figures: dict[str, Any]) -> None:
         step = figures["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
         tokens = figures["real_tokens"] / max(figures["step_ms"], 1e-3) * 1e3
@@ -210,7 +217,9 @@ class Progress:
 
     def show(self, text: str) -> None:
         """The live line, on a terminal alone."""
-        if self.live:
+        if not self.live:
+            return
+        with _terminal_may_go():
             self.stream.write("\r\x1b[2K" + text[: self._columns()])
             self.stream.flush()
             self.shown = text
@@ -225,10 +234,22 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the live one."""
-        if self.live and self.shown:
-            self.stream.write("\r\x1b[2K")
-            self.shown = ""
-        print(text, file=self.stream, flush=True)
+        with _terminal_may_go():
+            if self.live and self.shown:
+                self.stream.write("\r\x1b[2K")
+                self.shown = ""
+            print(text, file=self.stream, flush=True)
+
+
+@contextmanager
+def _terminal_may_go() -> Iterator[None]:
+    """What is said to a terminal that has been closed is dropped; a run does not end because nobody watches it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
 
 
 def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:

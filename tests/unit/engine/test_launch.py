@@ -119,7 +119,7 @@ COUNTING = """
     came = []
     def saved(number, frame):
         came.append(number)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, saved)
     open(sys.argv[1] + f"/ready{rank}", "w").close()
     while not came:
@@ -147,7 +147,14 @@ def when_ready(folder: Path, ranks: int, *signals: int) -> threading.Thread:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 75),
+        (signal.SIGUSR1, 75),
+        (signal.SIGHUP, 75),
+        (signal.SIGQUIT, 75),
+    ],
 )
 def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: int, tmp_path: Path) -> None:
     before = signal.getsignal(number)
