@@ -11,6 +11,7 @@ Importing this package imports no torch; the names below are loaded when they ar
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,6 +56,16 @@ __all__ = [
     "train",
     "verify",
 ]
+
+started_by = os.getppid()  # asked at once: later it may be gone
+
+
+def _forked() -> None:
+    global started_by
+    started_by = os.getppid()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 _SECTIONS = ("Data", "Engine", "Log", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {

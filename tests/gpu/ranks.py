@@ -145,7 +145,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     import torch.distributed as dist
     from support.rank_tasks import run_layouts, train
 
-    from zoo.engine.worker import end_with_parent
+    from zoo.engine.parent import end_with_parent
 
     end_with_parent()
     for module in ("transformers.models", "zoo.engine.loop"):  # which cases would import in their time

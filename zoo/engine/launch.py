@@ -45,6 +45,7 @@ from zoo.engine.interrupts import (
     leave_terminal,
 )
 from zoo.engine.kernel_cache import keep_kernels
+from zoo.engine.parent import Launcher, end_with_parent
 from zoo.engine.result import TrainResult
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
@@ -84,6 +85,8 @@ def launch(recipe: Recipe) -> TrainResult:
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
     recipe, ranks = prepare(recipe)
+    if under_torchrun():
+        end_with_parent()
     if under_torchrun() or ranks == 1:
         from zoo.engine.loop import train
 
@@ -181,6 +184,8 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
     keep_kernels()
     recipe = validate(recipe, ranks)
     further = () if argument is None else (argument,)
+    if under_torchrun():
+        end_with_parent()
     if under_torchrun() or (ranks == 1 and not fresh):
         module, _, name = task.partition(":")
         return getattr(importlib.import_module(module), name)(recipe, *further)
@@ -235,7 +240,7 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) ->
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     shared[STARTED] = os.environ.get(STARTED, str(time.time()))
     shared["OMP_NUM_THREADS"] = str(cpu_threads(threads, ranks))
-    with _Group() as group, _signals() as received:
+    with Launcher() as here, _Group(here) as group, _signals() as received:
         for rank in range(ranks):
             if not received:
                 group.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -268,7 +273,8 @@ def _supervise(group: _Group, received: Sequence[int]) -> int:
 class _Group:
     """The ranks' processes, in order of rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
         self.processes: list[subprocess.Popen[bytes]] = []
         self._kills = kernel_kills()
         self._folder = tempfile.TemporaryDirectory(prefix="zoo-ranks-")
@@ -287,9 +293,15 @@ class _Group:
             out, err = None, None
             if rank > 0:
                 out, err = subprocess.DEVNULL, stack.enter_context(self._log(rank).open("ab"))
-            env = {**env, "ZOO_LAST_WORDS": str(self._log(rank))}
+            env = {**env, **self._launcher.environment, "ZOO_LAST_WORDS": str(self._log(rank))}
             process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+                pass_fds=self._launcher.files,
             )
         self.processes.append(process)
 

@@ -23,6 +23,7 @@ import torch
 from zoo.config.memory import limits, ran_out
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.engine.parent import Launcher, end_with_parent
 from zoo.engine.planning import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
 
@@ -137,14 +138,16 @@ def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     env["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        done = subprocess.run(
-            command,
-            env=env,
-            input=pickle.dumps(recipe),
-            capture_output=True,
-            timeout=PLAN_SECONDS,
-            check=True,
-        )
+        with Launcher() as here:
+            done = subprocess.run(
+                command,
+                env={**env, **here.environment},
+                input=pickle.dumps(recipe),
+                capture_output=True,
+                timeout=PLAN_SECONDS,
+                check=True,
+                pass_fds=here.files,
+            )
         return done.stdout.decode().strip().splitlines()[-1]
     except (OSError, MemoryError, subprocess.SubprocessError, IndexError):
         return "set packing.budget lower, or engine.recompute=full, or take more GPUs with parallel.tp, pp, cp or ep"
@@ -187,5 +190,6 @@ def _room(recipe: Recipe) -> str:
 
 
 if __name__ == "__main__":  # see `_shortage`
+    end_with_parent()
     given = validate(pickle.loads(sys.stdin.buffer.read()), int(sys.argv[1]))
     print(shortage(given, int(sys.argv[1]), on_gpu=sys.argv[2] == "1"))

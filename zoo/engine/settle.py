@@ -16,6 +16,7 @@ from pathlib import Path
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
+from zoo.engine.parent import Launcher, end_with_parent
 from zoo.errors import UserError
 
 
@@ -33,8 +34,11 @@ def settled(recipe: Recipe, ranks: int) -> Recipe:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.settle", str(config), str(ranks), str(result)]
-        env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        with Launcher() as here:
+            env = {**os.environ, **here.environment, "CUDA_VISIBLE_DEVICES": ""}
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, check=False, pass_fds=here.files
+            )
         if not result.is_file():
             raise RuntimeError(f"planning failed: {done.stderr[-2000:]}")
         found = pickle.loads(result.read_bytes())
@@ -52,6 +56,7 @@ def _settle(recipe: Recipe, ranks: int) -> Recipe:
 
 def _main(config: str, ranks: str, result: str) -> None:
     """Choose, and leave the recipe, or what is wrong with it, in a file."""
+    end_with_parent()
     try:
         found: Recipe | str = _settle(load_recipe(config), int(ranks))
     except UserError as error:

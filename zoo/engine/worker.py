@@ -14,22 +14,17 @@ import importlib
 import json
 import os
 import pickle
-import signal
 import sys
-import threading
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zoo.engine.interrupts import INTERRUPTED, LOST, PREEMPTED, Preempted, heard, interrupts
+from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
+from zoo.engine.parent import end_with_parent
 from zoo.errors import UserError, file_error
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
-
-_POLL_SECONDS = 2.0
-_DEAF_SECONDS = 30.0  # longest that a signal may go unheard where nobody waits for this rank any more
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,24 +74,6 @@ def _leave(words: str) -> None:
         return
     with open(path, "a", encoding="utf-8") as file:
         file.write(words)
-
-
-def end_with_parent() -> None:
-    """End this process soon after the launcher is gone, even if that was killed.
-
-    Ranks live in sessions of their own and would not be told. One that is in a call of a library, waiting for ranks that
-    are gone as well, does not hear the signal.
-    """
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-        if not heard.wait(_DEAF_SECONDS):
-            os._exit(LOST)
-
-    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 
 if __name__ == "__main__":

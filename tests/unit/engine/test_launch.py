@@ -301,10 +301,11 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> No
     text = """
         from datetime import timedelta
         from torch.distributed import TCPStore
-        from zoo.engine import worker
-        worker._POLL_SECONDS, worker._DEAF_SECONDS = 0.05, 0.5
-        worker.end_with_parent()
-        with worker.interrupts():
+        from zoo.engine import parent
+        from zoo.engine.interrupts import interrupts
+        parent._POLL_SECONDS, parent._DEAF_SECONDS = 0.05, 0.5
+        parent.end_with_parent()
+        with interrupts():
             open(sys.argv[1] + f"/ready{rank}", "w").write(str(os.getpid()))
             if sys.argv[2] == "True":
                 TCPStore("127.0.0.1", 9, is_master=False, timeout=timedelta(seconds=60))
@@ -331,3 +332,58 @@ def ended(pid: int, seconds: float = 10.0) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.01, 0.03, 0.1])
+def test_ranks_whose_launcher_dies_as_they_start_end(tmp_path: Path, delay: float) -> None:
+    """Whatever the moment: none runs on unwatched."""
+    text = """
+        open(sys.argv[1] + f"/began{rank}", "w").write(str(os.getpid()))
+        from zoo.engine import parent
+        parent._POLL_SECONDS = 0.05
+        parent.end_with_parent()
+        time.sleep(20)
+        open(sys.argv[1] + "/survived", "w").close()
+    """
+    code = (
+        "import subprocess, sys; from zoo.engine.launch import run_ranks; start = subprocess.Popen.__init__\n"
+        "def note(*a, **k):\n    start(*a, **k); open(sys.argv[-1] + '/started', 'a').write('x')\n"
+        "subprocess.Popen.__init__ = note; sys.exit(run_ranks(sys.argv[1:], 2))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, *program(text), str(tmp_path)])
+    while not (tmp_path / "started").exists():
+        time.sleep(0.001)
+    time.sleep(delay)
+    parent.kill()
+    parent.wait()
+    time.sleep(0.5)  # for a rank to begin, where it will
+    for path in tmp_path.glob("began*"):
+        assert ended(int(path.read_text() or 0) or 2**22 + 1)
+    assert not (tmp_path / "survived").exists()
+
+
+def test_a_rank_of_another_launcher_ends_with_it(tmp_path: Path) -> None:
+    """torchrun and SLURM name no process: who started the rank is asked as zoo is imported, before that one can be gone."""
+    rank = (
+        "import os, sys, time, zoo; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1.0)\n"
+        "from zoo.engine import parent; parent._POLL_SECONDS = 0.05; parent.end_with_parent(); time.sleep(60)"
+    )
+    agent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+    pid = tmp_path / "pid"
+    parent = subprocess.Popen([sys.executable, "-c", agent, rank, str(pid)])
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.01)
+    parent.kill()  # while the rank still imports
+    parent.wait()
+    assert ended(int(pid.read_text()))
+
+
+def test_a_launcher_s_name_that_was_handed_on_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.engine import parent
+
+    with parent.Launcher() as here:
+        named = here.environment[parent.LAUNCHER]
+    monkeypatch.setenv(parent.LAUNCHER, named)  # its pipe is closed by now, or another file has its number
+    found = parent._Parent.find()
+    assert (found.pid, found.pipe) == (os.getppid(), None) and parent.LAUNCHER not in os.environ
+    assert found.lives(0.0)
