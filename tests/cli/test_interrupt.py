@@ -1,6 +1,9 @@
 """Ctrl-C at every stage of a run, and what the same command does afterwards."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -126,3 +129,29 @@ def children(parent: int) -> list[int]:
         if b"zoo.data.workers" in command and above == parent:
             found.append(int(entry.name))
     return found
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(zoo: Zoo, tmp_path: Path) -> None:
+    """While the first trains; a killed one's folder is taken over by the same command, which says so."""
+    folder = tmp_path / "run"
+    running = zoo.start_training(folder, "train.steps=2000", "train.save_every=2")
+    running.until(lambda: (folder / "checkpoints").is_dir() and "step" in events(folder))
+    before = [line for line in (folder / "train.jsonl").read_text().splitlines()]
+    told = in_own_process(zoo, folder, "train.steps=2000", "nproc=2")
+    assert told.returncode == 2 and told.stderr.count("zoo: error") == 1, told
+    assert f"run.dir={folder}: process {running.pid} on " in told.stderr
+    assert (folder / "train.jsonl").read_text().splitlines()[: len(before)] == before
+    os.kill(running.pid, signal.SIGKILL)
+    running.ended()
+    done = zoo.train(folder, "train.steps=4")
+    assert done.code == 0 and f"process {running.pid} on " in done.out and "taken over" in done.out
+    assert not (folder / "run.lock").exists()
+
+
+def in_own_process(zoo: Zoo, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """A command beside another one that runs: the server of commands has one at a time."""
+    command = [sys.executable, "-m", "zoo", *zoo.train_arguments(folder, *overrides)]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=zoo.folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )

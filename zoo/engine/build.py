@@ -14,10 +14,11 @@ from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
 from zoo.config.compose import replace_in
-from zoo.config.locate import Place, locate, read_arch
+from zoo.config.locate import Place, locate, look, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine import checkpoint, lora
 from zoo.engine.adamw import fuse
+from zoo.engine.peers import agreed
 from zoo.engine.reduction import reduce_in_order
 from zoo.engine.saving.choose import check_beside_weights
 from zoo.engine.world import World, on_all_cores, seed_everything
@@ -50,7 +51,9 @@ def assemble(recipe: Recipe) -> Assembly:
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
     if recipe.model.init != "random":
-        source = locate(recipe.model.init, key="model.init")
+        init = recipe.model.init
+        # A run that still trains gets further checkpoints: the first rank says which is the newest.
+        source = agreed(lambda: look(init)) or locate(init, key="model.init")
         check_beside_weights(source)
         config = config_class.from_folder(source.files)
         return Assembly(family, config, build_processor(config.hf, str(source.files)), source)

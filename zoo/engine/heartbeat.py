@@ -35,6 +35,7 @@ from zoo.engine.health import forget_health, write_health
 from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.engine.phases import Phases
 from zoo.engine.resources import DISK
+from zoo.engine.runlock import RunLock
 from zoo.engine.runlog import append_event, has_ended
 from zoo.engine.verdict import Beat, Seen, Verdict, birth, describe, judge, machine
 from zoo.engine.world import World
@@ -50,8 +51,10 @@ _EXCHANGES = ("gloo", "nccl", "connection", "socket", "timed out", "process grou
 class Watch:
     """Of one rank, while the block that it is entered for trains."""
 
-    def __init__(self, recipe: Recipe, world: World, stop: Interrupts) -> None:
+    def __init__(self, recipe: Recipe, world: World, stop: Interrupts, lock: RunLock | None = None) -> None:
+        """`lock`: that of the run folder, to be touched as long as the run lives."""
         assert recipe.run.dir is not None  # derived by validate
+        self._lock = lock
         self.phases = Phases()
         self.folder = Path(recipe.run.dir)
         self._stop, self._save_within = stop, recipe.run.save_within
@@ -108,11 +111,19 @@ class Watch:
     def _watch(self) -> None:
         while not self._closing.wait(self._every):
             try:
+                self._hold()
                 self._round()
             except RuntimeError:  # the store does not answer: rank 0 holds it
                 self._without_store()
             except OSError:  # health.json could not be written
                 continue
+
+    def _hold(self) -> None:
+        """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""
+        if self._lock is not None and not self._lock.touch():
+            told = f"another run has taken over {self.folder}, which this one did not touch for too long"
+            _tell(told)  # and nothing is written there any more
+            self._leave(self._post(Verdict(told, "stopped")), told=True)
 
     def _round(self) -> None:
         if self._stop.asked and self._stop.preempted and self._late():
@@ -275,6 +286,8 @@ class Watch:
             _tell(verdict.message)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
+        if self._lock is not None:
+            self._lock.release()
         os._exit(verdict.code)
 
     def _record(self, verdict: Verdict, said: str = "") -> None:

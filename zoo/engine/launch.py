@@ -47,6 +47,7 @@ from zoo.engine.interrupts import (
 from zoo.engine.kernel_cache import keep_kernels
 from zoo.engine.parent import Launcher, end_with_parent
 from zoo.engine.result import TrainResult
+from zoo.engine.runlock import refuse_second
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
 from zoo.engine.startup import STARTED
@@ -109,6 +110,8 @@ def prepare(recipe: Recipe) -> tuple[Recipe, int]:
     recipe = validate(settled(recipe, ranks), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
+    if not under_torchrun():  # there another rank of this run may hold it already
+        refuse_second(Path(recipe.run.dir))
     for key, specs in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         for spec in specs:
             check_entry(parse_entry(spec, key), key)

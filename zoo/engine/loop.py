@@ -26,10 +26,12 @@ from zoo.engine.feed import open_feed
 from zoo.engine.figures import Counts, Totals, expert_figures
 from zoo.engine.heartbeat import Watch
 from zoo.engine.interrupts import Interrupts, interrupts
+from zoo.engine.peers import agreed, refuse_different
 from zoo.engine.phases import Phases
 from zoo.engine.planning import refuse_misfit
 from zoo.engine.resources import explained, memory_explained
 from zoo.engine.result import TrainResult, losses_by_step, read_summary
+from zoo.engine.runlock import RunLock
 from zoo.engine.runlog import RunLog
 from zoo.engine.saving.choose import Chosen, choose
 from zoo.engine.saving.saver import Saved, Saver
@@ -64,7 +66,13 @@ def _refuse_misfit(recipe: Recipe) -> None:
 def _train(recipe: Recipe, stop: Interrupts, startup: Startup) -> TrainResult:
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        with Watch(recipe, here, stop) as watch, memory_explained(recipe):
+        refuse_different(recipe)
+        assert recipe.run.dir is not None  # derived by validate
+        with (
+            RunLock(Path(recipe.run.dir), here.rank, here.size) as lock,
+            Watch(recipe, here, stop, lock) as watch,
+            memory_explained(recipe),
+        ):
             try:
                 return Run(recipe, here, stop, startup, watch.phases).run()
             except RuntimeError as error:
@@ -97,7 +105,7 @@ class Run:
         self.description = checkpoint.describe(recipe, self.assembly.config.hf)
         self.chosen = self._choose_checkpoint()
         self.resume_from = self.chosen.folder
-        self.state = checkpoint.read_state(self.resume_from, self.description) if self.resume_from else None
+        self.state = self._read_state()
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
         self.guard = guard.Guard(recipe.train)
@@ -116,13 +124,17 @@ class Run:
         self.startup.mark("data")
 
     def _choose_checkpoint(self) -> Chosen:
-        found = checkpoints(self.folder)
+        found = agreed(lambda: checkpoints(self.folder))
         if found and not self.recipe.run.resume:
             raise UserError(
                 f"run.resume=false: {self.folder} holds {found[-1].name} of an earlier run; "
                 "give another run.dir, or move that folder away"
             )
         return choose(self.folder)
+
+    def _read_state(self) -> dict[str, Any] | None:
+        folder = self.resume_from
+        return None if folder is None else agreed(lambda: checkpoint.read_state(folder, self.description))
 
     def _open_data(self) -> None:
         self.feed = open_feed(self.recipe, self.assembly, self.world, self.folder)
@@ -189,7 +201,10 @@ class Run:
         return self._result(metrics)
 
     def _is_complete(self) -> bool:
-        """Whether an earlier start has done all steps, the evaluation and the export."""
+        """Whether an earlier start has done all steps, the evaluation and the export, as the first rank sees it."""
+        return agreed(self._was_completed)
+
+    def _was_completed(self) -> bool:
         summary = read_summary(self.folder)
         if summary is None or self.done < self.total_steps:
             return False
@@ -202,7 +217,7 @@ class Run:
                 f"{self.folder} is finished: {self.done} steps are done and train.steps asks for {self.total_steps}. "
                 f"Give more train.steps to train on, or another run.dir to start anew."
             )
-        return TrainResult.from_run_dir(self.folder)
+        return agreed(lambda: TrainResult.from_run_dir(self.folder))
 
     def _steps(self, started: float) -> dict[str, Any]:
         """Train to the last step, out of time or interrupted; figures of the last evaluation on the way."""

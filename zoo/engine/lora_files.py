@@ -34,6 +34,7 @@ from zoo.config.schema import Recipe
 from zoo.engine import build, card, checkpoint
 from zoo.engine.export import export
 from zoo.engine.lora import Adapters, Held, find
+from zoo.engine.peers import agreed
 from zoo.engine.world import World
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -56,7 +57,7 @@ def load_base(
     assert recipe.run.dir is not None
     folder = Path(recipe.run.dir)
     if not fresh:
-        based = replace(assembly, source=checkpoint.started_from(locate(str(folder))))
+        based = replace(assembly, source=agreed(lambda: checkpoint.started_from(locate(str(folder)))))
         build.init_weights(chunks, based, recipe, here)
         return based
     build.init_weights(chunks, assembly, recipe, here)

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
+from zoo.engine.peers import agreed
 from zoo.engine.result import evaluations_by_step
 from zoo.engine.saving import files
 from zoo.errors import UserError
@@ -168,10 +169,7 @@ def _settle(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
 
 def _listed(run_dir: Path) -> list[Path]:
     """A run's checkpoints as the first rank sees them: a shared file system may show others to each."""
-    found = [checkpoints(run_dir)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found)
-    return found[0]
+    return agreed(lambda: checkpoints(run_dir))
 
 
 def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> None:
