@@ -111,18 +111,57 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
 
 
 @pytest.mark.slow
-def test_a_slow_but_living_run_is_left_alone(zoo: Zoo, tmp_path: Path) -> None:
-    """Six steps of over a second each under a timeout of three, and a slow step is told with its cause."""
-    folder = tmp_path / "run"
-    options = ("run.hang_timeout=0.05", "train.steps=14", "train.save_every=12")
-    code, _, err = Launched(command(zoo, folder, *options), folder, "all 10 slow-data").ended()
-    assert (code, err) == (0, "")
-    slow = [
-        json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines() if "slow_step" in line
-    ]
-    assert "data" in [s["cause"] for s in slow], slow
+@pytest.mark.parametrize(
+    ("ranks", "fault", "options"),
+    [
+        (2, "all 10 slow-data", ("train.steps=14", "train.save_every=12")),
+        (2, "all 1 slow-rows,slow-eval,slow-save,slow-export", ("train.steps=3", "train.save_every=1", "export=true")),
+        (1, "all 1 slow-rows,slow-eval,slow-save,slow-export", ("train.steps=3", "train.eval_every=1", "export=true")),
+    ],
+    ids=["steps", "everything", "everything, one rank"],
+)  # fmt: skip
+def test_a_slow_but_living_run_is_left_alone(
+    zoo: Zoo, tmp_path: Path, ranks: int, fault: str, options: tuple[str, ...]
+) -> None:
+    """First batch, saves at the start, midway and at the end, evaluation and export: each longer than the timeout of 3 s."""
+    folder, log = tmp_path / "run", tmp_path / "faults"
+    given = [*options, "run.hang_timeout=0.05", f"nproc={ranks}"]
+    code, out, err = Launched(command(zoo, folder, *given), folder, fault, FAULT_LOG=str(log)).ended()
+    assert (code, err) == (0, ""), out
+    assert {*log.read_text().split()} == {*fault.split()[2].split(",")}
+    if "slow-data" in fault:
+        slow = [
+            json.loads(line)
+            for line in (folder / "train.jsonl").read_text().splitlines()
+            if "slow_step" in line
+        ]
+        assert "data" in [s["cause"] for s in slow], slow
     assert last_event(folder)["reason"] == "finished"
     assert not (folder / "health.json").exists()
+
+
+@pytest.mark.slow
+def test_a_save_that_hangs_is_found(zoo: Zoo, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("run.hang_timeout=0.05", "train.save_every=2")
+    code, _, err = Launched(command(zoo, folder, *options), folder, "1 1 hang-save").ended()
+    assert code == 76 and "rank 1 got no further for 3 s (run.hang_timeout)" in err, err
+    assert "in save" in err and not checkpoints(folder)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_paused_goes_on(zoo: Zoo, tmp_path: Path) -> None:
+    """All of its processes, for longer than the timeout: nobody is to blame for what he did not do meanwhile."""
+    folder = tmp_path / "run"
+    run = Launched(command(zoo, folder, "run.hang_timeout=0.05", "train.steps=60"), folder)
+    run.until_step(5)
+    processes = [run.process.pid, *run.children()]
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in processes:
+            os.kill(pid, number)
+        time.sleep(6.0 if number is signal.SIGSTOP else 0.0)
+    code, _, err = run.ended()
+    assert (code, err) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -167,10 +206,11 @@ def test_a_second_signal_leaves_at_once(zoo: Zoo, tmp_path: Path) -> None:
     run.until_step(2)
     os.kill(run.process.pid, signal.SIGTERM)
     time.sleep(1.2)
-    if run.process.poll() is None:
-        os.kill(run.process.pid, signal.SIGTERM)
+    assert run.process.poll() is None, "the save takes twenty seconds"
+    os.kill(run.process.pid, signal.SIGTERM)
+    since = time.monotonic()
     code, _, err = run.ended()
-    assert code == 75 and "Traceback" not in err
+    assert code == 75 and "Traceback" not in err and time.monotonic() - since < 8
     for checkpoint in (folder / "checkpoints").glob("iter_*"):
         assert (checkpoint / "state.json").is_file()
 

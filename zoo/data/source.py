@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ class SampleSource:
         blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
         seed: what those follow from, beside epoch and row.
         decoder: who decodes media.
+        tick: called for each row that is measured or encoded: what reads the data gets on.
     """
 
     def __init__(
@@ -72,10 +73,12 @@ class SampleSource:
         blank: float = 0.0,
         seed: int = 0,
         decoder: Decoder = HERE,
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.parts: list[Sequence[Row] | RowStream] = []
         self._set_parts([list(rows)], [Part(0)])
         self.decoder = decoder
+        self._tick = tick
         self.strength = augment
         self.blank = blank
         self.seed = seed
@@ -371,6 +374,7 @@ class SampleSource:
 
     def _taken_row(self, visit: int) -> Row:
         """The row of a visit; RowError where it is bad, or has media that the model doesn't take."""
+        self._tick()
         row = self.row(visit)
         if not row.media <= set(self.processor.modalities):
             raise self._foreign(row)

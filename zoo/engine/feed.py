@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,16 @@ class Feed:
         self.decoder.close()
 
 
-def open_feed(recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Feed:
+def open_feed(
+    recipe: Recipe,
+    assembly: Assembly,
+    world: World,
+    folder: Path,
+    tick: Callable[[], None] = lambda: None,
+) -> Feed:
     """Open data.train and data.eval as the recipe says; every rank calls it.
 
-    Rows that are left out are listed in bad_rows.jsonl of `folder`, the run's. Raises UserError for data that can't be read.
+    Rows that are left out are listed in bad_rows.jsonl of `folder`, the run's; `tick` is called for each that is read. Raises UserError for data that can't be read.
     """
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
@@ -46,6 +53,7 @@ def open_feed(recipe: Recipe, assembly: Assembly, world: World, folder: Path) ->
         "decoder": decoder,
         "budget": recipe.packing.budget,
         "align": align,
+        "tick": tick,
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
     }
     source = SampleSource.open(

@@ -44,6 +44,7 @@ from zoo.errors import UserError, file_error
 SILENT_SECONDS = 120.0  # longest time without a beat: no code holds Python's lock for so long
 _BEREFT_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
 _SILENT_WHEN_BEREFT = 5.0
+_PAUSE_SECONDS = 1.0  # a thread that wakes so much too late was not the only one that stood still
 _STORE_SECONDS = 5.0  # for an answer of the store
 _EXCHANGES = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "store")
 
@@ -109,7 +110,7 @@ class Watch:
     # --- the thread
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._every):
+        while not self._waited():
             try:
                 self._hold()
                 self._round()
@@ -117,6 +118,20 @@ class Watch:
                 self._without_store()
             except OSError:  # health.json could not be written
                 continue
+
+    def _waited(self) -> bool:
+        """Wait for the next round; whether the block was left. A pause of the whole process counts against nobody."""
+        began = time.monotonic()
+        if self._closing.wait(self._every):
+            return True
+        paused = time.monotonic() - began - self._every
+        if (
+            paused > _PAUSE_SECONDS
+        ):  # as by SIGSTOP and SIGCONT: what the others did meanwhile is still to be read
+            for one in self._seen.values():
+                one.beaten, one.moved = one.beaten + paused, one.moved + paused
+            self._unheard += paused if self._unheard else 0.0
+        return False
 
     def _hold(self) -> None:
         """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""

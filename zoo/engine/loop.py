@@ -137,7 +137,7 @@ class Run:
         return None if folder is None else agreed(lambda: checkpoint.read_state(folder, self.description))
 
     def _open_data(self) -> None:
-        self.feed = open_feed(self.recipe, self.assembly, self.world, self.folder)
+        self.feed = open_feed(self.recipe, self.assembly, self.world, self.folder, self.phases.tick)
         self.loader, self.source = self.feed.loader, self.feed.source
         self.bad_rows_told: dict[str, int] = {}
 
@@ -155,7 +155,7 @@ class Run:
         optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
-        self.saver = Saver(recipe, world, self.assembly.save_files)
+        self.saver = Saver(recipe, world, self.assembly.save_files, self.phases.tick)
         if self.resume_from is not None and self.state is not None:
             checkpoint.load(self.trainable, self.resume_from, world, self.state["ranks"])
             self.loader.load_state_dict(self.state["data"])

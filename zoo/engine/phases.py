@@ -1,6 +1,8 @@
 """What a rank is doing: the phase it is in, and where in the code its threads stand.
 
-Phases follow one another alike on all ranks of a run, so the number of those entered says who is behind.
+Phases follow one another alike on all ranks of a run, so the number of those entered says who is behind. A rank gets on as
+long as it enters phases, ticks, or as its main thread or one of zoo's own threads is met at another line than at the last look
+or has read or written a byte since. A thread that sleeps, or waits in an exchange, shows none of these.
 """
 
 from __future__ import annotations
@@ -11,16 +13,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 _PACKAGE = str(Path(__file__).parents[1])
 # These stand between torch and who calls it.
 _THIN = tuple(str(Path(__file__).with_name(name)) for name in ("cpu_host.py", "steptimes.py"))
-_DATA_THREAD = "zoo-data"  # prepares the next step while the main thread trains
-_UNTICKED = (
-    "build",
-    "save",
-    "export",
-)  # long phases without ticks: there a stack that moves is a sign of life
+# Threads that do a phase's work while the main thread waits for them, by the beginning of their names.
+_WORKING = {"data": "zoo-data", "save": "zoo-save"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Phases:
         self._thread = threading.get_ident()
         self._phase, self._moves, self._since = "build", 0, time.monotonic()
         self._ticks = 0
-        self._stack: list[Line] = []
+        self._signs: Any = None  # what the last look saw of the threads that do the work
 
     @property
     def phase(self) -> str:
@@ -57,24 +56,26 @@ class Phases:
         self._phase, self._moves, self._since = phase, self._moves + 1, time.monotonic()
 
     def tick(self) -> None:
-        """A sign of life within a phase: a micro-batch, a batch of an evaluation."""
+        """A sign of life within a phase, from any thread: a micro-batch, a row, a tensor or file that is written."""
         self._ticks += 1
 
     def moment(self, error: BaseException | None = None) -> Moment:
         """How it stands now, or stood when the exception was raised."""
         phase, moves, since = self._phase, self._moves, self._since
         by_thread = _stacks()
-        stack = by_thread.get(self._thread, [])
-        if phase in _UNTICKED and error is None:
-            self._ticks += stack != self._stack
-            self._stack = stack
-        stacks = [stack]
+        threads = [thread for thread in threading.enumerate() if thread.ident in by_thread]
+        working = [thread for thread in threads if thread.name.startswith(tuple(_WORKING.values()))]
+        main = [thread for thread in threads if thread.ident == self._thread]
+        signs = [(by_thread[t.ident or 0], _bytes_moved(t.native_id)) for t in [*main, *working]]
+        if error is None:
+            self._ticks += signs != self._signs
+            self._signs = signs
+        stacks = [by_thread.get(self._thread, [])]
         if error is not None:
             stacks = [_raised(error.__traceback__)]
-        elif phase == "data":  # the main thread waits for another one
-            names = {thread.ident: thread.name for thread in threading.enumerate()}
-            busy = [ident for ident in by_thread if (names.get(ident) or "").startswith(_DATA_THREAD)]
-            stacks = [by_thread[ident] for ident in busy] or stacks
+        elif phase in _WORKING:
+            busy = [thread for thread in working if thread.name.startswith(_WORKING[phase])]
+            stacks = [by_thread[thread.ident or 0] for thread in busy] or stacks
         found = [where(lines) for lines in stacks]
         place, waits_in = next((one for one in found if not one[1]), found[0])
         return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
@@ -94,6 +95,18 @@ def _stacks() -> dict[int, list[Line]]:
         return {ident: _lines(frame) for ident, frame in frames.items()}
     finally:
         frames.clear()
+
+
+def _bytes_moved(thread: int | None) -> int:
+    """Bytes that a thread has read and written so far, by the kernel's count; 0 where that can't be told.
+
+    A thread that digests or copies a large file may be met at one and the same line for minutes.
+    """
+    try:
+        lines = Path(f"/proc/self/task/{thread}/io").read_text().splitlines()
+        return sum(int(line.partition(":")[2]) for line in lines[:2])
+    except (OSError, ValueError):
+        return 0
 
 
 def _lines(frame: FrameType | None) -> list[Line]:

@@ -1,114 +1,127 @@
-"""Makes one rank of a real run misbehave: `FAULT="RANK STEP KIND"`, with this folder on PYTHONPATH.
+"""Makes ranks of a real run misbehave: `FAULT="RANK STEP KIND,KIND..."` (RANK may be "all"), with this folder on PYTHONPATH.
 
-Python imports a module of this name before anything else, so that it reaches processes that others start.
-Kinds: hang (the thread that prepares data sleeps for good), raise, kill (SIGKILL), freeze (SIGSTOP), each when the rank
-prepares the data of that step; slow-data, slow-tower, slow-network, slow-save: a second more there.
+Python imports a module of this name before anything else, so that it reaches processes that others start. FAULTS says where
+each kind strikes: a function of zoo's or megatron-core's, which is patched as its module is imported. A function that is
+no more ends the process: a fault that does not strike would make a test pass for nothing. With FAULT_LOG, a file, each kind
+is noted there when it strikes first.
 """
 
 import importlib
 import importlib.abc
+import importlib.util
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 
-def misbehave(kind: str) -> None:
-    if kind == "hang":
-        time.sleep(10_000)
-    elif kind == "raise":
-        raise ArithmeticError("a fault that a test has put here")
-    elif kind in ("kill", "freeze"):
-        os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-    else:
-        time.sleep(1.0)
+@dataclass(frozen=True)
+class Fault:
+    """What happens before a function is called, and when."""
+
+    target: str  # module:function or module:Class.method
+    act: Callable[[], None]
+    calls: int | None = (
+        None  # it strikes at the first so many calls; None: at the call of the step that FAULT names
+    )
 
 
-def before(owner: object, name: str, due) -> None:
-    """Misbehave before a function, where it is due."""
-    original = getattr(owner, name)
-
-    def faulty(*args, **kwargs):
-        if due():
-            misbehave(KIND)
-        return original(*args, **kwargs)
-
-    setattr(owner, name, faulty)
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def patch_loader(module) -> None:
-    produced = [0]
-
-    def due() -> bool:
-        produced[0] += 1
-        return produced[0] == STEP and RANK in (os.environ.get("RANK", "0"), "all")
-
-    before(module.BatchLoader, "_produce", due)
+def freeze() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def patch_loop(module) -> None:
-    run = module.Run
-    here = lambda: RANK in (os.environ.get("RANK", "0"), "all")  # noqa: E731
-    now = {"step": 0}
-    before(run, "_train_step", lambda: now.update(step=now["step"] + 1) or False)
-    if KIND == "slow-save":
-        before(module.checkpoint, "save", here)
-    elif KIND == "slow-tower":
-        from zoo.models.qwen3_omni.model import AudioTower
+def fail() -> None:
+    raise ArithmeticError("a fault that a test has put here")
 
-        before(AudioTower, "forward", lambda: here() and now["step"] == STEP)
-    elif KIND == "slow-network":
-        import torch.distributed
 
-        built = run._build
+def sleep(seconds: float) -> Callable[[], None]:
+    return lambda: time.sleep(float(os.environ.get("FAULT_SECONDS", seconds)))
 
-        def build(self):
-            built(self)
-            config = self.trainable.chunks[0].config
-            before(torch.distributed, "all_reduce", lambda: False)
-            inner = config.finalize_model_grads_func.__closure__
-            cell = next(
-                c
-                for c in inner
-                if callable(c.cell_contents) and c.cell_contents.__name__ == "finalize_model_grads"
-            )
-            original = cell.cell_contents
 
-            def slow(*args, **kwargs):
-                if here() and now["step"] == STEP:
-                    misbehave(KIND)
-                return original(*args, **kwargs)
+PRODUCE = "zoo.data.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
+WRITER = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
+)
+FAULTS = {
+    "hang": Fault(PRODUCE, lambda: time.sleep(10_000)),
+    "raise": Fault(PRODUCE, fail),
+    "kill": Fault(PRODUCE, kill),
+    "freeze": Fault(PRODUCE, freeze),
+    "slow-data": Fault(PRODUCE, sleep(1.0)),
+    "slow-tower": Fault("zoo.models.qwen3_omni.audio:AudioTower.forward", sleep(1.0)),
+    "slow-network": Fault("megatron.core.distributed.finalize_model_grads:finalize_model_grads", sleep(1.0)),
+    "slow-rows": Fault("zoo.data.source:SampleSource._taken_row", sleep(0.5), calls=12),
+    "slow-eval": Fault("zoo.data.evaluation:encode_all", sleep(2.0), calls=4),
+    "slow-save": Fault("zoo.engine.saving.files:digest", sleep(1.0), calls=20),
+    "slow-export": Fault("zoo.bridge.export_writer:ShardWriter.write", sleep(0.2), calls=40),
+    "hang-save": Fault(WRITER, lambda: time.sleep(10_000), calls=1),
+}  # fmt: skip
 
-            cell.cell_contents = slow
 
-        run._build = build
+def arm(kind: str, step: int = 1, rank: str = "all", module: Any = None) -> Callable[[], None]:
+    """Patch the function where a fault strikes; what takes the patch back. AttributeError where there is no such function."""
+    fault = FAULTS[kind]
+    name, _, path = fault.target.partition(":")
+    *owners, function = path.split(".")
+    owner = module or importlib.import_module(name)
+    for part in owners:
+        owner = getattr(owner, part)
+    original, plain = owner.__dict__.get(function), getattr(owner, function)
+    if original is None:
+        raise AttributeError(f"{fault.target}: the fault {kind} has nothing to strike at")
+    count = [0]
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        due = count[0] == step if fault.calls is None else count[0] <= fault.calls
+        if due and rank in (os.environ.get("RANK", "0"), "all"):
+            note(kind)
+            fault.act()
+        return plain(*args, **kwargs)
+
+    setattr(owner, function, staticmethod(faulty) if isinstance(original, staticmethod) else faulty)
+    return lambda: setattr(owner, function, original)
+
+
+def note(kind: str) -> None:
+    if "FAULT_LOG" in os.environ:
+        with open(os.environ["FAULT_LOG"], "a") as file:
+            file.write(f"{kind}\n")
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Patches a module when it is imported."""
+    """Arms faults as the modules where they strike are imported."""
 
-    def find_spec(self, name, path, target=None):
-        if name != PATCHED[0]:
+    def __init__(self, rank: str, step: int, kinds: list[str]) -> None:
+        self.rank, self.step = rank, step
+        self.kinds: dict[str, list[str]] = {}
+        for kind in kinds:
+            self.kinds.setdefault(FAULTS[kind].target.partition(":")[0], []).append(kind)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        kinds = self.kinds.pop(name, None)
+        if kinds is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None, name
         execute = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: Any) -> None:
             execute(module)
-            PATCHED[1](module)
+            for kind in kinds:
+                arm(kind, self.step, self.rank, module)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 if "FAULT" in os.environ:
-    import importlib.util
-
-    RANK, step, KIND = os.environ["FAULT"].split()
-    STEP = int(step)
-    if KIND.startswith("slow") and KIND != "slow-data":
-        PATCHED = ("zoo.engine.loop", patch_loop)
-    else:
-        PATCHED = ("zoo.data.loader", patch_loader)
-    sys.meta_path.insert(0, Finder())
+    RANK, STEP, KINDS = os.environ["FAULT"].split()
+    sys.meta_path.insert(0, Finder(RANK, int(STEP), KINDS.split(",")))

@@ -61,3 +61,21 @@ def test_a_lost_disk_that_names_no_file_is_the_users_to_mend(
     (state, error), verdict = said
     assert state == "failed" and "the disk or its server is lost" in error
     assert verdict == ("verdict", "")
+
+
+def test_a_pause_of_the_whole_process_counts_against_nobody(
+    bereft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by SIGSTOP and SIGCONT: the thread wakes much too late, and so did all others."""
+    clock = [100.0]
+    monkeypatch.setattr("zoo.engine.heartbeat.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        bereft._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False
+    )
+    waits = [0.6, 0.6, 3600.0]
+    for seen in bereft._seen.values():
+        seen.beaten = seen.moved = 100.0
+    for gap in (0.6, 1.2, 1.7):  # the pause itself is left out
+        assert bereft._waited() is False
+        assert all(clock[0] - seen.moved == pytest.approx(gap) for seen in bereft._seen.values())
+        assert all(clock[0] - seen.beaten == pytest.approx(gap) for seen in bereft._seen.values())

@@ -43,7 +43,7 @@ class Kept:
         self._make = make
         self._files: dict[str, bytes] | None = None
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, tick: Callable[[], None] = lambda: None) -> None:
         """Make the folder and have the disk hold its files."""
         folder.mkdir()
         if self._files is None:
@@ -54,12 +54,16 @@ class Kept:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
         for name in self._files:
+            tick()
             sync(folder / name)
 
 
-def write_manifest(folder: Path, known: Mapping[str, str]) -> None:
+def write_manifest(folder: Path, known: Mapping[str, str], tick: Callable[[], None] = lambda: None) -> None:
     """Sum up all files of a folder; `known` holds digests that need not be worked out again."""
-    sums = {name: known.get(name) or digest(folder / name) for name in files_of(folder)}
+    sums = {}
+    for name in files_of(folder):
+        tick()
+        sums[name] = known.get(name) or digest(folder / name)
     write_atomically(folder / MANIFEST, json.dumps({"algorithm": _ALGORITHM, "files": sums}, indent=1) + "\n")
 
 

@@ -39,8 +39,15 @@ class Saved:
 class Saver:
     """One save at a time; all methods are called by all ranks alike, between the same steps."""
 
-    def __init__(self, recipe: Recipe, world: World, save_files: Callable[[Path], None]) -> None:
-        """`save_files` writes config.json and the processor's files into a folder."""
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        save_files: Callable[[Path], None],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`save_files` writes config.json and the processor's files into a folder; `tick` is called as a save gets on."""
+        self._tick = tick
         assert recipe.run.dir is not None
         self._recipe, self._world, self._hf = recipe, world, files.Kept(save_files)
         self._run_dir = Path(recipe.run.dir)
@@ -58,12 +65,12 @@ class Saver:
         began = time.monotonic()
         former = self.wait()
         if self._channel is None:
-            self._channel = Channel.open(trainable.optimizer, TIMEOUT)
+            self._channel = Channel.open(trainable.optimizer, TIMEOUT, self._tick)
             if self._world.is_main:  # what a killed run has left
                 files.remove(self._folder.glob(PARTIAL + "*"))
         copied = snapshot.take(trainable, self._world, self._staging)
         state = {**state, "ranks": self._world.size}
-        order = Order(self._run_dir, state, self._recipe, self._hf)
+        order = Order(self._run_dir, state, self._recipe, self._hf, self._tick)
         self._writing = _Writing(copied, order, self._channel, not self._validated, began, self._world.device)
         self._validated = True
         return former

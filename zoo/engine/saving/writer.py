@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from zoo.engine.saving.choose import tidy
 from zoo.engine.saving.snapshot import Snapshot
 from zoo.files import sync, write_atomically
 
+FLUSH = 2**28  # bytes
 PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
 
 
@@ -33,9 +34,10 @@ class Channel:
 
     everyone: Any
     of_optimizers: Sequence[Any]
+    tick: Callable[[], None] = lambda: None  # a stage is done
 
     @classmethod
-    def open(cls, optimizer: Any, timeout: Any) -> Channel:
+    def open(cls, optimizer: Any, timeout: Any, tick: Callable[[], None] = lambda: None) -> Channel:
         """A collective of all ranks."""
         everyone = dist.new_group(backend="gloo", timeout=timeout)
         chained = optimizer.chained_optimizers
@@ -46,7 +48,7 @@ class Channel:
             ranks: dist.new_group(list(ranks), timeout=timeout, backend="gloo")
             for ranks in sorted({ranks for of_rank in told for ranks in of_rank})
         }
-        return cls(everyone, [made[ranks] for ranks in mine])
+        return cls(everyone, [made[ranks] for ranks in mine], tick)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
@@ -62,6 +64,7 @@ class Channel:
             result = stage()
         except Exception as error:
             failure = error
+        self.tick()
         answers = self.gather((result, failure))
         for _, raised in answers:
             if raised is not None:
@@ -77,6 +80,7 @@ class Order:
     state: dict[str, Any]  # goes into state.json; `step` names the folder
     recipe: Recipe
     hf: files.Kept  # config.json and the processor's files
+    tick: Callable[[], None] = lambda: None  # a tensor or file is written
 
     @property
     def target(self) -> Path:
@@ -98,7 +102,7 @@ def write(snapshot: Snapshot, order: Order, channel: Channel, validate: bool) ->
     try:
         channel.together(lambda: order.partial.mkdir(parents=True) if main else None)
         prepared = _plan(snapshot, order.partial, channel, validate)
-        written = channel.together(lambda: _write_mine(prepared.writer, order.partial))
+        written = channel.together(lambda: _write_mine(prepared.writer, order.partial, order.tick))
         channel.together(lambda: _publish(prepared, written, order) if main else None)
     except Exception:
         if main:
@@ -144,17 +148,36 @@ def _plan(snapshot: Snapshot, folder: Path, channel: Channel, validate: bool) ->
     return _Prepared(writer, metadata)
 
 
-def _write_mine(writer: Any, folder: Path) -> tuple[list[Any], dict[str, str]]:
+def _write_mine(writer: Any, folder: Path, tick: Callable[[], None]) -> tuple[list[Any], dict[str, str]]:
     """This rank's files, through to the disk; what lies where in them, and their digests."""
     placed: list[Any] = []
     digests: dict[str, str] = {}
-    for path, name, data in writer.write_buckets:
-        result = writer.write_preloaded_data([writer.transforms], 0, (path, name, data), None, None, True)[1]
+    for path, name, (values, tensors) in writer.write_buckets:
+        watched = values, _flushed(tensors, path, tick)
+        result = writer.write_preloaded_data([writer.transforms], 0, (path, name, watched), None, None, True)[
+            1
+        ]
         if isinstance(result, Exception):
             raise _named(result, path) from result
         placed += result
         digests[name] = files.digest(folder / name)
     return placed, digests
+
+
+def _flushed(tensors: Sequence[Any], path: str, tick: Callable[[], None]) -> Iterator[Any]:
+    """The tensors of a file, which is sent to the disk every FLUSH bytes.
+
+    Else memory would take all of it, and the one call at the end that waits for the disk could last longer than a run may
+    go without a sign of life.
+    """
+    waiting = 0
+    for item, tensor in tensors:
+        tick()
+        yield item, tensor
+        waiting += tensor.nbytes
+        if waiting >= FLUSH:
+            sync(Path(path))
+            waiting = 0
 
 
 def _named(error: Exception, path: str) -> Exception:
@@ -177,10 +200,11 @@ def _publish(prepared: _Prepared, written: Sequence[tuple[list[Any], dict[str, s
     prepared.writer.finish(prepared.metadata, [placed for placed, _ in written])
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     sync(folder / "metadata.json")
-    order.hf.write(folder / HF_PART)
+    order.hf.write(folder / HF_PART, order.tick)
     shutil.copyfile(order.run_dir / "config.yaml", folder / "config.yaml")  # the run's log has made it
     sync(folder / "config.yaml")
     write_atomically(folder / STATE, json.dumps(order.state) + "\n")
-    files.write_manifest(folder, {name: value for _, digests in written for name, value in digests.items()})
+    known = {name: value for _, digests in written for name, value in digests.items()}
+    files.write_manifest(folder, known, order.tick)
     files.publish(folder, order.target)
     tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
