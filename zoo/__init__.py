@@ -85,7 +85,10 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     module, attribute = _WHERE[name]
-    return getattr(importlib.import_module(module), attribute)
+    from zoo.engine.untouched import untouched
+
+    with untouched():  # what libraries have to say on import is left out
+        return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -97,6 +97,9 @@ def _run(arguments: list[str]) -> int:
             raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
         near = get_close_matches(verb, VERBS, n=1) or list(VERBS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
+    from zoo.engine.untouched import quiet
+
+    quiet()
     module = importlib.import_module(VERBS[verb][0])
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())

@@ -37,7 +37,8 @@ def run(arguments: Sequence[str]) -> int:
 
     try:
         path, file = places
-        rows = score(path, file, [argument for argument in given if not argument.startswith("out=")])
+        overrides = [argument for argument in given if not argument.startswith("out=")]
+        rows = score(path, file, overrides, here=True)
     except WorkerError as error:
         if error.code != 2:  # a user's mistake has been told in one line already
             print(f"zoo: {error}", file=sys.stderr)

@@ -60,7 +60,7 @@ def _run(arguments: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
     try:
-        result = launch(recipe)
+        result = launch(recipe, here=True)
     except WorkerError as error:
         if not error.told:
             print(f"zoo: {error}", file=sys.stderr)

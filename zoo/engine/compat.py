@@ -8,7 +8,8 @@ docs/architecture.md holds the same as a table. Below stand the functions that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +48,7 @@ class Avoided(Fault):
 
 
 _applied: set[str] = set()
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there
 
 
 def install() -> None:
@@ -57,13 +59,33 @@ def install() -> None:
             _applied.add(shim.name)
 
 
+@contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for a block. What was applied before it stays so."""
+    before, mark = set(_applied), len(_replaced)
+    install()
+    try:
+        yield
+    finally:
+        while len(_replaced) > mark:
+            owner, name, value = _replaced.pop()
+            setattr(owner, name, value)
+        _applied.intersection_update(before)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    """Replace a name of megatron-core's for as long as the shims are applied."""
+    _replaced.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, value)
+
+
 def _save_without_a_manager() -> None:
     import queue
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     module: Any = filesystem_async
-    module._results_queue = queue.Queue()
+    _put(module, "_results_queue", queue.Queue())
 
 
 def _load_without_pickles() -> None:
@@ -74,18 +96,19 @@ def _load_without_pickles() -> None:
 
     modules: tuple[Any, Any] = (serialization, torch_dist)
     for module in modules:
-        module._get_filesystem_reader = safe.reader
-    modules[0].load_common_state_dict = safe.common_state
-    modules[1].MCoreLoadPlanner = safe.SafePlanner
+        _put(module, "_get_filesystem_reader", safe.reader)
+    _put(modules[0], "load_common_state_dict", safe.common_state)
+    _put(modules[1], "MCoreLoadPlanner", safe.SafePlanner)
 
 
 def _build_gated_delta_net_without_fla() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
     flags: Any = common
-    flags.HAVE_FLA = True
+    _put(flags, "HAVE_FLA", True)
     net: Any = gdn
-    net.chunk_gated_delta_rule = net.chunk_gated_delta_rule or net.torch_chunk_gated_delta_rule
+    rule = net.chunk_gated_delta_rule or net.torch_chunk_gated_delta_rule
+    _put(net, "chunk_gated_delta_rule", rule)
 
 
 def _save_every_bucket_from_its_start() -> None:
@@ -105,7 +128,7 @@ def _save_every_bucket_from_its_start() -> None:
             for buffer, ranges in zip(self.buffers, whole, strict=True):
                 buffer.param_index_map = ranges
 
-    optimizer.sharded_param_state_fully_reshardable = sharded
+    _put(optimizer, "sharded_param_state_fully_reshardable", sharded)
 
 
 def _clip_in_few_kernels() -> None:
@@ -113,7 +136,8 @@ def _clip_in_few_kernels() -> None:
 
     module: Any = clip_grads
     if module.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
-        module.l2_norm_impl, module.multi_tensor_scale_impl = l2_norm, scale_in_place
+        _put(module, "l2_norm_impl", l2_norm)
+        _put(module, "multi_tensor_scale_impl", scale_in_place)
 
 
 SHIMS = (

@@ -36,6 +36,7 @@ from zoo.config.locate import (
 from zoo.engine import card
 from zoo.engine.blueprint import Blueprint, blueprint, published_names
 from zoo.engine.saving.choose import check_beside_weights
+from zoo.engine.untouched import untouched
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -63,6 +64,7 @@ class Conversion:
         return sum(tensor.nbytes for tensor in self.planned)
 
 
+@untouched()
 def convert(
     source: str | Path,
     target: str | Path,

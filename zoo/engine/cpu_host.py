@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ _TYPE_NAMES = {
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
+_ABSENT = object()
 _installed: _CpuMode | None = None
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there
 
 
 def _is_cuda(device: Any) -> bool:
@@ -108,29 +111,65 @@ def install() -> bool:
     return True
 
 
+def uninstall() -> None:
+    """Have CUDA names mean what they did; in the thread of :func:`install`."""
+    global _installed
+    if _installed is None:
+        return
+    _installed.__exit__(None, None, None)
+    _installed = None
+    while _replaced:
+        owner, name, value = _replaced.pop()
+        if value is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def redirected() -> Iterator[bool]:
+    """:func:`install` for a block; whether CUDA names mean the CPU in it. What was installed before it stays so."""
+    before = is_installed()
+    on_cpu = install()
+    try:
+        yield on_cpu
+    finally:
+        if not before:
+            uninstall()
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    _replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+    setattr(owner, name, value)
+
+
 def _redirect_torch_cuda() -> None:
     stream = _NullStream()
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: _CPU
-    cuda.set_device = lambda device: None
-    cuda.synchronize = lambda device=None: None
-    cuda.empty_cache = lambda: None
-    cuda.current_stream = lambda device=None: stream
-    cuda.default_stream = lambda device=None: stream
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.Stream = _NullStream
-    cuda.Event = _NullStream
-    cuda.is_current_stream_capturing = lambda: False
-    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    _put(cuda, "current_device", lambda: _CPU)
+    _put(cuda, "set_device", lambda device: None)
+    _put(cuda, "synchronize", lambda device=None: None)
+    _put(cuda, "empty_cache", lambda: None)
+    _put(cuda, "current_stream", lambda device=None: stream)
+    _put(cuda, "default_stream", lambda device=None: stream)
+    _put(cuda, "stream", lambda stream: contextlib.nullcontext())
+    _put(cuda, "Stream", _NullStream)
+    _put(cuda, "Event", _NullStream)
+    _put(cuda, "is_current_stream_capturing", lambda: False)
+    _put(cuda, "get_rng_state", lambda device="cuda": torch.get_rng_state())
+    _put(cuda, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state))
 
 
 def _redirect_random_state() -> None:
     from megatron.core.tensor_parallel import random as mcore_random
 
     module: Any = mcore_random
-    module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    _put(
+        module,
+        "_get_cuda_rng_state",
+        lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+    )
+    _put(module, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
 
 
 class _Sizes(list[int]):
@@ -148,7 +187,7 @@ def _hand_gloo_plain_split_sizes() -> None:
         return _Sizes(tensor.tolist()) if as_numpy and torch.is_tensor(tensor) else tensor
 
     for module in (moe_utils, token_dispatcher):
-        vars(module)["maybe_move_tensor_to_cpu"] = to_host
+        _put(module, "maybe_move_tensor_to_cpu", to_host)
 
 
 def _exchange_unequal_parts() -> None:
@@ -179,4 +218,5 @@ def _exchange_unequal_parts() -> None:
         torch.distributed.all_reduce(total, group=group)
         return total.split(input_split_sizes)[group.rank()].clone()
 
-    module._gather_along_first_dim, module._reduce_scatter_along_first_dim = gather_parts, reduce_parts
+    _put(module, "_gather_along_first_dim", gather_parts)
+    _put(module, "_reduce_scatter_along_first_dim", reduce_parts)

@@ -51,12 +51,14 @@ from zoo.engine.runlock import refuse_second
 from zoo.engine.settle import settled
 from zoo.engine.slurm import join_slurm
 from zoo.engine.startup import STARTED
-from zoo.errors import ConfigError
+from zoo.engine.untouched import untouched
+from zoo.errors import ConfigError, UserError
 
 _POLL_SECONDS = 0.05
 _MISTAKE_SECONDS = 1.0  # after a rank has found a user's mistake: time for the others to find it too
 _SETTLE_SECONDS = 8.0  # after any other failure: time for the others to say who failed, and to leave
 _TAIL_LINES = 20
+MISTAKE = "zoo: error: "  # begins the line of a rank that has found a mistake of the user's
 _STOPPED = (
     INTERRUPTED,
     PREEMPTED,
@@ -65,38 +67,45 @@ _STOPPED = (
 
 
 class WorkerError(RuntimeError):
-    """A rank failed; what it had to say has been shown. `code` is the exit code to pass on."""
+    """A rank failed; what it had to `say` has been shown. `code` is the exit code to pass on."""
 
-    def __init__(self, code: int) -> None:
-        super().__init__(f"a rank of the run failed with exit code {code}")
+    def __init__(self, code: int, said: Sequence[str] = ()) -> None:
+        super().__init__("\n".join((f"a rank of the run failed with exit code {code}", *said)))
         self.code = code
         self.told = code in (2, LOST) or code > 128  # in one line already
 
 
-def launch(recipe: Recipe) -> TrainResult:
+@untouched()
+def launch(recipe: Recipe, *, here: bool = False) -> TrainResult:
     """Train `recipe` and return what came of it; also known as `zoo.train`.
 
     Under torchrun (RANK and WORLD_SIZE in the environment) or SLURM (its variables) this process is one rank. Otherwise `recipe.nproc`
-    ranks run on this machine, by default one a GPU or a single one: in this process when it is one, else as
-    child processes.
+    ranks run on this machine, by default one a GPU or a single one, as child processes: this one stays as it was,
+    whatever happens to them, and has no memory of a GPU in use.
+
+    Args:
+        here: this process is zoo's own, as that of the command `zoo train` is: a single rank runs in it, which saves
+            the seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
 
     Raises:
         UserError: the recipe cannot run; see `prepare`.
-        WorkerError: a child process failed.
+        WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    recipe, ranks = prepare(recipe)
+    recipe, ranks = prepare(recipe, here=here)
     if under_torchrun():
         end_with_parent()
-    if under_torchrun() or ranks == 1:
+    if under_torchrun() or (here and ranks == 1):
         from zoo.engine.loop import train
 
         return train(recipe)
     return _train_in_children(recipe, ranks)
 
 
-def prepare(recipe: Recipe) -> tuple[Recipe, int]:
+def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     """The validated recipe, with nothing left to plan, and its number of ranks, after a look at the files it names.
+
+    `here`: a single rank will run in this process.
 
     Raises:
         ConfigError: the recipe cannot run on that many ranks or fits them under no layout, or its run folder cannot
@@ -107,7 +116,7 @@ def prepare(recipe: Recipe) -> tuple[Recipe, int]:
     ranks = world_size(recipe)
     _check_machine(recipe)
     keep_kernels()
-    recipe = validate(settled(recipe, ranks), ranks)
+    recipe = validate(settled(recipe, ranks, here=here), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already
@@ -170,6 +179,7 @@ def world_size(recipe: Recipe) -> int:
     return recipe.nproc
 
 
+@untouched()
 def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh: bool = False) -> Any:
     """What the function `task` ("module:name") of a recipe returns on rank 0 of so many ranks.
 
@@ -197,10 +207,10 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.worker", str(config), task, str(result)]
         command += [json.dumps(value) for value in further]
-        code = run_ranks(command, ranks, threads=recipe.engine.threads)
+        said: list[str] = []
+        code = run_ranks(command, ranks, threads=recipe.engine.threads, said=said)
         _raise_stopped(code)
-        if code:
-            raise WorkerError(code)
+        _raise_failed(code, said)
         return pickle.loads(result.read_bytes())
 
 
@@ -209,9 +219,10 @@ def _train_in_children(recipe: Recipe, ranks: int) -> TrainResult:
         config = Path(folder) / "config.yaml"
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.worker", str(config)]
-        code = run_ranks(command, ranks, threads=recipe.engine.threads)
-    if code not in (0, INTERRUPTED, PREEMPTED):
-        raise WorkerError(code)
+        said: list[str] = []
+        code = run_ranks(command, ranks, threads=recipe.engine.threads, said=said)
+    if code not in (INTERRUPTED, PREEMPTED):
+        _raise_failed(code, said)
     assert recipe.run.dir is not None  # derived by validate
     if code and not _was_saved(recipe.run.dir):
         _raise_stopped(code)
@@ -224,16 +235,27 @@ def _raise_stopped(code: int) -> None:
         raise Preempted if code == PREEMPTED else KeyboardInterrupt
 
 
+def _raise_failed(code: int, said: Sequence[str]) -> None:
+    """UserError for a mistake of the user's that a rank has found, WorkerError for any other failure."""
+    if code == 2 and len(said) == 1 and said[0].startswith(MISTAKE):
+        raise UserError(said[0].removeprefix(MISTAKE))
+    if code:
+        raise WorkerError(code, said)
+
+
 def _was_saved(run_dir: str) -> bool:
     """Whether the summary in the run folder is that of an interrupted run."""
     return (Path(run_dir) / "summary.json").is_file() and TrainResult.from_run_dir(run_dir).interrupted
 
 
-def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) -> int:
+def run_ranks(
+    command: Sequence[str], ranks: int, threads: int | None = None, said: list[str] | None = None
+) -> int:
     """Run `command` as `ranks` processes of one group on this machine and wait for all of them.
 
     A failing rank takes the others with it within seconds. The first of SIGNALS is passed on to every rank, and
-    their end is awaited; the second kills them.
+    their end is awaited; the second kills them. What failed ranks have to say is shown on stderr, and put into `said` where
+    that is given: a mistake of the user's is then left to the caller to tell.
 
     Returns:
         0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on one of REQUESTS; 76 when
@@ -247,10 +269,10 @@ def run_ranks(command: Sequence[str], ranks: int, threads: int | None = None) ->
         for rank in range(ranks):
             if not received:
                 group.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        return _supervise(group, received)
+        return _supervise(group, received, said)
 
 
-def _supervise(group: _Group, received: Sequence[int]) -> int:
+def _supervise(group: _Group, received: Sequence[int], said: list[str] | None) -> int:
     """Wait for the ranks, acting on failures and on the signals that come in; returns the exit code."""
     seen = 0
     while group.running():
@@ -267,7 +289,7 @@ def _supervise(group: _Group, received: Sequence[int]) -> int:
     failed = [] if seen > 1 else group.failed()
     if failed:
         group.kill()
-        return group.explain(failed)
+        return group.explain(failed, said)
     if seen > 1:
         return INTERRUPTED if received[1] == signal.SIGINT else PREEMPTED
     return group.stopped(received)
@@ -345,15 +367,18 @@ class _Group:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
-    def explain(self, failed: Sequence[int]) -> int:
+    def explain(self, failed: Sequence[int], said: list[str] | None = None) -> int:
         """Show what the failed ranks left on stderr, where rank 0 has not said it already; their exit code."""
         codes = {rank: self.processes[rank].returncode for rank in failed}
         mistakes = [rank for rank in failed if codes[rank] == 2]
         causes = mistakes[:1] or [rank for rank in failed if codes[rank] != LOST]
-        for rank in causes:
-            print(self._last_words(rank, codes[rank]), file=sys.stderr)
+        words = [self._last_words(rank, codes[rank]) for rank in causes]
         for verdict in sorted(Path(self._folder.name).glob("*.verdict"))[:1]:
-            print(f"zoo: {verdict.read_text(encoding='utf-8').strip()}", file=sys.stderr)
+            words.append(f"zoo: {verdict.read_text(encoding='utf-8').strip()}")
+        if said is None or not (len(words) == 1 and words[0].startswith(MISTAKE)):
+            print(*words, sep="\n", end="\n" if words else "", file=sys.stderr)
+        if said is not None:
+            said += words
         code = codes[(causes or list(failed))[0]]
         return code if code > 0 else 128 - code
 

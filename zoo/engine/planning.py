@@ -18,6 +18,7 @@ from zoo.config.locate import is_hub_id, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.engine.untouched import untouched
 from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
 from zoo.planner.layouts import settle, spare
@@ -53,6 +54,7 @@ def _plain(text: Any) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
 
+@untouched()
 def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 

@@ -33,20 +33,26 @@ from zoo.engine.evaluate import smallest_count
 from zoo.engine.launch import run_task, world_size
 from zoo.engine.peers import peers
 from zoo.engine.saving.choose import check_beside_weights
+from zoo.engine.untouched import untouched
 from zoo.engine.world import World, world
 
 
+@untouched()
 def score(
     path: str | Path,
     rows: str | Path | Sequence[Mapping[str, Any]],
     overrides: Sequence[str] = (),
+    *,
+    here: bool = False,
 ) -> list[dict[str, Any]]:
-    """Score rows.
+    """Score rows, in processes of their own.
 
     Args:
         path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
         rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts (media paths from the current folder).
         overrides: of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
+
+        here: a single rank runs in this process, as it does for the command `zoo score`.
 
     Returns:
         A dict a row, in order: `source` (where it stands), `token_ids` (L ints), `labels` (L ints, -100 where there is no
@@ -62,7 +68,8 @@ def score(
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
         spec = str(rows) if isinstance(rows, str | Path) else _written(rows, Path(folder))
         locate_rows(spec, "rows")
-        return run_task("zoo.engine.score:score_here", for_scoring(recipe, spec), world_size(recipe))
+        task, scoring = "zoo.engine.score:score_here", for_scoring(recipe, spec)
+        return run_task(task, scoring, world_size(recipe), fresh=not here)
 
 
 def for_scoring(recipe: Recipe, rows: str) -> Recipe:

@@ -20,15 +20,17 @@ from zoo.engine.parent import Launcher, end_with_parent
 from zoo.errors import UserError
 
 
-def settled(recipe: Recipe, ranks: int) -> Recipe:
+def settled(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
+
+    `here`: a single rank will run in this process, which may take memory of a GPU.
 
     Raises:
         UserError: nothing fits; the message says what would.
     """
     if not recipe.parallel.plan:
         return recipe
-    if ranks == 1 or not gpu_count():
+    if (ranks == 1 and here) or not gpu_count():
         return _settle(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"

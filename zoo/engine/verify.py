@@ -30,6 +30,7 @@ from zoo.engine import build
 from zoo.engine.blueprint import blueprint, family_of, published_names
 from zoo.engine.convert import convert
 from zoo.engine.score import score
+from zoo.engine.untouched import untouched
 from zoo.errors import UserError
 
 LOGPROBS = 1e-3  # largest difference that passes for two ways to compute the same in fp32
@@ -83,6 +84,7 @@ class Verification:
         return found
 
 
+@untouched()
 def verify(
     a: str | Path,
     b: str | Path,
@@ -90,6 +92,7 @@ def verify(
     rows: str | Path | None = None,
     overrides: Sequence[str] = (),
     tolerance: float = LOGPROBS,
+    here: bool = False,
 ) -> Verification:
     """Compare two checkpoints of one family.
 
@@ -99,6 +102,7 @@ def verify(
         rows: a JSONL file, or a bundled set, whose answers' log-probabilities are compared too, in fp32.
         overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
         tolerance: largest difference of a log-probability (natural) that is none.
+        here: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
 
     Raises:
         UserError: no such checkpoint, or two of different families.
@@ -112,7 +116,7 @@ def verify(
             if left.family != right.family:
                 raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
             tensors = list(_compare(left, right))
-    found = [] if rows is None else _compare_rows(given, rows, overrides)
+    found = [] if rows is None else _compare_rows(given, rows, overrides, here)
     return Verification(tensors, found, tolerance)
 
 
@@ -239,10 +243,10 @@ def _size(difference: float | None) -> float:
 
 
 def _compare_rows(
-    places: Sequence[Place], rows: str | Path, overrides: Sequence[str]
+    places: Sequence[Place], rows: str | Path, overrides: Sequence[str], here: bool
 ) -> list[dict[str, Any]]:
     """Row by row, each side by its own code."""
-    left, right = (_logprobs(place, rows, overrides) for place in places)
+    left, right = (_logprobs(place, rows, overrides, here) for place in places)
     mixed = len({place.kind == "hf" for place in places}) > 1
     found = []
     for one, other in zip(left, right, strict=True):
@@ -261,10 +265,10 @@ def _compare_rows(
     return found
 
 
-def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str]) -> list[dict[str, Any]]:
+def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bool) -> list[dict[str, Any]]:
     if place.kind == "hf":
         return hf_logprobs(place, rows)
-    return score(place.folder, rows, ["engine.precision=fp32", *overrides])
+    return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.engine.parent import end_with_parent
+from zoo.engine.untouched import quiet
 from zoo.errors import UserError, file_error
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train, or do another task, as the rank that the environment names; returns the exit code."""
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
+    quiet()
     try:
         with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
             from zoo.config.compose import load_recipe

@@ -20,6 +20,8 @@ from zoo.config.compose import replace_in
 from zoo.config.devices import cpu_threads, gpu_count, share_of_cores
 from zoo.config.schema import Recipe
 from zoo.engine import compat, cpu_host, determinism
+from zoo.engine.untouched import untouched
+from zoo.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -65,28 +67,40 @@ class World:
 
 @contextmanager
 def world(recipe: Recipe) -> Iterator[World]:
-    """Initialise everything that is global to a process, and take it down again."""
-    on_cpu = cpu_host.install()
-    compat.install()
-    determinism.install(recipe, on_cpu)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
-    if not on_cpu:
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for fp32 convolutions
-    threads = torch.get_num_threads()
-    torch.set_num_threads(cpu_threads(recipe.engine.threads))
-    _init_distributed(on_cpu, device)
-    try:
-        yield _init_model_parallel(recipe, device)
-    finally:
-        from megatron.core import parallel_state
-        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    """Initialise everything that is global to a process, and take it down again.
 
-        destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
-        parallel_state.destroy_model_parallel()
+    Raises UserError where torch.distributed is in use already: its groups are somebody else's.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed is in use in this process, which zoo needs for itself; end that first "
+            "(torch.distributed.destroy_process_group), or call zoo from another process"
+        )
+    with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
+        determinism.install(recipe, on_cpu)
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+        if not on_cpu:
+            torch.cuda.set_device(device)
+            torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for fp32 convolutions
+        torch.set_num_threads(cpu_threads(recipe.engine.threads))
+        try:
+            _init_distributed(on_cpu, device)
+            yield _init_model_parallel(recipe, device)
+        finally:
+            _take_down()
+
+
+def _take_down() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
+    parallel_state.destroy_model_parallel()
+    get_cuda_rng_tracker().reset()
+    if dist.is_initialized():
         dist.destroy_process_group()
-        torch.set_num_threads(threads)
 
 
 @contextmanager

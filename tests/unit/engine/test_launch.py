@@ -201,7 +201,9 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, summary: dict[str, object], code: int) -> None:
     """Ranks that only leave `summary` in the run folder."""
 
-    def ranks_end(command: list[str], ranks: int, threads: int | None = None) -> int:
+    def ranks_end(
+        command: list[str], ranks: int, threads: int | None = None, said: list[str] | None = None
+    ) -> int:
         assert command[:3] == [sys.executable, "-m", "zoo.engine.worker"]
         assert load_recipe(command[3]).run.dir == str(folder)
         if summary:
