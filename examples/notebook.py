@@ -30,7 +30,7 @@ plan = zoo.plan(recipe, ranks=1)
 print(f"{sum(plan.parameters.values()):,} parameters, {plan.worst.total / 1e6:.0f} MB, fits: {plan.fits}")
 
 # %% [markdown]
-# `zoo.train` is what `zoo train` calls. A run that was stopped goes on from its folder when the cell is run again.
+# `zoo.train` is what `zoo train` calls; its ranks are processes of their own, so this one stays as it is. A run that was stopped goes on from its folder when the cell is run again.
 
 # %%
 result = zoo.train(recipe)

@@ -140,6 +140,17 @@ def test_a_slow_but_living_run_is_left_alone(
     assert not (folder / "health.json").exists()
 
 
+def test_every_slow_fault_strikes(zoo: Zoo, tmp_path: Path) -> None:
+    """What the slow tests above ask for, with waits of a hundredth of a second."""
+    folder, log = tmp_path / "run", tmp_path / "faults"
+    kinds = "slow-data,slow-network,slow-rows,slow-eval,slow-save,slow-export"
+    options = ("nproc=1", "train.steps=2", "export=true")
+    env = {"FAULT_LOG": str(log), "FAULT_SECONDS": "0.01"}
+    code, _, err = Launched(command(zoo, folder, *options), folder, f"all 1 {kinds}", **env).ended()
+    assert (code, err) == (0, "")
+    assert {*log.read_text().split()} == {*kinds.split(",")}
+
+
 @pytest.mark.slow
 def test_a_save_that_hangs_is_found(zoo: Zoo, tmp_path: Path) -> None:
     folder = tmp_path / "run"
