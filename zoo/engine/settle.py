@@ -36,10 +36,10 @@ def settled(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.settle", str(config), str(ranks), str(result)]
-        with Launcher() as here:
-            env = {**os.environ, **here.environment, "CUDA_VISIBLE_DEVICES": ""}
+        with Launcher() as launcher:
+            env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
             done = subprocess.run(
-                command, env=env, capture_output=True, text=True, check=False, pass_fds=here.files
+                command, env=env, capture_output=True, text=True, check=False, pass_fds=launcher.files
             )
         if not result.is_file():
             raise RuntimeError(f"planning failed: {done.stderr[-2000:]}")
