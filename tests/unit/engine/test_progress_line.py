@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import struct
 import termios
 from itertools import count
@@ -44,7 +45,7 @@ def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
     line = shown(width, FIGURES, 99_999)
     assert len(line) < width
     assert line.startswith("step 12345/99999  loss 2.3457  ")
-    assert line.endswith("  ETA 73:02:42")
+    assert re.search(r"  ETA 73:(02:4[2-9]|02:5\d|03:\d\d)$", line)  # 87,654 times what the clock says of 3 s
     assert ("real tokens/s" in line) == (width >= 80)
     assert ("pad 3.1%  data 12%" in line) == (width >= 120)
 
