@@ -128,10 +128,14 @@ class Watch:
         if (
             paused > _PAUSE_SECONDS
         ):  # as by SIGSTOP and SIGCONT: what the others did meanwhile is still to be read
-            for one in self._seen.values():
-                one.beaten, one.moved = one.beaten + paused, one.moved + paused
+            self._forgive(paused)
             self._unheard += paused if self._unheard else 0.0
         return False
+
+    def _forgive(self, seconds: float) -> None:
+        """Count so many seconds against nobody."""
+        for one in self._seen.values():
+            one.beaten, one.moved = one.beaten + seconds, one.moved + seconds
 
     def _hold(self) -> None:
         """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""
@@ -141,6 +145,7 @@ class Watch:
             self._leave(self._post(Verdict(told, "stopped")), told=True)
 
     def _round(self) -> None:
+        began = time.monotonic()
         if self._stop.asked and self._stop.preempted and self._late():
             told = (
                 f"{self._save_within:.0f} s after the signal (run.save_within) the run has not saved; "
@@ -154,6 +159,8 @@ class Watch:
                 self._leave(verdict, told=True)
         if self._beat.state != "alive":
             return
+        if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause came in here
+            self._forgive(took)
         silence = _SILENT_WHEN_BEREFT if self._error is not None and self._size > 1 else self._silence
         found = judge(self._seen, silence=silence, stuck=self._stuck, alive=self._alive())
         if found is not None:
