@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 
 from zoo.data.errors import RowError
 from zoo.data.refs import Blob, Picture, Sound, missing_text
-from zoo.data.waves import read_wave
+from zoo.data.waves import channels_of, levels, read_wave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,6 +34,7 @@ MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
 MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
 SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
 MIN_FRAMES = 2  # a vision tower's temporal patch: shorter videos are held on their last frame
+SOUND_BLOCK = 2**14  # samples that are resampled in one call
 JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
 IMAGE_TYPES = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 CONTAINERS = (
@@ -160,7 +161,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
-        for frame in itertools.chain(container.decode(audio=0), [None]):
+        for frame in itertools.chain(_mono_frames(container), [None]):
             # A track that already is as wanted passes through the resampler, which then answers the flush with a None.
             for part in resampler.resample(frame):
                 parts += [] if part is None else [part.to_ndarray()[0]]
@@ -175,23 +176,47 @@ def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
     if given == rate or not len(sound):
         return sound
     resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
-    frame = av.AudioFrame.from_ndarray(
-        np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono"
-    )
-    frame.sample_rate = given
+    frame = _frame_of(sound, given)
     parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
     return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]
 
 
+def _mono_frames(container: Any) -> Iterator[Any]:
+    """The first sound track as frames of mono, of SOUND_BLOCK samples or a little more: FFmpeg's own are short."""
+    parts: list[np.ndarray] = []
+    rate = 0
+    for frame in container.decode(audio=0):
+        if parts and (frame.sample_rate != rate or sum(map(len, parts)) >= SOUND_BLOCK):
+            yield _frame_of(np.concatenate(parts), rate)
+            parts = []
+        rate = frame.sample_rate
+        parts.append(channels_of(frame).mean(axis=0))
+    if parts:
+        yield _frame_of(np.concatenate(parts), rate)
+
+
+def _frame_of(sound: np.ndarray, rate: int) -> Any:
+    """(N,) samples as FFmpeg's frame of mono."""
+    frame = av.AudioFrame.from_ndarray(
+        np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono"
+    )
+    frame.sample_rate = rate
+    return frame
+
+
 def _mono(sound: Sound) -> np.ndarray:
     samples = np.asarray(sound.samples)
-    if samples.ndim == 2:  # the longer axis is time
-        samples = samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
-    if samples.ndim != 1 or samples.dtype.kind not in "fiu":
-        what = f"it is an array of shape {samples.shape} and dtype {samples.dtype}; (N,) floats are wanted"
-        raise _corrupt(sound, "audio", what)
-    scale = 1.0 if samples.dtype.kind == "f" else 1.0 / (np.iinfo(samples.dtype).max + 1)
-    return (samples * scale).astype(np.float32)
+    if (
+        samples.ndim not in (1, 2)
+        or samples.dtype.kind not in "fiu"
+        or samples.dtype in (np.int64, np.uint64)
+    ):
+        shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
+        wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
+        raise _corrupt(sound, "audio", f"{shape}; {wanted}")
+    samples = levels(samples)
+    # The longer axis is time.
+    return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
 
 
 def _checked(sound: np.ndarray, place: Path | Blob | Sound, rate: int) -> np.ndarray:

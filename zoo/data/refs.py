@@ -217,8 +217,10 @@ def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) ->
 
 
 def _samples(array: Any, where: str, source: str) -> np.ndarray:
+    """The array as it is: what its numbers mean follows from their type, which decoding looks at."""
     try:
-        return np.asarray(array, np.float32)
+        found = np.asarray(array)
+        return found if found.dtype.kind in "fiu" else found.astype(np.float32)
     except (ValueError, TypeError, OverflowError) as error:
         raise RowError(source, "bad_row", f"{where} has an array that is no list of numbers.") from error
 

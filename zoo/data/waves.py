@@ -1,6 +1,6 @@
-"""Sound files without loss (WAV, FLAC, AIFF and their kin) through soundfile: exact samples, and a check of the length.
+"""Samples of sound: files without loss (WAV, FLAC, AIFF and their kin) through soundfile, and the levels of all others.
 
-Compressed sound, and the sound of videos, is FFmpeg's (`zoo.data.media`).
+Compressed sound, and the sound of videos, is FFmpeg's to decode (`zoo.data.media`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,14 @@ BYTES = {
     "ULAW": 1,
     "ALAW": 1,
 }  # of a sample
+SAMPLES = {
+    "u8": np.uint8,
+    "s16": np.int16,
+    "s32": np.int32,
+    "s64": np.int64,
+    "flt": np.float32,
+    "dbl": np.float64,
+}  # sample formats of FFmpeg
 MOST = 2**30  # samples of a file, whatever their rate: 4 GiB
 UNKNOWN = (
     0x7FFF_0000  # bytes of sound, from which on a WAV's header means "not known": it was written as a stream
@@ -68,6 +76,32 @@ def read_wave(
         seconds = f"its header says {claimed / rate:.1f} s of sound, but {count / rate:.1f} s are there"
         raise corrupt(f"{seconds}; it is cut off")
     return (np.concatenate(parts) if parts else np.zeros(0, np.float32)), rate
+
+
+def channels_of(frame: Any) -> np.ndarray:
+    """(channels, N) float32 samples of a decoded frame.
+
+    Mono is their mean and none of FFmpeg's own mixtures: those weigh channels by their speakers, and in floats give
+    the same sound in two channels 3 dB more than in one.
+    """
+    kind = frame.format
+    dtype = SAMPLES[kind.name.removesuffix("p")]
+    planes = [np.frombuffer(plane, dtype) for plane in frame.planes]
+    if kind.is_planar:
+        samples = np.stack([plane[: frame.samples] for plane in planes])
+    else:
+        count = frame.layout.nb_channels
+        samples = planes[0][: frame.samples * count].reshape(-1, count).T
+    return levels(samples)
+
+
+def levels(samples: np.ndarray) -> np.ndarray:
+    """Samples of any type as float32, about -1 to 1; whole numbers lie in the range of their type, unsigned ones around its middle."""
+    if samples.dtype.kind == "f":
+        return samples.astype(np.float32, copy=False)
+    silence = 0 if samples.dtype.kind == "i" else int(np.iinfo(samples.dtype).max) // 2 + 1
+    full = int(np.iinfo(samples.dtype).max) + 1 - silence
+    return ((samples.astype(np.float64) - silence) / full).astype(np.float32)
 
 
 def _data_bytes(file: Any) -> int | None:
