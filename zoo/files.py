@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,3 +91,16 @@ def finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: finite(entry) for key, entry in value.items()}
     return [finite(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+
+def why_no_file(path: Path) -> str | None:
+    """Why a path is no file that could be read, in words; None where it is one. Never raises, whatever the path is."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return "it is a symbolic link that leads nowhere" if os.path.islink(path) else "there is none"
+    except (OSError, ValueError) as error:  # a loop of links, a name too long, no permission; a null byte
+        return f"{getattr(error, 'strerror', None) or error}"
+    if stat.S_ISREG(mode):
+        return None
+    return "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file (a device, a pipe or a socket)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from zoo.config.entries import DataEntry
 from zoo.config.hub import asking_the_hub
 from zoo.data.limits import memory_limited
 from zoo.errors import UserError, printable
-from zoo.files import expanded
+from zoo.files import expanded, why_no_file
 
 PARQUET_MB = 8192  # MiB that the rank may take to unpack parquet files; a row group is held whole
 
@@ -28,7 +29,7 @@ def load_local(entry: DataEntry, kind: str, key: str) -> Any:
     if kind == "disk":
         _check_names(path, f"{key}={entry}")
         return _split(_tried(key, entry, lambda: datasets.load_from_disk(str(path))), entry, key)
-    if entry.split is not None and path.is_file():
+    if entry.split is not None and os.path.isfile(path):
         raise UserError(
             f"{key}={entry.path}: split={entry.split}: a parquet file has no splits; leave it out."
         )
@@ -79,8 +80,11 @@ def load_parquet_stream(entry: DataEntry, key: str) -> Any:
 
 def parquet_files(path: Path, entry: DataEntry, key: str) -> dict[str, list[str]]:
     """Split -> parquet files: `train-00000-of-00002.parquet` is of `train`; others are of `train` too."""
-    if path.is_file():
+    if os.path.isfile(path):
         return {"train": [str(path)]}
+    if not os.path.isdir(path):
+        text = f"{key}={printable(str(entry), 300)}: no parquet file and no folder of such files ({why_no_file(path)})."
+        raise UserError(text)
     found: dict[str, list[str]] = {}
     for file in sorted(path.rglob("*.parquet")):
         name = file.stem.partition("-")[0]

@@ -24,6 +24,7 @@ from PIL import Image, ImageOps
 from zoo.data.errors import RowError
 from zoo.data.refs import Blob, Picture, Sound, missing_text
 from zoo.data.waves import channels_of, levels, read_wave
+from zoo.files import why_no_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -242,7 +243,7 @@ def _existing(source: Source) -> Path | Blob:
     if isinstance(source, Blob):
         return source
     path = Path(str(source))
-    if not path.is_file():
+    if why_no_file(path) is not None:
         raise RowError("", "missing_file", missing_text(path))
     return path
 

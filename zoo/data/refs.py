@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
+from zoo.files import why_no_file
 
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
@@ -186,8 +187,10 @@ def _download(url: str, found: list[bytes | Exception]) -> None:
 
 
 def missing_text(path: Path) -> str:
-    """What to say of a media file that is not there."""
-    return f"no file {path}; paths in a row are relative to the folder of its JSONL file (or to data.root)."
+    """What to say of a media file that is not there, or is none."""
+    why = why_no_file(path)
+    reason = f"; {why}" if why not in (None, "there is none") else ""
+    return f"no file {path}{reason}; paths in a row are relative to the folder of its JSONL file (or to data.root)."
 
 
 def shown(value: Any) -> str:
@@ -230,10 +233,9 @@ def _check_path(value: str, where: str, access: Access, source: str) -> None:
     try:
         there = path.is_file()
         inside = access.outside or path.resolve().is_relative_to(access.root.resolve())
-    except (OSError, ValueError) as error:  # a name too long, a null byte, a loop of links
-        raise RowError(
-            source, "bad_row", f"{where} is {shown(value)}, no path: {getattr(error, 'strerror', error)}."
-        ) from error
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null byte, a loop of links
+        reason = getattr(error, "strerror", None) or why_no_file(path) or error
+        raise RowError(source, "bad_row", f"{where} is {shown(value)}, no path: {reason}.") from error
     if not inside:
         text = (
             f"{where} is {shown(value)}, which leads out of the data root {access.root}; set data.root to a folder that "

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from zoo.data.errors import RowError
-from zoo.data.formats.choose import to_own
+from zoo.data.formats.choose import FORMATS, to_own
 from zoo.data.refs import Access, Medium, checked, missing_text, shown
-from zoo.errors import UserError
-from zoo.files import expanded
+from zoo.errors import LONGEST, UserError, file_error, printable
+from zoo.files import expanded, why_no_file
 
 __all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
@@ -128,19 +130,30 @@ def read_rows(
 
 def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
     """(line number, bytes) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
-    if path.suffix == ".json" and _is_list(path):
+    with reading(spec):
+        whole = path.read_bytes() if path.suffix == ".json" and _is_list(path) else None
+    if whole is not None:
         try:
-            items = json.loads(path.read_bytes(), object_pairs_hook=_once)
+            items = json.loads(whole, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:
             raise UserError(f"{spec}: no valid JSON: {error}.") from error
         yield from enumerate(items, start=1)
         return
-    with path.open("rb") as file:
+    with reading(spec), path.open("rb") as file:
         number = 0
         while (line := next_line(file))[1]:
             number += 1
             if line[0].strip():
                 yield number, line[0]
+
+
+@contextmanager
+def reading(place: str | Path) -> Iterator[None]:
+    """What the system says against a file becomes a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(error, place) or error from error
 
 
 def next_line(file: BinaryIO) -> tuple[bytes, int]:
@@ -246,18 +259,30 @@ def _check_texts(texts: Iterable[str], source: str) -> None:
 
 
 def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
+    """RowError for a key that is none of `known`, of a row whose format was told by its keys."""
     for key in item:
-        if key not in known:
-            name = shown(key)
-            near = get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
-            raise RowError(source, "bad_row", f"unknown key {name!r}; {hint}")
+        if key in known:
+            continue
+        name = shown(key)
+        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+        raise RowError(source, "bad_row", f"unknown key {name!r}; {hint} {_format_hint(item, key)}")
+
+
+def _format_hint(item: Mapping[str, Any], key: str) -> str:
+    """What to write in the recipe so that a row with this key is read."""
+    form = next((name for name in ("messages", "text") if name in item), None)
+    if form is None:
+        return f"Rows of another form: name it in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
+    if form == "text" and key in (*MEDIA, *MEDIA.values()):
+        return "A row of 'text' has no media; write it as 'messages'."
+    return f"Columns that a row may have besides are passed over where the entry names its format: {{path: ..., format: {form}}}."
 
 
 def is_bundled(spec: str) -> bool:
     """Whether a `data` entry names a bundled set; a file of that name comes first."""
     name, _, split = spec.partition(":")
-    return split in BUNDLED.get(name, ()) and not expanded(spec).is_file()
+    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(spec))
 
 
 def locate(spec: str, key: str = "data") -> Path:
@@ -267,7 +292,7 @@ def locate(spec: str, key: str = "data") -> Path:
         UserError: no such file or bundled set.
     """
     path = expanded(spec)
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if is_bundled(spec):
         name, _, split = spec.partition(":")
@@ -276,12 +301,14 @@ def locate(spec: str, key: str = "data") -> Path:
     known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]
     near = get_close_matches(spec, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
-    if HUB_ID.fullmatch(spec) and not path.parent.is_dir():
+    if HUB_ID.fullmatch(spec) and not os.path.isdir(path.parent):
         hint = f"a data set at the hub is written {{hub: {spec}}}."
-    what = (
-        "is a folder; give the JSONL file in it" if path.is_dir() else "is neither a file nor a bundled set"
-    )
-    raise UserError(f"{key}={spec}: {what}; {hint}")
+    what, why = "is neither a file nor a bundled set", why_no_file(path)
+    if os.path.isdir(path):
+        what = "is a folder; give the JSONL file in it"
+    elif why not in (None, "there is none"):
+        what = f"can't be read: {why}"
+    raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")
 
 
 def _is_list(path: Path) -> bool:

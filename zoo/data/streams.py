@@ -8,6 +8,7 @@ place, for a resumed run.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.refs import Access
-from zoo.data.rows import Row, load_line, locate, make_row, next_line
+from zoo.data.rows import Row, load_line, locate, make_row, next_line, reading
 from zoo.data.tables import held_out, kind_of, plain_item, without_nones
 from zoo.errors import UserError
 from zoo.files import expanded
@@ -52,7 +53,7 @@ class Lines:
         return [self.offset, self.number]
 
     def __next__(self) -> tuple[int, bytes]:
-        with self.path.open("rb") as file:
+        with reading(self.path), self.path.open("rb") as file:
             file.seek(self.offset)
             while True:
                 line, size = next_line(file)
@@ -203,7 +204,7 @@ def open_stream(
     if kind == "parquet":
         from zoo.data.hub import load_parquet_stream
 
-        folder = path if path.is_dir() else path.parent
+        folder = path if os.path.isdir(path) else path.parent
         reader: Reader = Examples(load_parquet_stream(entry, key))
         return RowStream(reader, str(entry), access(folder), entry.format, keep)
     if kind != "lines":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,8 @@ import numpy as np
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.refs import Access, Blob
-from zoo.data.rows import MEDIA, Row, is_bundled, load_line, locate, make_row, read_rows
-from zoo.errors import UserError
+from zoo.data.rows import MEDIA, Row, is_bundled, load_line, locate, make_row, read_rows, reading
+from zoo.errors import LONGEST, UserError, printable
 from zoo.files import expanded
 
 KINDS = {
@@ -120,7 +121,7 @@ def open_table(
         from zoo.data.hub import load_local
 
         path = expanded(entry.path)
-        folder = path if path.is_dir() else path.parent
+        folder = path if os.path.isdir(path) else path.parent
         return _of_dataset(load_local(entry, kind, key), name, access(folder), entry.format, keep)
     path = locate(entry.path, key)
     bundled = is_bundled(entry.path)
@@ -146,7 +147,7 @@ def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]
 def kind_of(path: str) -> str:
     """What a path holds: tar, parquet, disk (a folder of `save_to_disk`) or lines (JSONL, a bundled set, or nothing)."""
     place = expanded(path)
-    if place.is_dir():
+    if os.path.isdir(place):
         if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
             return "disk"
         found = {file.suffix for file in place.rglob("*") if file.suffix in (".parquet", ".tar")}
@@ -161,7 +162,7 @@ def check_entry(entry: DataEntry, key: str) -> None:
     kind = kind_of(entry.path)
     if kind == "tar":
         tar_files(entry.path, key)
-    elif kind == "lines" or not expanded(entry.path).exists():
+    elif kind == "lines" or not os.path.isdir(expanded(entry.path)):
         locate(entry.path, key)
 
 
@@ -229,7 +230,7 @@ class _Members:
 def tar_files(path: str, key: str) -> list[Path]:
     """The tars of a path: one, a folder of them, or a pattern with {000..015} or *; UserError where there are none."""
     place = expanded(path)
-    if place.is_dir():
+    if os.path.isdir(place):
         found = sorted(place.rglob("*.tar"))
     elif span := BRACES.search(path):
         first, last = span.groups()
@@ -238,12 +239,12 @@ def tar_files(path: str, key: str) -> list[Path]:
         names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
         found = [expanded(BRACES.sub(name, path, count=1)) for name in names]
     else:
-        found = [Path(name) for name in sorted(glob.glob(str(place)))] or [place]
-    missing = [file for file in found if not file.is_file()]
+        names = [] if "\0" in path else sorted(glob.glob(str(place)))
+        found = [Path(name) for name in names] or [place]
+    missing = [file for file in found if not os.path.isfile(file)]
     if missing or not found:
-        raise UserError(
-            f"{key}={path}: no file {missing[0] if missing else path}; a tar of samples is wanted."
-        )
+        name = printable(str(missing[0] if missing else path), LONGEST)
+        raise UserError(f"{key}={printable(path, LONGEST)}: no file {name}; a tar of samples is wanted.")
     return found
 
 
@@ -310,7 +311,7 @@ def _tar_item(sample: _Members, source: str, form: str | None) -> dict[str, Any]
     if size > SAMPLE_MB * 2**20:
         text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
         raise RowError(source, "bad_row", text)
-    with sample.tar.open("rb") as file:
+    with reading(sample.tar), sample.tar.open("rb") as file:
         for extension, first, size in sample.parts:
             if extension in blobs or extension in texts:
                 raise RowError(source, "bad_row", f"sample {sample.key} has two members {extension!r}.")

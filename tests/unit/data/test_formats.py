@@ -324,3 +324,28 @@ def test_llava_instruct_is_one_json_list(folder: Path) -> None:
 def test_captions(folder: Path) -> None:
     row = made({"image": "a.png", "caption": "A bus."}, folder, "captions")
     assert row.messages == (("user", "<image>Describe the image."), ("assistant", "A bus."))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [], "id": 3}, "names its format: {path: ..., format: messages}"),
+        ({"messages": [], "images": [], "image_id": 3}, "format: messages}"),
+        ({"text": "x", "url": "y"}, "names its format: {path: ..., format: text}"),
+        ({"text": "x", "image": "a.png"}, "has no media; write it as 'messages'"),
+        (
+            {"prompt": "a", "completion": "b"},
+            "{path: ..., format: ...}; there are messages, conversations, text, ",
+        ),
+        ({"question": "a", "image": "b"}, "{path: ..., format: ...}; there are messages, "),
+    ],
+)
+def test_an_extra_column_names_the_format(row: dict[str, Any], words: str, folder: Path) -> None:
+    assert words in refused(row, folder)[1]
+
+
+@pytest.mark.parametrize("key", ["messages", "text"])
+def test_what_the_hint_names_is_read(key: str, folder: Path) -> None:
+    row = {"messages": ANSWERED, "id": 3} if key == "messages" else {"text": "7", "id": 3}
+    assert f"format: {key}}}" in refused(row, folder)[1]
+    assert made(row, folder, key)
