@@ -4,19 +4,30 @@ import json
 from pathlib import Path
 
 import pytest
-from support.commands import STEPS, Ended, Zoo, events, figures, logged, summary, weights
+from support.commands import (
+    STEPS,
+    Ended,
+    Zoo,
+    events,
+    figures,
+    logged,
+    summary,
+    text_row,
+    weights,
+    write_rows,
+)
 
 
 def times(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_what_a_run_prints(finished: tuple[Path, Ended]) -> None:
+def test_what_a_run_prints(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
     folder, done = finished
     lines = done.out.splitlines()
     assert lines[0] == (
-        "zoo: recipe qwen3_omni_sft | size tiny (given) | family qwen3_omni | weights random | 1 rank (dp=1) | "
-        f"{folder}"
+        "zoo: recipe qwen3_omni_sft | size tiny (given) | family qwen3_omni | weights random | "
+        f"evaluates on {zoo.data / 'heldout.jsonl'} | 1 rank (dp=1) | {folder}"
     )
     assert "trains on 11 rows of train.jsonl, evaluates on 2 of heldout.jsonl | 6 steps" in lines[1]
     assert " s from the command to the end of the first step: imports " in lines.pop(3)
@@ -125,3 +136,41 @@ def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
 def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
     done = zoo(*verb)
     assert (done.code, done.err) == (0, "") and done.out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "headline", "rows"),
+    [
+        (
+            (),
+            "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)",
+            0,
+        ),
+        (("data.eval=none",), "no evaluation (data.eval=none)", 0),
+        (("data.eval=auto", "data.train[0].held_out=0.4"), "evaluates on 0.4 of ", None),
+    ],
+)
+def test_own_data_alone(
+    zoo: Zoo, tmp_path: Path, overrides: tuple[str, ...], headline: str, rows: int | None
+) -> None:
+    """It is evaluated on nothing else: no figures, no best checkpoint, no row of the bundled set."""
+    folder = tmp_path / "run"
+    mine = write_rows(tmp_path / "mine.jsonl", [text_row(number) for number in range(8)])
+    how = ["data.eval=auto", "train.steps=4", "train.eval_every=2", "train.save_every=2", "export=false"]
+    done = zoo.train(folder, f"data.train={mine}", *how, *overrides)
+    assert (done.code, done.err) == (0, ""), done
+    assert headline in done.out.splitlines()[0]
+    assert "digits" not in done.out
+    lines = map(json.loads, (folder / "train.jsonl").read_text(encoding="utf-8").splitlines())
+    found = [line for line in lines if line.get("event") == "eval"]
+    if rows == 0:
+        assert "trains on 8 rows of mine.jsonl, no evaluation | 4 steps" in done.out.splitlines()[1]
+        assert found == [] and summary(folder)["metrics"] == {} and "eval at" not in done.out
+        assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["iter_2", "iter_4"]
+    else:
+        held_out = summary(folder)["metrics"]["rows"]
+        assert f"trains on {8 - held_out} rows of mine.jsonl, evaluates on {held_out} of" in done.out
+        assert 0 < held_out < 8 and [line["step"] for line in found] == [2, 4]
+        assert (folder / "checkpoints" / "best").is_symlink()
+    again = zoo.train(folder, f"data.train={mine}", *how, *overrides)
+    assert "is finished" in again.out

@@ -52,13 +52,13 @@ def _run(arguments: Sequence[str]) -> int:
     if "--slurm-template" in flags:
         return _template(resolved.recipe, rest)
     recipe, ranks = prepare(resolved.recipe)
+    if os.environ.get("RANK", "0") == "0":
+        print(_headline(recipe, resolved.size_why, ranks), flush=True)
     if resolved.recipe.parallel.plan:
         print(
             f"zoo: planned for {recipe.hardware or 'these ranks'}: {_planned(resolved.recipe, recipe)}",
             flush=True,
         )
-    if os.environ.get("RANK", "0") == "0":
-        print(_headline(recipe, resolved.size_why, ranks), flush=True)
     try:
         result = launch(recipe, here=True)
     except WorkerError as error:
@@ -105,5 +105,21 @@ def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
     count = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return (
         f"zoo: recipe {recipe.recipe} | size {recipe.size or '-'} ({size_why}) | family {recipe.model.family} | "
-        f"weights {recipe.model.init} | {count} ({' '.join(shown)}) | {recipe.run.dir}"
+        f"weights {recipe.model.init} | {_evaluation(recipe)} | {count} ({' '.join(shown)}) | {recipe.run.dir}"
     )
+
+
+def _evaluation(recipe: Recipe) -> str:
+    """On what a run evaluates, or why on nothing."""
+    from zoo.data.defaults import evaluated_on
+
+    names = evaluated_on(recipe.data)
+    if names and recipe.train.eval_rows != 0:
+        return f"evaluates on {', '.join(names)}"
+    if names:
+        return "no evaluation (train.eval_rows=0)"
+    if recipe.data.eval:
+        return (
+            "no evaluation (data.eval=FILE gives one, and so does held_out: 0.05 in an entry of data.train)"
+        )
+    return "no evaluation (data.eval=none)"

@@ -9,6 +9,7 @@ from typing import Any
 
 from zoo.errors import ConfigError
 
+AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
 FORMS = ("messages", "conversations", "text", "cord_v2", "llava_instruct", "captions")
 
 
@@ -25,7 +26,7 @@ class DataEntry:
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
     weight: float | None = None  # share of the rows drawn, against the other entries' weights
     epochs: float | None = None  # passes over these rows in one epoch of the run
-    held_out: float | None = None  # share of the rows kept for evaluation: data.train gets the others
+    held_out: float | None = None  # share of the rows kept for evaluation: training gets the others
     seed: int = 0  # which rows those are
     stream: bool = False  # read in order, without knowing how many rows there are
     rows: Any = None  # rows as objects, for programs: a list of dicts, or a datasets.Dataset
@@ -107,7 +108,8 @@ def check_entries(train: list[Any], evals: list[Any]) -> None:
     Raises:
         ConfigError: an entry that is none; weights for some entries only; rows held out for evaluation and trained on.
     """
-    entries = {key: [parse_entry(value, key) for value in values] for key, values in _named(train, evals)}
+    given = [value for value in evals if value != AUTO]
+    entries = {key: [parse_entry(value, key) for value in values] for key, values in _named(train, given)}
     for key, found in entries.items():
         some = [entry.weight is not None for entry in found]
         if any(some) and not all(some):

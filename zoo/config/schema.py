@@ -116,7 +116,7 @@ class DataConfig:
     """Rows, media and what happens to a bad row."""
 
     train: list[Any] = field(default_factory=lambda: ["digits:train"])  # files, sets, mappings (docs/data.md)
-    eval: list[Any] = field(default_factory=lambda: ["digits:heldout"])  # the same for evaluation
+    eval: list[Any] = field(default_factory=lambda: ["auto"])  # the same for evaluation; none; auto: rows that entries of data.train hold out, digits:heldout for digits alone
     root: str | None = None  # folder that media lie in; default: the folder of the file that names them
     outside_root: bool = False  # whether rows may name media outside of that folder
     urls: bool = False  # whether media at http(s) URLs are downloaded
@@ -125,9 +125,10 @@ class DataConfig:
     overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
     lookahead: int = number(256, 1, 10**6)  # samples the packer may choose from
-    augment: float = number(0.0, 0, 1)  # strength, 0 to 1, of random changes to training media; 0: none
-    augment_variants: int = number(8, 1, 10**6)  # different changes of a row; later epochs take them again, from the cache
-    blank_answers: float = number(0.0, 0, 1)  # share of answer tokens blanked in what the model reads back; labels stay
+    augment: float | None = number(None, 0, 1)  # strength, 0 to 1, of random changes to training media; default: 0
+    augment_variants: int | None = number(None, 1, 10**6)  # different changes of a row, taken again from the cache; default: 8
+    blank_answers: float | None = number(None, 0, 1)  # share of answer tokens blanked in what is read back; default: 0
+    bundled: dict[str, float] = field(default_factory=dict)  # other defaults of these three where only bundled sets are trained on; tiny sizes set it
     cache_mb: int = number(512, 0, 10**8)  # memory for processed samples, per rank, in MiB
     video_fps: float = number(2.0, above=0, most=1000)  # frames taken per second of video
     max_frames: int = number(768, 1, 10**6)  # most frames taken of one video
@@ -161,7 +162,7 @@ class TrainConfig:
     z_loss: float = number(0.0, 0, 1000)  # coefficient of the router's z-loss
     mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
     eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
-    eval_rows: int | None = number(None, 1, 10**9)  # rows of the evaluation set that are used; default: all
+    eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
     keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too

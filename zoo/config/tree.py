@@ -94,6 +94,8 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
     kind = keys()[key].type
     if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
+    if key == "data.eval" and (value is None or (isinstance(value, list) and _is_none(value))):
+        value = []
     entries = () if value is None else value
     odd = kind == "list[Any]" and not (
         isinstance(entries, list | tuple) and all(isinstance(entry, str | dict) for entry in entries)
@@ -116,6 +118,11 @@ def _check_bounds(key: str, value: Any) -> None:
         return
     if not all(bounds.hold(one) for one in (value.values() if isinstance(value, Mapping) else [value])):
         raise ValueError
+
+
+def _is_none(entries: list[Any]) -> bool:
+    """Whether a list of entries is the word that stands for none."""
+    return len(entries) == 1 and str(entries[0]).lower() == "none"
 
 
 def to_recipe(tree: DictConfig) -> Recipe:

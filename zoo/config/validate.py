@@ -17,7 +17,7 @@ from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.files import read_size
 from zoo.config.locate import is_hub_id
-from zoo.config.reference import nearest, show_value
+from zoo.config.reference import keys, nearest, show_value, wanted
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
@@ -138,9 +138,21 @@ def _check_values(recipe: Recipe) -> None:
         )
     if not recipe.data.train:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
-    if not recipe.data.eval:
-        raise ConfigError("data.eval=[]: nothing to evaluate on; name a JSONL file or a bundled set")
+    _check_bundled(recipe)
     check_entries(recipe.data.train, recipe.data.eval)
+
+
+def _check_bundled(recipe: Recipe) -> None:
+    """Defaults for the bundled set are within the bounds of the keys that they stand for."""
+    known = ("augment", "augment_variants", "blank_answers")
+    for name, value in recipe.data.bundled.items():
+        if name not in known:
+            near = ", ".join(nearest(name, list(known)))
+            raise ConfigError(f"data.bundled.{name}: no such key; nearest: {near}")
+        bounds = keys()[f"data.{name}"].bounds
+        whole = name != "augment_variants" or float(value).is_integer()
+        if bounds is not None and not (bounds.hold(value) and whole):
+            raise ConfigError(f"data.bundled.{name}={value:g}: wanted {wanted(f'data.{name}')}")
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -22,6 +22,7 @@ from zoo.config.entries import parse_entry
 from zoo.config.schema import DataConfig
 from zoo.data.augment import Augment
 from zoo.data.decoder import HERE, Decoder, Here
+from zoo.data.defaults import VARIANTS
 from zoo.data.errors import RowError
 from zoo.data.mixture import Mixture, Part
 from zoo.data.processor import Processor
@@ -256,7 +257,7 @@ class SampleSource:
     @property
     def variants(self) -> int:
         """In how many ways a row's sample is made, which epochs take in turn."""
-        return self.data.augment_variants if self.strength else 1
+        return (self.data.augment_variants or VARIANTS) if self.strength else 1
 
     def key(self, visit: int) -> int:
         """What a visit's sample and size are remembered under, below variants * len(self): variant * rows + row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.data.decoder import Decoder
+from zoo.data.defaults import with_defaults
 from zoo.data.evaluation import EvalBatches, eval_batches
 from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
@@ -26,9 +28,14 @@ class Feed:
 
     source: SampleSource
     loader: BatchLoader
-    held_out: SampleSource
-    eval_set: EvalBatches
+    held_out: SampleSource | None  # None: nothing is evaluated
+    eval_set: EvalBatches | None
     decoder: Decoder
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """Rows that were left out, by cause."""
+        return self.source.counts + (self.held_out.counts if self.held_out else Counter())
 
     def close(self) -> None:
         """End its threads and processes."""
@@ -47,6 +54,7 @@ def open_feed(
 
     Rows that are left out are listed in bad_rows.jsonl of `folder`, the run's; `tick` is called for each that is read. Raises UserError for data that can't be read.
     """
+    data = with_defaults(recipe.data)
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     options: dict[str, Any] = {
@@ -57,11 +65,11 @@ def open_feed(
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
     }
     source = SampleSource.open(
-        recipe.data.train,
+        data.train,
         assembly.processor,
-        recipe.data,
-        augment=recipe.data.augment,
-        blank=recipe.data.blank_answers,
+        data,
+        augment=data.augment,
+        blank=data.blank_answers,
         seed=recipe.run.seed,
         **options,
     )
@@ -74,10 +82,12 @@ def open_feed(
         cost=cost,
         peers=peers(),
     )
+    if not data.eval or recipe.train.eval_rows == 0:
+        return Feed(source, loader, None, None, decoder)
     held_out = SampleSource.open(
-        recipe.data.eval,
+        data.eval,
         assembly.processor,
-        recipe.data,
+        data,
         max_rows=recipe.train.eval_rows,
         evaluation=True,
         **options,

@@ -32,6 +32,7 @@ from zoo.config.entries import parse_entry
 from zoo.config.memory import kernel_kills, killed_for_memory
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.defaults import with_defaults
 from zoo.data.tables import check_entry
 from zoo.engine.interrupts import (
     INTERRUPTED,
@@ -121,7 +122,7 @@ def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already
         refuse_second(Path(recipe.run.dir))
-    for key, specs in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+    for key, specs in (("data.train", recipe.data.train), ("data.eval", with_defaults(recipe.data).eval)):
         for spec in specs:
             check_entry(parse_entry(spec, key), key)
     return recipe, ranks

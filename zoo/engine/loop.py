@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.defaults import evaluated_on
 from zoo.engine import adamw, bad_steps, build, card, checkpoint, export, guard, lora, lora_files, words
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.determinism import refusal
@@ -380,10 +381,12 @@ class Run:
         return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
 
     def _evaluate(self) -> dict[str, Any]:
-        """Figures of the held-out rows; none when it was interrupted."""
+        """Figures of the held-out rows; none when there are none, or when it was interrupted."""
+        held_out, eval_set = self.feed.held_out, self.feed.eval_set
+        if held_out is None or eval_set is None:
+            return {}
         self.phases.enter("eval")
-        self.log.note(f"evaluating on {len(self.feed.held_out)} rows ...")
-        eval_set = self.feed.eval_set
+        self.log.note(f"evaluating on {len(held_out)} rows ...")
         figures = evaluate(
             self.step,
             self.trainable.chunks,
@@ -393,7 +396,7 @@ class Run:
         )
         if self.interrupted:
             return {}
-        self.log.evaluation(self.done, figures)
+        self.log.evaluation(self.done, figures, evaluated_on(self.recipe.data))
         return figures
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -485,7 +488,7 @@ class Run:
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
-            "skipped_rows": dict(self.source.counts + self.feed.held_out.counts),
+            "skipped_rows": dict(self.feed.left_out),
             "skipped_steps": dict(self.guard.counts),
             "metrics": metrics,
         }

@@ -116,11 +116,11 @@ class RunLog:
         self._track("train", figures)
         self.progress.step(figures)
 
-    def evaluation(self, step: int, figures: dict[str, Any]) -> None:
-        """One evaluation."""
+    def evaluation(self, step: int, figures: dict[str, Any], data: list[str]) -> None:
+        """One evaluation; `data`: on what."""
         if not self.main:
             return
-        self._line({"event": "eval", "step": step, **figures})
+        self._line({"event": "eval", "step": step, **figures, "data": data})
         flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in figures["by_kind"].items()}
         self._track(
             "eval", {"step": step, "loss": figures["loss"], "exact_match": figures["exact_match"], **flat}

@@ -8,6 +8,7 @@ from typing import Any
 
 from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
+from zoo.data.defaults import with_defaults
 from zoo.engine import bad_steps
 from zoo.engine.feed import Feed
 
@@ -17,8 +18,8 @@ def at_start(recipe: Recipe, feed: Feed, parameters: int, adapters: int, total_s
     share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
     rows = "a stream" if feed.source.has_stream else f"{len(feed.source)} rows"
     return (
-        f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {_names(recipe.data.train)}, "
-        f"evaluates on {len(feed.held_out)} of {_names(recipe.data.eval)} | {total_steps} steps"
+        f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {', '.join(_names(recipe.data.train))}, "
+        f"{_evaluates(recipe, feed)} | {total_steps} steps"
     )
 
 
@@ -41,5 +42,11 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path) -> It
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
 
 
-def _names(specs: Sequence[Any]) -> str:
-    return ", ".join(Path(str(parse_entry(spec, ""))).name for spec in specs)
+def _evaluates(recipe: Recipe, feed: Feed) -> str:
+    if feed.held_out is None:
+        return "no evaluation"
+    return f"evaluates on {len(feed.held_out)} of {', '.join(_names(with_defaults(recipe.data).eval))}"
+
+
+def _names(specs: Sequence[Any]) -> list[str]:
+    return [Path(str(parse_entry(spec, ""))).name for spec in specs]

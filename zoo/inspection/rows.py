@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zoo.config.schema import Recipe
+from zoo.data.defaults import with_defaults
 from zoo.data.loader import BatchLoader
 from zoo.data.sample import IGNORE
 from zoo.data.source import SampleSource
@@ -70,15 +71,16 @@ def packed_rows(
     Raises:
         RowError, UserError: as in training, for rows that can't be used.
     """
+    chosen = with_defaults(recipe.data)
     processor, align = assembly.processor, recipe.packing.align or 1
     source = SampleSource.open(
-        recipe.data.train,
+        chosen.train,
         processor,
-        recipe.data,
+        chosen,
         budget=recipe.packing.budget,
         align=align,
-        augment=recipe.data.augment,
-        blank=recipe.data.blank_answers,
+        augment=chosen.augment,
+        blank=chosen.blank_answers,
         seed=recipe.run.seed,
     )
     cost = training_cost(assembly.config, recipe)

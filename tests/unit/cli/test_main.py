@@ -138,7 +138,7 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
     assert main(["train", *recipe, "nproc=2", "--parallel.ep=2", "train.steps=3"]) == 0
     assert capsys.readouterr().out == (
         "zoo: recipe qwen3_omni_sft | size tiny (no GPU is here; published: size=30b-a3b) | family qwen3_omni | "
-        "weights random | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny\n"
+        "weights random | evaluates on digits:heldout | 2 ranks (ep=2 dp=2) | runs/qwen3_omni_sft-tiny\n"
     )
     assert seen[0].train.steps == 3
 

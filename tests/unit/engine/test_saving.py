@@ -33,6 +33,16 @@ def log(run_dir: Path, **losses: float) -> None:
     (run_dir / "train.jsonl").write_text(text + '{"event": "eval", "st')  # killed while it wrote
 
 
+def test_the_best_one_is_chosen_on_one_set_of_rows(tmp_path: Path) -> None:
+    """A loss on other rows, easier ones say, makes no checkpoint the best."""
+    make(tmp_path, 2, 4, 6)
+    lines = [(2, 0.1, ["digits:heldout"]), (4, 2.0, ["mine.jsonl"]), (6, 3.0, ["mine.jsonl"])]
+    records = [{"event": "eval", "step": step, "loss": loss, "data": data} for step, loss, data in lines]
+    for count, best in ((1, 2), (2, 4), (3, 4)):
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records[:count]))
+        assert best_of(tmp_path, "loss") == tmp_path / "checkpoints" / f"iter_{best}"
+
+
 def test_sums_find_every_change(tmp_path: Path) -> None:
     (folder,) = make(tmp_path, 3)
     assert files.faults(folder) == []

@@ -20,6 +20,7 @@ import torch
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.data.decoder import HERE, Decoder
+from zoo.data.defaults import with_defaults
 from zoo.data.errors import RowError
 from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
@@ -103,7 +104,7 @@ def _run(options: Options, recipe: Recipe) -> Report:
     processor = assembly.processor
 
     def source(decoder: Decoder = HERE, **changed: Any) -> SampleSource:
-        data = replace(recipe.data, **changed)
+        data = with_defaults(replace(recipe.data, **changed))
         more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
         more |= {"budget": recipe.packing.budget, "decoder": decoder}
         return SampleSource.open(data.train, processor, data, **more)

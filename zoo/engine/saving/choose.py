@@ -191,10 +191,15 @@ def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> N
 
 
 def best_of(run_dir: Path, metric: str | None) -> Path | None:
-    """Of a run's checkpoints that were evaluated, the one that is best at a held-out figure; of equals, the newest."""
+    """Of a run's checkpoints that were evaluated, the one that is best at a held-out figure; of equals, the newest.
+
+    Figures count that are of the same rows as the last ones: others can't be compared with them.
+    """
     if metric is None:
         return None
     figures = evaluations_by_step(run_dir)
+    latest = figures[max(figures)].get("data") if figures else None
+    figures = {step: found for step, found in figures.items() if found.get("data") == latest}
     sign = -1.0 if metric in _SMALLER_IS_BETTER else 1.0
     best: tuple[float, int, Path] | None = None
     for checkpoint in checkpoints(run_dir):
