@@ -129,7 +129,7 @@ def bad_rows(folder: Path) -> dict[str, tuple[Any, str, str]]:
         "image": (cut("image", "images", folder), "corrupt_media", f"image {folder}/half."),
         "sound": (cut("audio", "audios", folder), "corrupt_media", f"audio {folder}/half."),
         "video": (cut("video", "videos", folder), "corrupt_media", f"video {folder}/half."),
-        "long": (long, "overlong", "tokens, 0 of them media, are over packing.budget 96; "),
+        "long": (long, "overlong", "tokens are over packing.budget 96; "),
     }  # fmt: skip
 
 

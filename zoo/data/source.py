@@ -146,6 +146,11 @@ class SampleSource:
         source._set_parts(parts, [Part(None, entry.weight, entry.epochs) for entry in entries])
         if not len(source):
             names = ", ".join(map(str, entries))
+            if not source.counts and any(entry.held_out is not None for entry in entries):
+                mend = (
+                    "give a larger held_out, or data.eval=none" if evaluation else "give a smaller held_out"
+                )
+                raise UserError(f"{key}: no row of {names} is left by held_out; {mend}.")
             raise UserError(f"{names}: no usable row ({source.left_out()}); see bad_rows.jsonl.")
         return source
 

@@ -421,3 +421,16 @@ def test_entries_that_do_not_agree(train: list[Any], evals: list[Any], words: st
 def test_entries_are_named_by_what_they_are() -> None:
     assert str(parse_entry("x.jsonl", "")) == "x.jsonl"
     assert str(DataEntry(hub="a/b", split="test")) == "a/b[test]"
+
+
+def test_a_share_that_holds_out_nothing_is_said(processor, tmp_path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text(json.dumps({"text": "Once."}) + "\n")
+    entry = {"path": str(path), "held_out": 0.001}
+    with pytest.raises(
+        UserError, match=r"few.jsonl is left by held_out; give a larger held_out, or data.eval=none"
+    ):
+        opened(processor, entry, evaluation=True)
+    entry["held_out"] = 0.999
+    with pytest.raises(UserError, match=r"few.jsonl is left by held_out; give a smaller held_out"):
+        opened(processor, entry)
