@@ -128,7 +128,7 @@ class DataConfig:
     augment: float | None = number(None, 0, 1)  # strength, 0 to 1, of random changes to training media; default: 0
     augment_variants: int | None = number(None, 1, 10**6)  # different changes of a row, taken again from the cache; default: 8
     blank_answers: float | None = number(None, 0, 1)  # share of answer tokens blanked in what is read back; default: 0
-    bundled: dict[str, float] = field(default_factory=dict)  # other defaults of these three where only bundled sets are trained on; tiny sizes set it
+    bundled: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # other defaults of these three where only bundled sets are trained on; tiny sizes set it
     cache_mb: int = number(512, 0, 10**8)  # memory for processed samples, per rank, in MiB
     video_fps: float = number(2.0, above=0, most=1000)  # frames taken per second of video
     max_frames: int = number(768, 1, 10**6)  # most frames taken of one video

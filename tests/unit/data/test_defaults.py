@@ -82,7 +82,7 @@ def test_none_evaluates_nothing(value: str, train: str, tmp_path: Path) -> None:
 def test_no_rows_are_none_as_well() -> None:
     recipe = validate(load_recipe(NAME, [*TINY, "train.eval_rows=0"]), 1)
     assert recipe.train.eval_rows == 0
-    with pytest.raises(ConfigError, match=r"train\.eval_rows=-1: wanted 0 or more"):
+    with pytest.raises(ConfigError, match=r"train\.eval_rows=-1: wanted a whole number from 0"):
         validate(load_recipe(NAME, [*TINY, "train.eval_rows=-1"]), 1)
 
 
@@ -168,23 +168,25 @@ def test_from_python_the_changes_stay_with_the_bundled_set() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.augment=2", "data.augment=2.0: wanted a number from 0 to 1"),
+        ("data.augment=2", "data.augment=2: wanted a number from 0 to 1"),
         ("data.augment=1.0001", "data.augment=1.0001: wanted a number from 0 to 1"),
         ("data.augment=-0.1", "data.augment=-0.1: wanted a number from 0 to 1"),
         ("data.augment=.nan", "data.augment=nan: wanted a number from 0 to 1"),
         ("data.augment=.inf", "data.augment=inf: wanted a number from 0 to 1"),
         ("data.blank_answers=1.5", "data.blank_answers=1.5: wanted a number from 0 to 1"),
-        ("data.bundled.augment=2", "data.bundled.augment=2.0: wanted a number from 0 to 1"),
-        ("data.bundled.blank_answers=2", "data.bundled.blank_answers=2.0: wanted a number from 0 to 1"),
+        ("data.augment_variants=0", "data.augment_variants=0: wanted a whole number from 1 to 1,000,000"),
+        ("data.bundled.augment=2", "data.bundled.augment=2: wanted a number from 0 to 1"),
+        ("data.bundled.blank_answers=2", "data.bundled.blank_answers=2: wanted a number from 0 to 1"),
         (
             "data.bundled.augment_variants=0",
-            "data.bundled.augment_variants=0.0: wanted a whole number above 0",
+            "data.bundled.augment_variants=0: wanted a whole number from 1 to 1,000,000",
         ),
         (
             "data.bundled.augment_variants=1.5",
-            "data.bundled.augment_variants=1.5: wanted a whole number above 0",
+            "data.bundled.augment_variants=1.5: wanted a whole number from 1 to 1,000,000",
         ),
-        ("data.augment_variants=0", "data.augment_variants=0: wanted"),
+        ("data.bundled.augment=.nan", "data.bundled"),
+        ("data.bundled.augment_variants=.inf", "data.bundled"),
         (
             "data.bundled.lr=1",
             "data.bundled.lr: no such key; nearest: augment, augment_variants, blank_answers",
