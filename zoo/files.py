@@ -1,15 +1,21 @@
-"""Writing files whole or not at all, and where those go that can be made again."""
+"""Writing files whole or not at all, where those go that can be made again, and reading JSON that a stranger wrote."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from zoo.errors import UserError, file_error, printable
+
+JSON_BYTES = 2**24  # of a config, a tokenizer's settings, an index: published ones have 4 MB at most
+JSON_DEPTH = 64  # objects and lists within each other; published configs have 6
 
 
 @contextmanager
@@ -104,3 +110,98 @@ def why_no_file(path: Path) -> str | None:
     if stat.S_ISREG(mode):
         return None
     return "it is a folder" if stat.S_ISDIR(mode) else "it is no regular file (a device, a pipe or a socket)"
+
+
+def read_json(
+    path: str | Path,
+    *,
+    most: int = JSON_BYTES,
+    deepest: int = JSON_DEPTH,
+    unique: bool = False,
+    error: type[UserError] = UserError,
+) -> Any:
+    """What a JSON file holds, whoever wrote it.
+
+    Args:
+        path: the file. Pipes and devices are refused, as reading those may never end.
+        most: bytes that it may have.
+        deepest: objects and lists that may stand within each other.
+        unique: whether an object with a key twice is refused; else its last value counts.
+        error: which kind of UserError is raised.
+
+    Raises:
+        UserError: there is no such file, it can't be read, it is too big or too deep, or it is no JSON in UTF-8; one
+            sentence that names the file.
+    """
+    path = Path(path)
+    try:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise error(f"{path}: is no plain file; wanted JSON")
+            raw = file.read(most + 1)
+    except OSError as refused:
+        raise error(str(file_error(refused, path))) from None
+    return parse_json(raw, path, most=most, deepest=deepest, unique=unique, error=error)
+
+
+def parse_json(
+    raw: bytes,
+    name: str | Path,
+    *,
+    most: int = JSON_BYTES,
+    deepest: int = JSON_DEPTH,
+    unique: bool = False,
+    error: type[UserError] = UserError,
+) -> Any:
+    """`read_json` of bytes that are at hand; `name` says where they are from, for messages."""
+    if len(raw) > most:
+        raise error(f"{name}: it has over {most:,} bytes, which is no JSON that belongs there")
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise error(_too_deep(name, deepest)) from None
+    except ValueError as wrong:
+        raise error(f"{name}: its JSON can't be read ({printable(str(wrong), 200)})") from None
+    level = [value]
+    for _ in range(deepest):
+        level = [inner for outer in level for inner in _within(outer) if isinstance(inner, dict | list)]
+        if not level:
+            return value
+    raise error(_too_deep(name, deepest))
+
+
+def read_object(path: str | Path, *, error: type[UserError] = UserError, **limits: Any) -> dict[str, Any]:
+    """`read_json` of a file that must hold an object."""
+    value = read_json(path, error=error, **limits)
+    if not isinstance(value, dict):
+        raise error(f"{path}: it holds {_kind(value)}; wanted a JSON object")
+    return value
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """A pipe is opened too, at once, to be refused."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _too_deep(name: str | Path, deepest: int) -> str:
+    return f"{name}: its JSON is nested too deeply; at most {deepest} levels are read"
+
+
+def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key[:200]!r} is there twice")
+        found[key] = value
+    return found
+
+
+def _within(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _kind(value: Any) -> str:
+    names = {list: "a list", str: "a text", bool: "a truth value", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

@@ -18,7 +18,7 @@ FOLDERS = {"models": "zoo.models", "bridges": "zoo.bridges", "recipes": "zoo.rec
 # are open to all but packing. Not named here: `cli` and `zoo/__init__.py`, which may use everything but a family.
 ROOMS = {
     "errors": "",
-    "files": "",
+    "files": "errors",
     "packing": "",
     "config": "registry",
     "registry": "models",  # the bare package, to see which families there are

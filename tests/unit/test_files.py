@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.disks import mounted
 
-from zoo.errors import file_error
-from zoo.files import Lines, finite, replaced, write_atomically
+from zoo.errors import ConfigError, UserError, file_error
+from zoo.files import Lines, finite, parse_json, read_json, read_object, replaced, write_atomically
 
 
 def test_a_full_disk_takes_no_part_of_a_line_or_a_file(tmp_path: Path) -> None:
@@ -115,3 +115,66 @@ def test_json_has_no_word_for_nan() -> None:
         "b": None,
         "c": "nan",
     }
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "its JSON can't be read"),
+        ("{", "its JSON can't be read"),
+        ("1" * 5000, "its JSON can't be read"),
+        (b"\xff\xfe", "its JSON can't be read"),
+        (nested(65), "nested too deeply; at most 64 levels are read"),
+        (nested(900), "nested too deeply"),
+        (nested(100_000), "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        (" " * 2000, "over 1,000 bytes"),
+    ],
+)
+def test_json_of_a_stranger_is_read_or_refused_in_one_sentence(
+    text: str | bytes, said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    most = 1000 if said.startswith("over") else 2**24
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_json(path, most=most, error=ConfigError)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_json_that_is_as_big_and_as_deep_as_it_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(nested(64))
+    assert read_json(path, most=128) == parse_json(nested(64).encode(), "x")
+    path.write_text('{"a": 1, "a": {"b": NaN}}')
+    assert list(read_object(path)["a"]) == ["b"]
+    with pytest.raises(UserError, match="'a' is there twice"):
+        read_object(path, unique=True)
+
+
+def test_what_is_no_plain_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder").mkdir()
+    for name, said in (
+        ("pipe", "is no plain file"),
+        ("endless", "is no plain file"),
+        ("loop", "symbolic links"),
+        ("folder", "directory"),
+        ("nothing", "no such file"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            read_json(tmp_path / name)
+        assert str(caught.value).startswith(f"{tmp_path / name}: ")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "1", "true", '"{}"'])
+def test_an_object_is_wanted(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UserError, match="wanted a JSON object"):
+        read_object(tmp_path / "a.json")
