@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 
 from zoo.errors import UserError
@@ -30,14 +31,19 @@ class LlavaConfig(FamilyConfig):
             if value not in built:
                 raise UserError(f"{key} is {value!r}; {self.title} here has {', '.join(built)} only")
         depth = self.vision.num_hidden_layers
-        if not all(0 < layer <= depth for layer in self.feature_layers):
+        layers = self.feature_layers
+        if not layers or not all(0 < layer <= depth for layer in layers):
             raise UserError(
                 f"vision_feature_layer is {self.hf.vision_feature_layer}; wanted layers of the tower, 1 to {depth} or "
                 f"-{depth} to -1"
             )
         ratio = self._aspect_ratio
-        if ratio and not (ratio.startswith(MOST) and ratio.removeprefix(MOST).isdecimal()):
+        if ratio and not re.fullmatch(rf"{MOST}[1-9][0-9]{{0,3}}", ratio):
             raise UserError(f"vision_aspect_ratio is {ratio!r}; wanted {MOST}9, say")
+        if self.vision.patch_size > self.vision.image_size:
+            raise UserError(
+                f"vision_config.patch_size is {self.vision.patch_size}; wanted at most image_size {self.vision.image_size}"
+            )
         if self.lines:
             self._check_tiles()
 

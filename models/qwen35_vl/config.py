@@ -13,6 +13,9 @@ class Qwen35VLConfig(FamilyConfig):
     kinds = ("qwen3_5", "qwen3_5_moe")
     traits = ("qk_norm", "output_gate", "zero_centered")
     mrope_section = (11, 11, 10)
+    partial_rotary = True
+    # Multi-token prediction, for which transformers has no module.
+    further = ("head_dim", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
     def check(self) -> None:
         """Whose embedding MTP layers read."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from zoo.config.arch import check_arch
+from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.packing.cost import TowerCost
 
@@ -22,9 +24,28 @@ class Qwen3OmniConfig(FamilyConfig):
     @classmethod
     def from_arch(cls, arch: dict[str, Any]) -> Self:
         """From the dict of a config.json, of the whole model or of the thinker alone."""
+        check_arch(arch)
         if arch.get("model_type") == THINKER:
             arch = {"model_type": WHOLE, "enable_audio_output": False, "thinker_config": arch}
         return super().from_arch(arch)
+
+    def check(self) -> None:
+        """Whether transformers can build the audio tower, and cut what it hears in windows."""
+        from zoo.models.qwen3_omni.audio import tokens_of_chunk
+
+        audio = self.thinker.audio_config
+        chunk = 2 * audio.n_window
+        if audio.n_window_infer < chunk:
+            raise UserError(
+                f"audio_config.n_window_infer is {audio.n_window_infer}; wanted a chunk or more, 2 * n_window {chunk}"
+            )
+        if audio.d_model % 2 or audio.d_model < 4:
+            raise UserError(f"audio_config.d_model is {audio.d_model}; wanted an even number from 4 on")
+        if audio.max_source_positions < tokens_of_chunk(chunk):
+            raise UserError(
+                f"audio_config.max_source_positions is {audio.max_source_positions}; wanted the "
+                f"{tokens_of_chunk(chunk)} embeddings of a chunk or more"
+            )
 
     @property
     def thinker(self) -> Any:

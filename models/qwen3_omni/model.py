@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zoo.nn.family import FamilyConfig
+from zoo.nn.family import FamilyConfig, tower_config
 from zoo.nn.multimodal import Encoded
 from zoo.nn.vision_language import VisionLanguageModel
 
@@ -35,5 +35,5 @@ class Qwen3OmniModel(VisionLanguageModel):
 
         return {
             "vision": Qwen3OmniMoeVisionEncoder._from_config(config.vision),
-            "audio": AudioTower._from_config(config.root.audio_config),
+            "audio": AudioTower._from_config(tower_config(config.root.audio_config)),
         }

@@ -15,14 +15,9 @@ class Qwen3VLConfig(FamilyConfig):
     mrope_section = (24, 20, 20)
 
     def check(self) -> None:
-        """Whether transformers would read and use the experts as they are meant."""
+        """Whether transformers would read the experts as they are meant."""
         if not getattr(self.text, "num_experts", 0):
             return
-        if not getattr(self.text, "norm_topk_prob", True):
-            raise UserError(
-                "text_config.norm_topk_prob is false: transformers' Qwen3-VL makes the weights of a token's experts "
-                "sum to one all the same; set it to true"
-            )
         hidden, width = self.text.hidden_size, self.text.moe_intermediate_size
         if hidden in (width, 2 * width):
             raise UserError(

@@ -47,6 +47,11 @@ VARIANTS = [
     ),
     pytest.param({"moe": True, "num_experts_per_tok": 3}, id="top 3"),
     pytest.param({"moe": True, "layers": (FULL, LINEAR)}, id="experts, another order of layers"),
+    pytest.param(
+        {"moe": True, "norm_topk_prob": False, "mlp_only_layers": [0, 1], "decoder_sparse_step": 2},
+        id="keys of other experts, which transformers ignores",
+    ),
+    pytest.param({"num_experts": 4, "num_experts_per_tok": 2}, id="experts of a dense model"),
     pytest.param({"rope_parameters": ROPE | {"rope_type": "linear", "factor": 4.0}}, id="linear rope"),
     pytest.param({"attention_bias": True}, id="attention bias"),
 ]

@@ -94,9 +94,8 @@ def test_more_deepstack_than_decoder_layers_is_refused() -> None:
     [
         ({"moe_intermediate_size": 22}, "moe_intermediate_size is 22 and hidden_size 44"),
         ({"moe_intermediate_size": 44}, "would not turn square ones"),
-        ({"norm_topk_prob": False}, "sum to one all the same"),
     ],
-    ids=["square gate and up", "square down", "norm_topk_prob"],
+    ids=["square gate and up", "square down"],
 )
 def test_experts_that_transformers_would_misread_are_refused(text: dict, complaint: str) -> None:
     with pytest.raises(UserError, match=complaint):

@@ -10,15 +10,15 @@ Imports no torch.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from zoo.config.arch import check_arch
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError
-from zoo.files import expanded
+from zoo.files import expanded, read_object
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
@@ -44,17 +44,16 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
     """The config.json of a folder; `given` is how the user named it, for messages.
 
     Raises:
-        ConfigError: there is none, or none that can be read.
+        ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.arch`).
     """
     path, where = folder / "config.json", f"{given}: " if given else ""
     if not path.is_file():
         raise ConfigError(f"{where}{path}: no such file; wanted a Hugging Face checkpoint folder")
     try:
-        arch = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}{path} is no valid JSON ({error})") from None
-    if not isinstance(arch, dict):
-        raise ConfigError(f"{where}{path} holds no JSON object")
+        arch = read_object(path, error=ConfigError)
+        check_arch(arch, str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{where}{error}") from None
     return arch
 
 

@@ -12,6 +12,7 @@ from math import isqrt, lcm
 from pathlib import Path
 from typing import Any
 
+from zoo.config.arch import check_arch
 from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
@@ -34,6 +35,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
         UnknownFamilyError: no package registers `model.family`.
     """
     recipe = _with_arch(replace_in(recipe, {}))  # types and choices, for a recipe that was built by hand
+    check_arch(recipe.model.arch, "model.arch")
     _check_values(recipe)
     _check_model(recipe)
     _check_lora(recipe)

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import copy
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from zoo.config.locate import unquantised
+from zoo.config.arch import check_arch
+from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
+from zoo.nn.config_checks import check_decoder, check_towers
 from zoo.nn.multimodal import RotaryShape
 from zoo.packing.cost import TowerCost
+
+# Keys that say how transformers is to compute and in what to hand it back, not what: zoo computes in its own ways.
+EXECUTION = ("return_dict", "output_hidden_states")
+EXECUTION += (
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "output_attentions",
+)
+EXECUTION += ("experts_implementation", "_experts_implementation", "_experts_implementation_internal")
 
 
 @dataclass(frozen=True)
 class FamilyConfig:
-    """A transformers config with a decoder and a vision tower. A family subclasses it and sets the class variables."""
+    """A transformers config with a decoder and a vision tower. A family subclasses it and sets the class variables.
+
+    Keys are read as transformers reads them. It keeps keys that a config class doesn't have, and its models never look at
+    them: such a key (`num_experts` of a dense model) is not seen here either, but for those in `further`.
+    """
 
     hf: Any
 
@@ -26,7 +42,13 @@ class FamilyConfig:
         tuple[str, ...]
     ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
+    further: ClassVar[tuple[str, ...]] = (
+        "head_dim",
+    )  # keys of a decoder that are read though its class has none
     mrope_section: ClassVar[tuple[int, ...]]  # where a config has none, as in transformers
+    partial_rotary: ClassVar[bool] = (
+        False  # whether transformers rotates a part of each head where a config says so
+    )
     inner: ClassVar[str] = (
         ""  # key of the part with text_config, vision_config and token ids, where one has them
     )
@@ -39,19 +61,29 @@ class FamilyConfig:
         """
         from transformers import CONFIG_MAPPING
 
+        check_arch(arch)
         kind = arch.get("model_type")
         if kind not in cls.kinds:
             wanted = " or ".join(map(repr, cls.kinds))
             raise UserError(f"model_type {kind!r} is not {cls.title}; wanted {wanted}")
-        config = cls(CONFIG_MAPPING[kind].from_dict(copy.deepcopy(unquantised(arch))))
-        config._check_deepstack()
+        try:
+            hf = CONFIG_MAPPING[kind].from_dict(_computed_here(copy.deepcopy(unquantised(dict(arch)))))
+        except Exception as error:  # of many kinds: types, lengths of lists, names that are not known
+            said = printable(" ".join(str(error).split()), 300)
+            raise UserError(
+                f"config.json: transformers can't make {cls.title} of it ({type(error).__name__}: {said}); correct it"
+            ) from error
+        config = cls(hf)
         config.check()
+        check_decoder(config)
+        check_towers(config)
+        config._check_deepstack()
         return config
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Self:
         """From a Hugging Face checkpoint folder."""
-        return cls.from_arch(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+        return cls.from_arch(read_arch(Path(folder)))
 
     def for_processor(self, processor: Any) -> Self:
         """The same architecture with the special tokens of the processor's tokenizer.
@@ -84,15 +116,15 @@ class FamilyConfig:
         """The config that holds token ids and the parts' configs."""
         return getattr(self.hf, self.inner) if self.inner else self.hf
 
-    @property
+    @cached_property
     def text(self) -> Any:
-        """The decoder's config; a language model's is the whole."""
-        return getattr(self.root, "text_config", self.root)
+        """The decoder's config, with what transformers' decoder reads; a language model's is the whole."""
+        return _as_read(getattr(self.root, "text_config", self.root), self.further)
 
-    @property
+    @cached_property
     def vision(self) -> Any:
-        """The vision tower's config, or None."""
-        return getattr(self.root, "vision_config", None)
+        """The vision tower's config, as `tower_config` gives it, or None."""
+        return tower_config(getattr(self.root, "vision_config", None))
 
     @property
     def tied(self) -> bool:
@@ -106,7 +138,9 @@ class FamilyConfig:
 
     @property
     def _deepstack(self) -> list[int]:
-        return list(getattr(self.vision, "deepstack_visual_indexes", ()))
+        if self.vision is None or "deepstack_visual_indexes" not in _known(type(self.vision)):
+            return []
+        return list(self.vision.deepstack_visual_indexes)
 
     @property
     def rotary(self) -> RotaryShape:
@@ -116,7 +150,7 @@ class FamilyConfig:
             float(rope["rope_theta"]),
             list(rope.get("mrope_section", self.mrope_section)),
             interleaved=True,
-            fraction=float(rope.get("partial_rotary_factor", 1.0)),
+            fraction=float(rope.get("partial_rotary_factor", 1.0)) if self.partial_rotary else 1.0,
         )
 
     def tower_costs(self) -> dict[str, TowerCost]:
@@ -143,3 +177,35 @@ class FamilyConfig:
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0
+
+
+def tower_config(part: Any) -> Any:
+    """A copy of a tower's config that names no dtype: transformers would build the tower in the file's, not in the run's."""
+    part = copy.copy(part)
+    if part is not None:
+        part.dtype = None
+    return part
+
+
+@cache
+def _known(kind: Any) -> frozenset[str]:
+    """The keys that a transformers config has of its own, under either name."""
+    return frozenset({*(field.name for field in fields(kind)), *kind.attribute_map.values()})
+
+
+def _as_read(part: Any, further: tuple[str, ...]) -> Any:
+    """A copy of a config without what its models never look at."""
+    seen = copy.copy(part)
+    for name in set(vars(part)) - _known(type(part)) - set(further):
+        if not name.startswith("_"):
+            delattr(seen, name)
+    return seen
+
+
+def _computed_here(arch: dict[str, Any]) -> dict[str, Any]:
+    """The arch without the keys in EXECUTION, in each of its parts."""
+    return {
+        key: _computed_here(value) if isinstance(value, dict) else value
+        for key, value in arch.items()
+        if key not in EXECUTION
+    }

@@ -379,9 +379,9 @@ def test_a_resolved_recipe_takes_no_overlay(tmp_path: Path) -> None:
 
 def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
     write(tmp_path / "config.json", "{")
-    assert "is no valid JSON" in error_of(f"model.init={tmp_path}")
+    assert "its JSON can't be read" in error_of(f"model.init={tmp_path}")
     write(tmp_path / "config.json", "[]")
-    assert "holds no JSON object" in error_of(f"model.init={tmp_path}")
+    assert "wanted a JSON object" in error_of(f"model.init={tmp_path}")
 
 
 @pytest.mark.parametrize(

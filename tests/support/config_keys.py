@@ -1,0 +1,155 @@
+"""Tiny configs of every kind of model that a family takes, what zoo makes of one, and transformers' models of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen35
+
+Arch = dict[str, Any]
+
+# Name of a case -> its family and transformers' class.
+CASES: dict[str, tuple[str, str]] = {
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen3_5": ("qwen35_vl", "Qwen3_5ForConditionalGeneration"),
+    "qwen3_5_moe": ("qwen35_vl", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    "llava": ("llava", "LlavaForConditionalGeneration"),
+    "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
+    "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
+}
+PARTS = ("", "text_config", "vision_config", "audio_config")
+
+
+def tiny_arch(case: str) -> Arch:
+    """The dict of a config.json of that case."""
+    if case.startswith("llava"):
+        config = tiny_llava.tiny_config(case)
+    elif case.startswith("qwen3_vl"):
+        config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
+    elif case.startswith("qwen3_5"):
+        config = tiny_qwen35.tiny_config(moe=case.endswith("moe"), mtp=1)
+    else:
+        config = tiny_omni.thinker_config()
+    return {**config.to_dict(), "architectures": [CASES[case][1]]}
+
+
+def config_class(case: str, part: str) -> Any:
+    """transformers' config class of a part ("" for the whole)."""
+    from transformers import CONFIG_MAPPING
+
+    whole = CONFIG_MAPPING[case].from_dict(copy.deepcopy(tiny_arch(case)))
+    return type(getattr(whole, part) if part else whole)
+
+
+def has_part(case: str, part: str) -> bool:
+    return not part or part in tiny_arch(case)
+
+
+def keys(case: str, part: str) -> Iterator[tuple[str, Any]]:
+    """Every key of a part's class with the value it has in the tiny config."""
+    arch = tiny_arch(case)
+    values = arch[part] if part else arch
+    for field in dataclasses.fields(config_class(case, part)):
+        yield field.name, values.get(field.name)
+
+
+def changed(arch: Arch, part: str, key: str, value: Any) -> Arch:
+    """The arch with another value; of a key with a second name, that name goes."""
+    arch = copy.deepcopy(arch)
+    place = arch[part] if part else arch
+    for alias in ({"num_experts", "num_local_experts"}, {"image_token_id", "image_token_index"}):
+        for name in alias if key in alias else ():
+            place.pop(name, None)
+    place[key] = value
+    return arch
+
+
+def made_of(case: str, arch: Arch) -> dict[str, Any]:
+    """What zoo makes of an arch, as values to compare; UserError where it refuses it."""
+    from transformers import PreTrainedConfig
+
+    from zoo.config.schema import PackingConfig, Recipe
+    from zoo.nn.decoder_config import transformer_config
+    from zoo.registry import get_family
+
+    family = get_family(CASES[case][0])
+    # transformers writes whole configs into messages that it then drops, which would be nine tenths of the time.
+    with patch.object(PreTrainedConfig, "__repr__", object.__repr__):
+        config = family.load("config").from_arch(copy.deepcopy(arch))
+    recipe = Recipe(packing=PackingConfig(budget=256))
+    traits = dict.fromkeys(config.traits, True)
+    if hasattr(config, "qkv_bias"):
+        traits["qkv_bias"] = config.qkv_bias
+    decoder = transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits)
+    plain = {k: v for k, v in vars(decoder).items() if isinstance(v, int | float | str | list | None)}
+    found: dict[str, Any] = {f"decoder.{k}": v for k, v in plain.items()}
+    found |= {"rotary": config.rotary, "tied": config.tied, "vocabulary": config.text.vocab_size}
+    found |= {"deepstack": config._deepstack, "std": config.text.initializer_range}
+    found |= {"costs": config.tower_costs(), "step": _step(family, config)}
+    if hasattr(config, "tiling"):
+        found |= {"tiling": config.tiling, "layers": config.feature_layers}
+    for name, tower in _towers(family, config).items():
+        found |= {f"{name}.{k}": v for k, v in _described(tower)}
+    return found
+
+
+def _step(family: Any, config: Any) -> list[Any]:
+    """What the step reads of a config: placeholders' ids and the clock."""
+    step = object.__new__(family.load("step"))
+    step.config = config
+    read = [step.tower_tokens()]
+    if hasattr(step, "_tokens"):
+        read.append(step._tokens())
+    return read
+
+
+def _towers(family: Any, config: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    if family.name == "llava":
+        from zoo.models.llava.tower import Projector, Tower
+
+        return {"vision": Tower(config), "projector": Projector(config)}
+    return family.load("model").build_towers(None, config)
+
+
+def _described(tower: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules as they print and with their plain attributes, tensors by shape and sum (initial weights under one seed)."""
+    yield "printed", repr(tower)
+    for name, module in tower.named_modules():
+        for key, value in vars(module).items():
+            # The audio tower here takes all chunks at once.
+            if isinstance(value, int | float | str | tuple) and key not in ("training", "conv_chunksize"):
+                yield f"{name}.{key}", value
+    for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
+        yield f"{name}!", (tensor.dtype, tuple(tensor.shape), float(tensor.detach().double().sum()))
+
+
+def plain_model(case: str, arch: Arch) -> Any:
+    """transformers' model of an arch, its weights random but the same for each of those shapes."""
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[case].from_dict(copy.deepcopy(arch))
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    model = getattr(transformers, CASES[case][1])(config).eval()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        tiny_qwen35.randomise(name, parameter)
+    return model
+
+
+@torch.no_grad()
+def plain_logits(case: str, arch: Arch) -> Tensor:
+    """(1, 24, vocab) of transformers' model for a text."""
+    ids = torch.randint(0, 300, (1, 24), generator=torch.Generator().manual_seed(2))
+    return plain_model(case, arch)(input_ids=ids, use_cache=False).logits

@@ -1,0 +1,240 @@
+"""What an architecture may hold, the dict of a config.json: types and bounds, checked before anything is built of it.
+
+A config.json may come from anybody, and a number of it becomes a loop, a list or a tensor. Bounds lie far above all that is
+published; keys mean the same in every part of a config and in every family. A key that is not named here is nobody's
+count: transformers keeps it and nothing reads it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zoo.errors import ConfigError, printable
+
+WIDTH, HEADS, LAYERS, SIDE = 2**17, 2**12, 2**10, 2**14
+EXPERTS_OF_ALL_LAYERS = 2**18  # each has names of its own; 30,000 are published
+LONGEST_LIST = 2**14
+TOKEN = (-1, 2**31 - 1)  # ids of tokens; -1 stands for none in some
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    tuple: "a list",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+}
+
+WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("num_hidden_layers", "depth", "encoder_layers"), (1, LAYERS)),
+    **dict.fromkeys(("hidden_size", "d_model", "out_hidden_size", "output_dim", "decoder_dim"), (1, WIDTH)),
+    **dict.fromkeys(("downsample_hidden_size", "projection_dim", "thinker_hidden_size"), (1, WIDTH)),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "encoder_ffn_dim"), (1, 8 * WIDTH)),
+    "shared_expert_intermediate_size": (0, 8 * WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), (1, HEADS)),
+    **dict.fromkeys(("encoder_attention_heads", "linear_num_key_heads"), (1, HEADS)),
+    **dict.fromkeys(("linear_num_value_heads", "head_dim"), (1, HEADS)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, HEADS)),
+    "linear_conv_kernel_dim": (1, 64),
+    "vocab_size": (1, 2**24),
+    "codebook_size": (1, 2**24),
+    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 2**13)),
+    "num_experts_per_tok": (1, 2**13),
+    "decoder_sparse_step": (1, LAYERS),
+    "full_attention_interval": (1, LAYERS),
+    "mtp_num_hidden_layers": (0, 16),
+    "max_window_layers": (0, LAYERS),
+    "accept_hidden_layer": (-LAYERS, LAYERS),
+    "max_position_embeddings": (1, 2**31),
+    "original_max_position_embeddings": (1, 2**31),
+    "sliding_window": (0, 2**31),
+    "max_source_positions": (1, 2**16),
+    "num_position_embeddings": (1, 2**20),
+    "image_size": (1, SIDE),
+    **dict.fromkeys(("patch_size", "spatial_merge_size", "temporal_patch_size"), (1, 2**10)),
+    **dict.fromkeys(("in_channels", "num_channels"), (1, 2**6)),
+    "image_seq_length": (0, 2**20),
+    "num_mel_bins": (1, 2**10),
+    **dict.fromkeys(("n_window", "n_window_infer"), (1, 2**16)),
+    "conv_chunksize": (1, 2**31),
+    "position_id_per_seconds": (1, 2**16),
+    **dict.fromkeys(("num_code_groups", "num_quantizers"), (1, 2**10)),
+    "pretraining_tp": (0, 2**16),
+    "chunk_size_feed_forward": (0, 2**31),
+    "num_labels": (0, 2**16),
+}
+REAL: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
+    **dict.fromkeys(("initializer_range", "initializer_factor", "layer_scale_initial_scale"), (0.0, 1e4)),
+    **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout"), (0.0, 1.0)),
+    "router_aux_loss_coef": (0.0, 1e6),
+    "rope_theta": (1e-6, 1e15),
+    "partial_rotary_factor": (1e-6, 1.0),
+    "factor": (1e-6, 1e6),
+}
+FLAGS = {
+    *(
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "use_sliding_window",
+        "norm_topk_prob",
+        "use_cache",
+    ),
+    *("output_router_logits", "scale_embedding", "multimodal_projector_bias", "enable_audio_output"),
+    *(
+        "mtp_use_dedicated_embeddings",
+        "vision_use_head",
+        "mrope_interleaved",
+        "is_causal",
+        "is_encoder_decoder",
+    ),
+    *("output_hidden_states", "return_dict"),
+}
+TEXTS = {
+    *("model_type", "hidden_act", "activation_function", "projector_hidden_act", "rope_type", "dtype"),
+    *("torch_dtype", "vision_feature_select_strategy", "vision_aspect_ratio", "transformers_version"),
+}
+OBJECTS = {"text_config", "vision_config", "audio_config", "thinker_config"}  # parts that zoo builds
+OTHER_OBJECTS = {
+    "talker_config",
+    "code2wav_config",
+    "code_predictor_config",
+    "rope_parameters",
+    "rope_scaling",
+}
+# Lists, and what their entries are.
+WHOLES: dict[str, tuple[int, int]] = {
+    "mrope_section": (0, HEADS),
+    "mlp_only_layers": (-LAYERS, LAYERS),
+    "deepstack_visual_indexes": (-LAYERS, LAYERS),
+    "vision_feature_layer": (-LAYERS, LAYERS),
+    "eos_token_id": TOKEN,
+    "upsample_rates": (1, 2**10),
+    "upsampling_ratios": (1, 2**10),
+}
+EITHER = {"vision_feature_layer", "eos_token_id"}  # one number, or a list of them
+LISTS = {*WHOLES, "layer_types", "image_grid_pinpoints", "architectures"}
+# What transformers takes and no decoder or tower here has: another architecture where it is anything else than this.
+ONLY: dict[str, Any] = {"per_layer_config": None, "is_causal": True}
+
+
+def check_arch(arch: Any, given: str = "config.json") -> None:
+    """ConfigError, one sentence, where an architecture has a value of another type or out of bounds.
+
+    Args:
+        arch: the dict of a config.json.
+        given: where it is from, for messages.
+    """
+    if not isinstance(arch, Mapping):
+        raise ConfigError(f"{given}: it holds {_kind(arch)}; wanted a JSON object")
+    for where, key, value in _entries(arch):
+        said = _wrong(key, value)
+        if said:
+            raise ConfigError(f"{given}: {printable(where, 200)} is {_shown(value)}; wanted {said}")
+    for part in _parts(arch):
+        layers, experts = part.get("num_hidden_layers") or 0, part.get("num_experts") or 0
+        experts = max(experts, part.get("num_local_experts") or 0)
+        if layers * experts > EXPERTS_OF_ALL_LAYERS:
+            raise ConfigError(
+                f"{given}: {layers} layers of {experts} experts are {layers * experts:,} in all; wanted at most "
+                f"{EXPERTS_OF_ALL_LAYERS:,}"
+            )
+
+
+def _parts(arch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The config and the configs within it."""
+    waiting = [arch]
+    while waiting:
+        part = waiting.pop()
+        yield part
+        waiting += [value for value in part.values() if isinstance(value, Mapping)]
+
+
+def _entries(arch: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(path, key, value) of every entry, however deep."""
+    waiting = [("", arch)]
+    while waiting:
+        prefix, part = waiting.pop()
+        for key, value in part.items():
+            yield f"{prefix}{key}", str(key), value
+            if isinstance(value, Mapping):
+                waiting.append((f"{prefix}{key}.", value))
+
+
+def _wrong(key: str, value: Any) -> str | None:
+    """What is wanted in the place of a value; None where it is right. Whether null is, transformers says of a number."""
+    if key in ONLY and value is not None and value != ONLY[key]:
+        return f"{_shown(ONLY[key])}: nothing else is built"
+    if key in OBJECTS and not isinstance(value, Mapping):
+        return "an object"
+    if value is None:
+        return None
+    if isinstance(value, list | tuple) and len(value) > LONGEST_LIST:
+        return f"at most {LONGEST_LIST:,} entries"
+    if key in OTHER_OBJECTS:
+        return None if isinstance(value, Mapping) else "an object or null"
+    if key in WHOLES:
+        return _wrong_list(key, value)
+    if key in LISTS:
+        return _wrong_entries(key, value)
+    if key in REAL:
+        return _wrong_number(value, REAL[key], whole=False)
+    if key in FLAGS:
+        return None if isinstance(value, bool) else "true or false"
+    if key in TEXTS:
+        return None if isinstance(value, str) else "a text"
+    bounds = WHOLE.get(key) or (TOKEN if key.endswith(("_token_id", "_token_index")) else None)
+    return _wrong_number(value, bounds, whole=True) if bounds else None
+
+
+def _wrong_list(key: str, value: Any) -> str | None:
+    alone = key in EITHER and not isinstance(value, list | tuple)
+    wrong = (_wrong_number(entry, WHOLES[key], whole=True) for entry in ([value] if alone else _items(value)))
+    said = (
+        next((one for one in wrong if one), None)
+        if alone or isinstance(value, list | tuple)
+        else "whole numbers"
+    )
+    return said and f"a list, each of its entries {said}" if not alone else said
+
+
+def _wrong_entries(key: str, value: Any) -> str | None:
+    """Of layer_types and image_grid_pinpoints, and other lists."""
+    if not isinstance(value, list | tuple):
+        return "a list"
+    if key != "image_grid_pinpoints":
+        return None if all(isinstance(entry, str) for entry in value) else "a list of texts"
+    pairs = all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+    sizes = (1, 2**6 * SIDE)
+    if value and pairs and not any(_wrong_number(size, sizes, whole=True) for pair in value for size in pair):
+        return None
+    return "a list of pairs [height, width] in pixels"
+
+
+def _wrong_number(value: Any, bounds: tuple[float, float], *, whole: bool) -> str | None:
+    kind = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return kind
+    if not bounds[0] <= value <= bounds[1]:  # nan is in no bounds
+        return f"{kind} from {bounds[0]:,} to {bounds[1]:,}"
+    return None
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _kind(value: Any) -> str:
+    return KINDS.get(type(value), "a number")
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it; of a long one its kind."""
+    if isinstance(value, list | tuple | Mapping):
+        return f"{_kind(value)} of {len(value)} entries"
+    if isinstance(value, bool | None):
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of over 20 digits"
+    return printable(repr(value), 80)

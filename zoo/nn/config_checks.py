@@ -1,0 +1,165 @@
+"""What is refused of a transformers config: settings that would be another model than the one that is built, in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zoo.errors import UserError
+
+DROPOUTS = ("attention_dropout", "dropout", "activation_dropout")
+
+
+def normalised(text: Any) -> bool:
+    """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
+    return bool(getattr(text, "norm_topk_prob", True))
+
+
+def check_decoder(config: Any) -> None:
+    """UserError for a decoder's settings that would change the arithmetic and are not built, or that don't go together.
+
+    `config` is a zoo.nn.family.FamilyConfig.
+    """
+    text = config.text
+    _refuse_unbuilt(text)
+    heads, groups = text.num_attention_heads, text.num_key_value_heads
+    if heads % groups:
+        raise UserError(
+            f"text_config.num_key_value_heads is {groups}; wanted a divisor of num_attention_heads {heads}"
+        )
+    _check_layers(text)
+    _check_experts(text)
+    _check_rotary(config)
+
+
+def _refuse_unbuilt(text: Any) -> None:
+    wanted = (
+        ("hidden_act", getattr(text, "hidden_act", "silu"), "silu"),
+        ("attention_bias", bool(getattr(text, "attention_bias", False)), False),
+        ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
+        ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
+    )
+    for key, value, built in wanted:
+        if value != built:
+            raise UserError(f"text_config.{key} is {value!r}; this decoder has {built!r} only")
+    _refuse_dropout("text_config", text)
+
+
+def _refuse_dropout(where: str, part: Any) -> None:
+    for key in DROPOUTS:
+        if getattr(part, key, 0):
+            raise UserError(
+                f"{where}.{key} is {getattr(part, key)}; there is no dropout here but in adapters: set it to 0"
+            )
+
+
+def _check_layers(text: Any) -> None:
+    kinds = list(getattr(text, "layer_types", None) or [])
+    built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
+    for kind in sorted(set(kinds) - built):
+        raise UserError(f"text_config.layer_types has {kind!r}; wanted {' or '.join(sorted(built))}")
+    if kinds and len(kinds) != text.num_hidden_layers:
+        raise UserError(
+            f"text_config.layer_types has {len(kinds)} entries; wanted one for each of num_hidden_layers "
+            f"{text.num_hidden_layers}"
+        )
+    if "linear_attention" in kinds and text.linear_num_value_heads % text.linear_num_key_heads:
+        raise UserError(
+            f"text_config.linear_num_value_heads is {text.linear_num_value_heads}; wanted a multiple of "
+            f"linear_num_key_heads {text.linear_num_key_heads}"
+        )
+
+
+def _check_experts(text: Any) -> None:
+    experts = getattr(text, "num_experts", None)
+    if experts is None:
+        return
+    if not experts and not hasattr(text, "intermediate_size"):
+        raise UserError("text_config.num_experts is 0; wanted 2 or more, as these layers have nothing else")
+    if experts and text.num_experts_per_tok > experts:
+        raise UserError(
+            f"text_config.num_experts_per_tok is {text.num_experts_per_tok}; wanted at most num_experts {experts}"
+        )
+    if experts and text.num_experts_per_tok == 1 and normalised(text):
+        raise UserError(
+            "text_config.num_experts_per_tok is 1 and the weights of a token's experts sum to one: the router would "
+            "get no gradient; use 2 or more experts a token, or norm_topk_prob=false where the family has that key"
+        )
+    if getattr(text, "shared_expert_intermediate_size", None) == 0:
+        raise UserError(
+            "text_config.shared_expert_intermediate_size is 0; wanted the width of the shared expert"
+        )
+
+
+def _check_rotary(config: Any) -> None:
+    text, rope = config.text, config.text.rope_parameters
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise UserError(
+            "text_config.rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
+            "for all of them"
+        )
+    if rope.get("rope_type", "default") != "default":
+        raise UserError(
+            f"text_config.rope_parameters.rope_type is {rope['rope_type']!r}; this decoder has 'default' only"
+        )
+    if rope.get("rope_theta") is None:
+        raise UserError("text_config.rope_parameters.rope_theta is null; wanted a number")
+    if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
+        raise UserError("text_config.rope_parameters.mrope_section is null; wanted a list of 3 numbers")
+    shape = config.rotary
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = int(head * shape.fraction)
+    if width < 2 or width % 2:
+        raise UserError(
+            f"{width} of the {head} channels of a head would be rotated; wanted an even number: change "
+            "text_config.head_dim or rope_parameters.partial_rotary_factor"
+        )
+    if shape.sections is not None:
+        _check_sections(shape.sections, width // 2)
+
+
+def _check_sections(sections: list[int], frequencies: int) -> None:
+    """Interleaved, frequency 3k + 1 is height's and 3k + 2 width's for as many k as its section says."""
+    fits = len(sections) == 3 and sum(sections) == frequencies
+    if not fits or any(axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]):
+        raise UserError(
+            f"text_config.rope_parameters.mrope_section is {sections}; wanted three numbers that sum to {frequencies}, "
+            "half of the rotated channels of a head, of which the last two are a third of it at most"
+        )
+
+
+def check_towers(config: Any) -> None:
+    """UserError for a tower that transformers can't build, whose outputs don't fit the decoder, or that has dropout."""
+    from transformers.activations import ACT2FN
+
+    width = config.text.hidden_size
+    for name, outputs in (("vision_config", "out_hidden_size"), ("audio_config", "output_dim")):
+        part = getattr(config.root, name, None)
+        if part is None:
+            continue
+        _refuse_dropout(name, part)
+        rope = getattr(part, "rope_parameters", None) or {}
+        kind = rope.get("rope_type", "axial")
+        if kind not in ("axial", "default"):
+            raise UserError(
+                f"{name}.rope_parameters.rope_type is {kind!r}; transformers' towers have 'axial' only"
+            )
+        if any(isinstance(value, dict) for value in rope.values()):
+            raise UserError(f"{name}.rope_parameters has parameters for each kind of layer; wanted one set")
+        if rope and rope.get("rope_theta") is None:
+            raise UserError(f"{name}.rope_parameters.rope_theta is null; wanted a number")
+        made = getattr(part, outputs, width)
+        if made != width:
+            raise UserError(f"{name}.{outputs} is {made}; wanted text_config.hidden_size {width}")
+        if part.hidden_size % part.num_attention_heads:
+            raise UserError(
+                f"{name}: a width of {part.hidden_size} can't be shared by {part.num_attention_heads} attention heads; "
+                "wanted a divisor"
+            )
+        for key in ("hidden_act", "activation_function"):
+            _check_activation(f"{name}.{key}", getattr(part, key, None), ACT2FN)
+    _check_activation("projector_hidden_act", getattr(config.hf, "projector_hidden_act", None), ACT2FN)
+
+
+def _check_activation(key: str, value: Any, known: Any) -> None:
+    if value is not None and value not in known:
+        raise UserError(f"{key} is {value!r}; transformers has no such function")
