@@ -60,8 +60,8 @@ def _linear_rules(zoo: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config, of as many MTP layers as there are weights for: all, or none."""
+def _fresh_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The config, of as many MTP layers as there are weights for: all, or none. A folder's own config keeps what it says."""
     text = config.get("text_config", {})
     if text.get("mtp_num_hidden_layers") and not any(name.startswith("mtp.") for name in names):
         return {**config, "text_config": {**text, "mtp_num_hidden_layers": 0}}
@@ -84,5 +84,6 @@ BRIDGE = Bridge(
         rule("vision.{rest}", "model.visual.{rest}"),
     ),
     optional=("mtp.{rest}",),
-    export_config=_export_config,
+    without_optional="train.mtp_loss=0",
+    fresh_config=_fresh_config,
 )

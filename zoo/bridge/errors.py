@@ -12,13 +12,15 @@ _SHOWN = 20  # problems printed; `BridgeError.problems` holds them all
 class BridgeError(UserError):
     """Tensors that do not fit between a checkpoint and a model.
 
-    `problems` has one sentence per tensor, all of them; the message shows the first 20 and counts the rest.
+    `problems` has one sentence per tensor, all of them; the message shows the first 20, counts the rest, and ends with
+    what `helps`.
     """
 
-    def __init__(self, title: str, problems: Iterable[str]) -> None:
+    def __init__(self, title: str, problems: Iterable[str], helps: Iterable[str] = ()) -> None:
         self.title = title
         self.problems = list(dict.fromkeys(problems))
         lines = [f"{title}: {len(self.problems)} problem(s)", *self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN} more")
+        lines += [f"what helps: {one}" for one in helps]
         super().__init__("\n  ".join(lines))

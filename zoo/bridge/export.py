@@ -45,6 +45,7 @@ from zoo.bridge.streams import Job, carried, in_order, run, to_hf
 from zoo.bridge.transforms import Dims
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
+from zoo.files import read_object
 
 
 @dataclass(frozen=True)
@@ -214,6 +215,8 @@ def _plan(
     kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
     copies = in_order(source.copies(kept, dtype)) if source else []
     plain = _plain_config(config, source)
+    if source is None and bridge.fresh_config is not None:
+        plain = bridge.fresh_config(plain, names)
     if bridge.export_config is not None:
         others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
         plain = bridge.export_config(plain, [*names, *others])
@@ -233,7 +236,7 @@ def _plain_config(config: Any, source: _Source | None) -> dict[str, Any]:
     path = source.files / "config.json"
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the export a config")
-    return unquantised(json.loads(path.read_text()))
+    return unquantised(read_object(path))
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

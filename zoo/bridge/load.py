@@ -6,6 +6,7 @@ model plus one tensor. All checks come first, on names and headers: a checkpoint
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Bridge, Entry, Resolution
+from zoo.bridge.mapping import Bridge, Entry, Resolution, is_allowed
 from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, together
 from zoo.bridge.safetensors_io import SafetensorsFolder
 from zoo.bridge.transforms import Dims
@@ -31,7 +32,8 @@ def load_hf(
 
     Call it on every rank, before an optimizer takes its copy of the parameters. Returns what was matched. Raises on
     all ranks, before anything is assigned: CheckpointError for a folder that is not whole, BridgeError that lists every
-    missing, unmapped, extra, duplicate or misshapen tensor.
+    missing, unmapped, extra, duplicate or misshapen tensor. Known buffers and a tied head that is stored all the same are
+    passed over (`pass_over`).
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     parameters = together(comm, lambda: model_parameters(model_chunks))
@@ -39,6 +41,7 @@ def load_hf(
     with together(comm, lambda: SafetensorsFolder(folder)) as reader:
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
         entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
+        together(comm, lambda: pass_over(resolution, reader) if comm.rank == 0 else None)
         together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard))
     return resolution
 
@@ -67,6 +70,41 @@ def fit_shapes(
     if problems:
         raise BridgeError(f"{reader.folder}: shapes differ from the model's", problems)
     return entries
+
+
+def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence[str] = ()) -> list[str]:
+    """Say on stderr which tensors hold nothing of their own: known buffers, and a tied model's head.
+
+    BridgeError where a head differs from the embedding that it is tied to, as one of the two would be lost; heads that fit
+    a pattern of `allow` are returned as problems instead.
+    """
+    problems = [
+        f"{resolution.source[name]}: differs from {resolution.source[tied]}, which the config ties it to"
+        for name, tied in resolution.doubles.items()
+        if not _equal(reader, resolution.source[name], resolution.source[tied])
+    ]
+    refused = [problem for problem in problems if not is_allowed(problem, allow)]
+    if refused:
+        helps = [
+            "tie_word_embeddings=false in config.json, where the model has a head of its own; zoo convert with "
+            "allow=NAME leaves the head out"
+        ]
+        raise BridgeError(f"{reader.folder}: a tied model that stores another head", refused, helps)
+    if resolution.passed:
+        names = sorted(resolution.source[name] for name in resolution.passed)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        print(
+            f"{reader.folder}: passing over {names[0]}{more}: equal to what the model makes of its config or ties",
+            file=sys.stderr,
+            flush=True,
+        )
+    return problems
+
+
+def _equal(reader: SafetensorsFolder, one: str, other: str) -> bool:
+    if reader.dtype(one) != reader.dtype(other) or reader.shape(one) != reader.shape(other):
+        return False
+    return torch.equal(reader.get(one), reader.get(other))
 
 
 def _misfits(

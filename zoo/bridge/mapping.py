@@ -42,6 +42,13 @@ SectionsOf = Callable[[Dims], Sections]  # where the sections depend on the arch
 _WILDCARDS = {"layer": r"(?P<layer>0|[1-9]\d*)", "expert": r"(?P<expert>0|[1-9]\d*)", "rest": r"(?P<rest>.+)"}
 
 
+# Buffers that a checkpoint may hold and every model makes for itself from its config, as transformers does: angles of
+# rotary embeddings, places of CLIP's patches.
+_BUFFERS = re.compile(
+    r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq|(.*\.)?embeddings\.position_ids"
+)
+
+
 def _compile(pattern: str) -> re.Pattern[str]:
     """A regular expression with one named group per wildcard of `pattern`."""
     parts = re.split(r"\{(\w+)\}", pattern)
@@ -185,6 +192,14 @@ class Resolution:
     carried: Sequence[str]  # names, as in the source, of tensors that zoo does not train
     source: Mapping[str, str]  # published name -> name in the source
     allowed: Sequence[str] = ()  # problems that the caller has allowed, of tensors that are left out
+    buffers: Sequence[str] = ()  # published names of known buffers, which are passed over
+    # Published name of a tied tensor that is stored all the same -> of the one that it must equal (`zoo.bridge.load`).
+    doubles: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> set[str]:
+        """Published names of tensors that hold nothing of their own."""
+        return {*self.buffers, *self.doubles}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,11 +214,14 @@ class Bridge:
     optional: tuple[
         str, ...
     ] = ()  # HF patterns of parts that a model may be built without: carried where it has none of their tensors
+    without_optional: str = ""  # the recipe's key that builds a model without these, for messages
     dialects: tuple[
         Mapping[str, str], ...
     ] = ()  # other naming schemes that are read: their prefix -> published
     export_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
     """(HF config as a dict, published names of all tensors that are exported) -> the config.json of the export."""
+    fresh_config: Callable[[dict[str, Any], Collection[str]], dict[str, Any]] | None = None
+    """The same before it, for a model that did not begin with a folder's weights: what its config may say without them."""
     module_names: Callable[[Mapping[str, Any]], Mapping[str, str]] = lambda config: {}
     """config.json of a checkpoint -> prefixes that its modules have in transformers, by published ones, where these differ."""
 
@@ -281,18 +299,24 @@ class Bridge:
             entries[name] = Entry(name, published.rule, layout, published.binding)
             for candidate in published.rule.read_layouts(dims):
                 unused.difference_update(candidate.all_names(published.binding, dims.experts))
-        for name in sorted(unused):
+        buffers = sorted(name for name in unused if _BUFFERS.fullmatch(name))
+        doubles = (
+            {n: tied for n in sorted(unused) if (tied := self._tied_to(n)) in source} if dims.tied else {}
+        )
+        for name in sorted(unused - set(buffers) - set(doubles)):
             problems.append(f"{source[name]}: {self._why_unused(name, entries)}")
-        refused = [problem for problem in problems if not _is_allowed(problem, allow)]
+        refused = [problem for problem in problems if not is_allowed(problem, allow)]
         if refused:
-            raise BridgeError(f"{self.name}: the checkpoint and the model do not match", refused)
+            raise BridgeError(
+                f"{self.name}: the checkpoint and the model do not match", refused, self._helps(refused)
+            )
         whole = {
             name: entry
             for name, entry in entries.items()
             if all(part in source for part in entry.layout.all_names(entry.binding, dims.experts))
         }
         kept = [actual for name, actual in source.items() if name in carried]
-        return Resolution(whole, kept, source, problems)
+        return Resolution(whole, kept, source, problems, buffers, doubles)
 
     def has_optional(self, hf_names: Collection[str]) -> bool:
         """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
@@ -305,6 +329,29 @@ class Bridge:
         built = [entry.hf_names(0)[0] for entry in entries]
         parts = [_compile(pattern) for pattern in self.optional]
         return [part for part in parts if not any(part.fullmatch(name) for name in built)]
+
+    def _tied_to(self, hf_name: str) -> str:
+        """The published name that a tied model has in the place of this one; empty where it has none."""
+        return next((r.tied_to for regex, r in self._hf_regex if regex.fullmatch(hf_name) and r.tied_to), "")
+
+    def _helps(self, problems: Sequence[str]) -> list[str]:
+        """What to do about tensors that are missing or left over, each said once."""
+        wanted = [p.partition(":")[0] for p in problems if ": missing, " in p]
+        optional = [_compile(pattern) for pattern in self.optional]
+        missing = [name for name in wanted if not any(part.fullmatch(name) for part in optional)]
+        helps = []
+        if len(missing) < len(wanted) and self.without_optional:
+            parts = ", ".join(pattern.replace("{rest}", "*") for pattern in self.optional)
+            helps.append(f"{self.without_optional} builds the model without {parts}")
+        if any(self._tied_to(name) for name in missing):
+            helps.append("tie_word_embeddings=true in config.json, where the head is the embedding")
+        if missing:
+            helps.append("missing tensors: get the whole checkpoint, or the config.json that belongs to it")
+        if len(wanted) < len(problems):
+            helps.append(
+                "zoo convert with allow=NAME,... leaves out tensors that are of no use (allow='talker.*')"
+            )
+        return helps
 
     def _why_unused(self, hf_name: str, entries: Mapping[str, Entry]) -> str:
         target = self.zoo_name(hf_name)
@@ -331,7 +378,8 @@ class Bridge:
         return {name: names[0] for name, names in best.items()}, twice
 
 
-def _is_allowed(problem: str, patterns: Sequence[str]) -> bool:
+def is_allowed(problem: str, patterns: Sequence[str]) -> bool:
+    """Whether the name that a problem begins with fits one of the patterns."""
     return any(fnmatchcase(problem.partition(":")[0], pattern) for pattern in patterns)
 
 

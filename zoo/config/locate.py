@@ -97,10 +97,10 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The step that a checkpoint's state.json tells; the number of its folder where that can't be read."""
     try:
-        step = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["step"]
+        step = read_object(checkpoint / STATE)["step"]
         if type(step) is int and step >= 0:
             return step
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (UserError, KeyError):
         pass  # a damaged file, which the sums name
     match = _ITERATION.fullmatch(checkpoint.name)
     return int(match[1]) if match else 0

@@ -18,7 +18,7 @@ import torch
 from zoo.bridge import Comm, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export import with_dtype
 from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
-from zoo.bridge.load import fit_shapes
+from zoo.bridge.load import fit_shapes, pass_over
 from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
 from zoo.bridge.progress import Progress, size
 from zoo.bridge.side_files import CARD, copy_side_files, write_card, write_generation_config
@@ -215,6 +215,7 @@ def to_zoo_jobs(
 ) -> Conversion:
     """How each tensor of a Hugging Face folder becomes one of zoo's own weights."""
     resolution = plan.bridge.resolve(reader.names(), plan.parameters, plan.dims, allow)
+    allowed = [*resolution.allowed, *pass_over(resolution, reader, allow)]
     there = [(name, plan.parameters[name]) for name in resolution.entries]
     entries = fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
     jobs = [
@@ -224,7 +225,7 @@ def to_zoo_jobs(
     ]
     names = {actual: published for published, actual in resolution.source.items()}
     jobs += [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
-    return Conversion(in_order(jobs), resolution.allowed)
+    return Conversion(in_order(jobs), allowed)
 
 
 def to_hf_jobs(

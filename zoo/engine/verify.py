@@ -156,7 +156,7 @@ class _Side:
         others = {
             name.removeprefix(CARRIED) if own else name: actual
             for name, actual in resolution.source.items()
-            if actual not in used
+            if actual not in used and name not in resolution.passed
         }
         entries = {
             name: entry
