@@ -13,9 +13,7 @@ Format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -27,6 +25,7 @@ from torch import Tensor
 
 from zoo.bridge import quantised
 from zoo.errors import LONGEST, UserError, printable
+from zoo.files import parse_json, read_object
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -267,29 +266,17 @@ def _check_spans(spans: list[tuple[int, int, str]], data_bytes: int, file: Path)
 
 def _load_json(raw: bytes, file: Path) -> dict[str, Any]:
     """A JSON object without repeated keys."""
-    try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique_pairs)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: its JSON cannot be read ({str(error)[:200]})") from None
+    value = parse_json(raw, file, most=_MAX_HEADER, unique=True, error=CheckpointError)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: its JSON is no object")
     return value
-
-
-def _unique_pairs(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in result:
-            raise ValueError(f"{key[:200]!r} is there twice")
-        result[key] = value
-    return result
 
 
 def _read_index(index: Path) -> dict[str, str]:
     """Tensor name -> shard file name; the names must be plain file names, so that nothing leaves the folder."""
     if index.stat().st_size > _MAX_HEADER:
         raise CheckpointError(f"{index}: over {_MAX_HEADER // 2**20} MiB, which is no index")
-    weight_map = _load_json(index.read_bytes(), index).get("weight_map")
+    weight_map = read_object(index, most=_MAX_HEADER, unique=True, error=CheckpointError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: no weight_map in it")
     for name, file in weight_map.items():

@@ -23,6 +23,12 @@ from zoo.files import expanded, read_object
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
 _QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
+# Files beside the weights that transformers reads. What is within a vocabulary, the tokenizers library bounds.
+SETTINGS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+SETTINGS += ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
+SETTINGS += ("generation_config.json",)
+VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+MOST_VOCABULARY = 2**28
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -84,6 +90,17 @@ def _without_statements(part: Any) -> Any:
     if isinstance(part, dict):
         return {key: _without_statements(value) for key, value in part.items() if key not in _QUANTISED}
     return part
+
+
+def check_side_files(folder: str | Path) -> None:
+    """ConfigError where a file beside the weights, which transformers reads, is too big, too deep or no JSON."""
+    for name in SETTINGS:
+        if (path := Path(folder) / name).exists():
+            read_object(path, error=ConfigError)
+    for name in VOCABULARIES:
+        path = Path(folder) / name
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_VOCABULARY):
+            raise ConfigError(f"{path}: wanted a plain file of at most {MOST_VOCABULARY:,} bytes")
 
 
 def checkpoints(run_dir: str | Path) -> list[Path]:

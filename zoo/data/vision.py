@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.config.locate import check_side_files
 from zoo.data.processor import ChatMarkers, as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
@@ -56,6 +57,7 @@ def load_processor(source: str, kind: str, wanted: Mapping[str, Any]) -> Any:
     from transformers import AutoProcessor
 
     try:
+        check_side_files(source)
         # Code that a folder brings along (auto_map) is never run, and nobody is asked whether it may be.
         hf = AutoProcessor.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # of many kinds, by what lies in the folder

@@ -37,7 +37,7 @@ from zoo.engine.lora import Adapters, Held, find
 from zoo.engine.peers import agreed
 from zoo.engine.world import World
 from zoo.errors import UserError
-from zoo.files import expanded
+from zoo.files import expanded, read_object
 
 
 def load_base(
@@ -74,10 +74,7 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 
 
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
-    try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / CONFIG} is no valid JSON ({error})") from None
+    config = read_object(folder / CONFIG)
     check_config(config, str(folder / CONFIG), recipe.lora.rank, recipe.lora.alpha)
     file = folder / WEIGHTS
     if not file.is_file():

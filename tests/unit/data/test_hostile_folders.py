@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -18,6 +19,7 @@ from support.fuzz import memory_below
 from zoo.bridge import CheckpointError, SafetensorsFolder
 from zoo.config.compose import load_recipe
 from zoo.config.entries import DataEntry
+from zoo.config.locate import SETTINGS
 from zoo.data import hub
 from zoo.data.errors import RowError
 from zoo.data.refs import Access
@@ -81,6 +83,33 @@ def test_code_of_a_folder_never_runs_and_nobody_is_asked(
     except ConfigError as error:
         assert "no processor can be loaded" in str(error) and "\n" not in str(error)
     assert not ran.exists() and sys.stdin.read(1) == "y"
+
+
+DEEP = '{"a": ' + "[" * 900 + "]" * 900 + "}"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_have_a_depth_and_a_size_and_are_plain_files(name: str, folder: Path, arch: dict) -> None:
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).write_text(DEEP)
+    with pytest.raises(ConfigError, match="nested too deeply; at most 64"):
+        build_processor(arch, str(folder))
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(ConfigError, match="is no plain file"):
+        build_processor(arch, str(folder))
+    (folder / name).unlink()
+    (folder / name).write_text(f'{{"a": "{"x" * 2**24}"}}')
+    with pytest.raises(ConfigError, match="over 16,777,216 bytes") as caught:
+        build_processor(arch, str(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_vocabulary_has_a_size(folder: Path, arch: dict) -> None:
+    with (folder / "tokenizer.json").open("r+b") as file:
+        file.truncate(2**28 + 1)
+    with pytest.raises(ConfigError, match="a plain file of at most 268,435,456 bytes"):
+        build_processor(arch, str(folder))
 
 
 @pytest.mark.parametrize("text", ["{}", "[" * 100_000, '{"version": "1.0"}', "\ufeff", ""])
