@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zoo.errors import UserError
 from zoo.models.qwen3_omni.audio import audio_tokens
 from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
 from zoo.packing import PackedLayout
@@ -46,6 +47,10 @@ class Qwen3OmniStep(VisionStep):
 
     def _tokens(self) -> Tokens:
         thinker = self.config.thinker
+        if getattr(thinker, "vision_start_token_id", None) is None:
+            raise UserError(
+                "thinker_config.vision_start_token_id is not there; wanted the token before an image"
+            )
         return Tokens(
             image=thinker.image_token_id,
             video=thinker.video_token_id,

@@ -264,3 +264,17 @@ def test_python_of_the_readme_resolves() -> None:
         load_recipe(
             ast.literal_eval(name), **{k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         )
+
+
+def test_family_tables_are_those_of_the_registry() -> None:
+    import runpy
+
+    from zoo.registry import families
+
+    script = runpy.run_path(str(REPO / "scripts" / "family_tables.py"))
+    for family in families().values():
+        readme = (REPO / "models" / family.name / "README.md").read_text(encoding="utf-8")
+        assert script["with_table"](readme, family) == readme, "run python scripts/family_tables.py"
+        adapters = readme.partition("recipes that train adapters (LoRA) | ")[2].partition("\n")[0]
+        assert "_lora`" in adapters
+        assert "LoRA" not in readme.replace("recipes that train adapters (LoRA)", ""), "it is in the table"
