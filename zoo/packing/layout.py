@@ -94,7 +94,14 @@ class PackedLayout:
         return cls._build(_as_ints(lengths), align, pad_to)
 
     @classmethod
-    def from_mask(cls, mask: Tensor, align: int = 1, pad_to: int | None = None) -> PackedLayout:
+    def from_mask(
+        cls,
+        mask: Tensor,
+        align: int = 1,
+        pad_to: int | None = None,
+        *,
+        masked_is_true: bool | None = None,
+    ) -> PackedLayout:
         """The layout of a padded batch, which remembers each row's place for `pack` and `unpack`.
 
         Args:
@@ -104,13 +111,15 @@ class PackedLayout:
                 sync.
             align: as in `from_lengths`.
             pad_to: as in `from_lengths`.
+            masked_is_true: True for a mask of the other sense, True or 1 on padding, or where query may not attend key
+                (Megatron's `attention_mask`). None is False, but refuses a 4-D mask that can be read in both senses.
 
         Raises:
             TypeError: a float mask.
             ValueError: as `from_lengths`, and whatever `zoo.packing.mask.rows_from_mask` refuses, naming the
                 row.
         """
-        lengths, starts, width = rows_from_mask(mask)
+        lengths, starts, width = rows_from_mask(mask, masked_is_true)
         return cls._build(lengths, align, pad_to, starts, width)
 
     @classmethod

@@ -85,6 +85,51 @@ def test_masks_give_the_layout_of_their_lengths(lengths, align, side, slack, fou
     assert layout.width == mask.shape[1]
 
 
+def attends(mask, kind, queries):
+    """(B, 1, T, T) mask, True where query attends key; `queries`: those of padding attend nothing."""
+    out = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
+    if queries:
+        out = out & mask[:, None, :, None]
+    return out.tril() if kind == "causal" else out
+
+
+@MANY
+@given(
+    LENGTHS, SIDES, st.integers(0, 3), st.sampled_from(["causal", "full"]), st.booleans(), st.booleans(), st.booleans()
+)
+@example([3, 5, 7], "right", 1, "causal", True, True, False)
+@example([3, 5, 7], "right", 1, "causal", False, True, True)
+@example([3, 5, 7], "left", 1, "full", False, True, False)
+@example([1, 1], "right", 2, "causal", False, True, False)
+@example([1, 1], "right", 2, "causal", False, False, False)
+def test_a_mask_is_never_read_upside_down(lengths, side, slack, kind, queries, megatron, whole_numbers):
+    """With its sense named it gives its lengths; without, its lengths or, where it may be the other one, an error."""
+    attend = attends(masked(lengths, side, slack), kind, queries)
+    given_mask = ~attend if megatron else attend
+    if whole_numbers:
+        given_mask = given_mask.long()
+    named = PackedLayout.from_mask(given_mask, masked_is_true=megatron)
+    assert named.lengths == tuple(lengths)
+    assert named.starts == PackedLayout.from_mask(masked(lengths, side, slack)).starts
+    all_full = not slack and len(set(lengths)) == 1
+    if not megatron and (kind == "causal" and max(lengths) > 1 or queries or all_full):
+        assert PackedLayout.from_mask(given_mask).lengths == tuple(lengths)
+    else:
+        try:
+            assert PackedLayout.from_mask(given_mask).lengths == tuple(lengths)
+        except ValueError as error:
+            assert "masked_is_true=False" in str(error) and "Megatron" in str(error)
+    if kind == "causal" and max(lengths) > 1:  # the wrong sense by name: an error as well
+        with pytest.raises(ValueError, match="sense"):
+            PackedLayout.from_mask(given_mask, masked_is_true=not megatron)
+
+
+def test_a_two_dimensional_mask_of_the_other_sense():
+    mask = masked([3, 5, 7], "right", 1)
+    for form in (~mask, (~mask).long()):
+        assert PackedLayout.from_mask(form, masked_is_true=True).lengths == (3, 5, 7)
+
+
 @MANY
 @given(LENGTHS, ALIGN, SIDES, st.integers(0, 3), st.sampled_from([(), (3,)]))
 def test_pack_and_unpack_are_inverse_on_real_tokens(lengths, align, side, slack, tail_shape):
