@@ -31,6 +31,7 @@ from zoo.nn.attention import SeqParams
 from zoo.nn.mtp import Ahead
 from zoo.nn.multimodal import ModelInputs, Placement
 from zoo.packing import PackedLayout
+from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.media import MediaStream, Share, share_out
 
 IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
@@ -44,7 +45,9 @@ class MicroBatchLike(Protocol):
 
     input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths`.
     labels are not shifted. media: tensors of all samples in order, concatenated along axis 0. A batch may have `weights`
-    too, in the shape of the labels: float weights of the labels in the loss.
+    too, in the shape of the labels: float weights of the labels in the loss. `masked_is_true` names the sense of its mask,
+    as in `PackedLayout.from_mask`. What says the same twice (lengths beside a mask, `cu_seqlens`, `layout`,
+    `position_ids`) must agree.
     """
 
     input_ids: Tensor
@@ -64,6 +67,7 @@ class HostBatch:
     lengths: tuple[int, ...] | None
     media: Mapping[str, Tensor]
     weights: Tensor | None = None
+    position_ids: Tensor | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
@@ -77,6 +81,7 @@ class HostBatch:
             batch.lengths,
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
+            getattr(batch, "position_ids", None),
         )
 
 
@@ -186,8 +191,8 @@ class PackedStep:
         `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, in the place of
         losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
         """
-        batch = HostBatch.of(batch)
-        parts = self.pack(batch, self.capture(batch))
+        layout, batch = self.capture(batch), HostBatch.of(batch)
+        parts = self.pack(batch, layout)
         if logprobs and batch.labels is None:  # every real token is one to predict
             labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
             parts = replace(parts, labels=labels)
@@ -205,8 +210,14 @@ class PackedStep:
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
         """The layout of the micro-batch, from its lengths or its mask.
 
-        Raises ValueError for a batch that has neither: lengths are never guessed from labels or token ids.
+        Raises ValueError for a batch that has neither: lengths are never guessed from labels or token ids. So it does
+        where the batch's facts disagree (`zoo.steps.claims`).
         """
+        layout = self._layout(batch)
+        check_layout(batch, layout)
+        return layout
+
+    def _layout(self, batch: MicroBatchLike) -> PackedLayout:
         align = self.packing.align or 1
         pad_to = (
             self.packing.pad_to if self.packing.mode == "thd" else None
@@ -223,7 +234,8 @@ class PackedStep:
                 )
             return layout
         if batch.attention_mask is not None:
-            return PackedLayout.from_mask(batch.attention_mask, align, pad_to)
+            sense = getattr(batch, "masked_is_true", None)
+            return PackedLayout.from_mask(batch.attention_mask, align, pad_to, masked_is_true=sense)
         raise ValueError(
             "the batch has neither lengths nor an attention_mask, so its samples can't be told apart; "
             "hand over one of them (labels and token ids are never used to guess)"
@@ -248,6 +260,7 @@ class PackedStep:
             )
         layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
         positions = self.positions(ids, layout, batch.media)
+        check_positions(getattr(batch, "position_ids", None), source, positions, batch.input_ids.shape)
         rows = [ids, labels, positions, layout.padding_mask, layout.positions, layout.segment_ids, source]
         if self.packing.mode == "none":
             rows = self._padded_rows(rows, layout)
@@ -336,6 +349,7 @@ class PackedStep:
         has_padding = bool(parts.padding_mask.any())
         seq_params = None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group)
         streams = self.media_streams(media)
+        check_media(streams, media, {name: len(place.rows) for name, place in parts.placements.items()})
         shares = self._shares(streams, media)
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}

@@ -15,6 +15,7 @@ from zoo.config.schema import PackingConfig
 from zoo.packing import PackedLayout
 from zoo.steps import PackedStep
 from zoo.steps.expansion import expand_row
+from zoo.steps.media import MediaStream
 from zoo.steps.packed_step import IGNORE
 
 IMAGE = 99
@@ -25,6 +26,16 @@ class Weighted(Batch):
     """A batch whose labels have weights."""
 
     weights: Tensor
+
+
+@dataclass(frozen=True)
+class Claims(Batch):
+    """A batch with facts that a step works out itself."""
+
+    cu_seqlens: Tensor | None = None
+    position_ids: Tensor | None = None
+    layout: PackedLayout | None = None
+    masked_is_true: bool | None = None
 
 
 class Group:
@@ -217,6 +228,97 @@ def test_logprobs_are_differentiable() -> None:
 def test_a_batch_whose_samples_cannot_be_told_apart_is_refused() -> None:
     with pytest.raises(ValueError, match="neither lengths nor an attention_mask"):
         step().prepare(replace(batch([[1, 2]]), attention_mask=None))
+
+
+def packed(lengths: tuple[int, ...] = (9, 14, 6), **claims: Any) -> Claims:
+    """A packed row of three segments."""
+    ids = torch.arange(1, sum(lengths) + 1)[None]
+    return Claims(**{"input_ids": ids, "labels": ids, "attention_mask": None, "lengths": lengths, "media": {}, **claims})
+
+
+ONES = torch.ones(1, 29, dtype=torch.long)
+PADDED = batch([[1, 2, 3], [4, 5]])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (packed(attention_mask=ONES), "lengths are .9, 14, 6., its attention_mask says .29."),
+        (packed(attention_mask=ONES[:, :-1]), "mask has shape"),
+        (packed(cu_seqlens=torch.tensor([0, 9, 29])), "cu_seqlens are .0, 9, 29."),
+        (packed(position_ids=torch.arange(29)[None]), "row 0, token 9"),
+        (packed(position_ids=torch.arange(28)[None]), "position_ids have shape"),
+        (packed(layout=PackedLayout.from_lengths([9, 14, 6], align=2)), "layout has segments"),
+        (packed(labels=torch.zeros(1, 28, dtype=torch.long)), "labels have shape"),
+        (replace(PADDED, lengths=(3, 3)), "lengths are .3, 3., its attention_mask says .3, 2."),
+        (Claims(**vars(PADDED), cu_seqlens=torch.tensor([0, 3, 6])), "cu_seqlens are"),
+        (Claims(**vars(PADDED), position_ids=torch.tensor([[0, 1, 2], [3, 4, 4]])), "row 1, token 0"),
+        (Weighted(**vars(PADDED), weights=torch.ones(2, 2)), "weights have shape"),
+        (Weighted(**vars(PADDED), weights=torch.ones(3, 2)), "weights have shape"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_facts_that_a_batch_states_twice_agree_or_are_an_error(given: Any, message: str, mode: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        step(mode=mode).prepare(given)
+
+
+@pytest.mark.parametrize("align", [1, 4])
+def test_facts_that_agree_change_nothing(align: int) -> None:
+    layout = PackedLayout.from_lengths([9, 14, 6], align=align)
+    positions = torch.cat([torch.arange(n) for n in (9, 14, 6)])[None]
+    known = {"position_ids": positions, "layout": layout, "cu_seqlens": layout.cu_seqlens}
+    plain, _ = step(align=align).prepare(packed())
+    for claims in (known, {"cu_seqlens": layout.cu_seqlens_padded}, {"position_ids": positions[None]}):
+        inputs, _ = step(align=align).prepare(packed(**claims))
+        assert torch.equal(inputs.input_ids, plain.input_ids)
+    left = replace(PADDED, lengths=(3, 2))
+    assert step().capture(left).lengths == (3, 2)
+    assert step().capture(Claims(**vars(left), position_ids=torch.tensor([[0, 1, 2], [0, 1, 1]]))).lengths == (3, 2)
+
+
+@pytest.mark.parametrize("kind", ["2-D", "4-D"])
+def test_a_batch_names_the_sense_of_its_mask(kind: str) -> None:
+    given = batch([[1, 2, 3], [4, 5], [6]])
+    hidden = given.attention_mask == 0
+    if kind == "4-D":
+        hidden = (hidden[:, None, None, :] | hidden[:, None, :, None]) | torch.ones(3, 3, dtype=torch.bool).triu(1)
+    megatron = replace(given, attention_mask=hidden)
+    inputs, _ = step().prepare(Claims(**vars(megatron), masked_is_true=True))
+    assert inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
+    if kind == "4-D":
+        with pytest.raises(ValueError, match="masked_is_true"):
+            step().prepare(megatron)
+
+
+class StreamStep(TileStep):
+    """Says what its tower makes, too."""
+
+    def expand(self, layout: PackedLayout, *row: Any) -> Any:
+        return layout, *row[:3]
+
+    def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
+        tiles = tuple(media["tiles"].tolist()) if "tiles" in media else ()
+        return {"vision": (MediaStream("pixels", "tiles", tiles, tiles),) if tiles else ()}
+
+
+@pytest.mark.parametrize(
+    ("tiles", "pixels", "message"),
+    [
+        ([2, 1], 3, None),
+        ([2, 2], 4, "3 placeholder tokens .* 4 embeddings"),
+        ([2], 2, "3 placeholder tokens .* 2 embeddings"),
+        ([2, 1], 4, "pixels have 4 rows, but tiles say 3"),
+        ([], 0, "3 placeholder tokens"),
+    ],
+)
+def test_media_and_their_placeholders_are_counted(tiles: list[int], pixels: int, message: str | None) -> None:
+    given = batch([[1, IMAGE, IMAGE, 2], [IMAGE, 3]], **({"tiles": tiles, "pixels": [0.0] * pixels} if tiles else {}))
+    if message is None:
+        step(StreamStep).prepare(given)
+        return
+    with pytest.raises(ValueError, match=message):
+        step(StreamStep).prepare(given)
 
 
 @pytest.mark.parametrize("mode", ["thd", "none"])

@@ -1,0 +1,133 @@
+"""Facts that a batch states twice: they agree, or the batch is refused. None is ever left out in silence.
+
+A foreign loop's batch often carries more than a step needs: offsets beside a mask, lengths beside both, positions. A batch
+that was packed by one of them must not be read by another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.packing import PackedLayout
+from zoo.steps.media import MediaStream
+
+# Names under which batches of other libraries carry the offsets of their segments.
+OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+def check_layout(batch: Any, layout: PackedLayout) -> None:
+    """Hold lengths, offsets, `layout` and shapes of a batch against the layout that a step made of it.
+
+    Raises:
+        ValueError: one of them says something else.
+    """
+    shape = tuple(batch.input_ids.shape)
+    for name in ("labels", "weights"):
+        tensor = getattr(batch, name, None)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"the batch's {name} have shape {tuple(tensor.shape)}, its input_ids {shape}; they must be the same "
+                "(labels are not shifted)"
+            )
+    lengths, mask = batch.lengths, batch.attention_mask
+    if mask is not None and (mask.shape[0], mask.shape[-1]) != shape:
+        raise ValueError(f"the batch's mask has shape {tuple(mask.shape)}, its input_ids {shape}")
+    if mask is not None and lengths is not None and tuple(map(int, lengths)) != layout.lengths:
+        raise ValueError(
+            f"the batch's lengths are {_short(lengths)}, its attention_mask says {_short(layout.lengths)}; a packed row "
+            "takes its lengths and no mask, a padded batch lengths of its rows"
+        )
+    for name in OFFSETS:
+        given = getattr(batch, name, None)
+        if given is not None:
+            _check_offsets(name, given, layout)
+    given = getattr(batch, "layout", None)
+    if given is not None and given != layout:
+        raise ValueError(
+            f"the batch's layout has segments of {_short(given.padded_lengths)} tokens, the step's {_short(layout.padded_lengths)}; "
+            "make it with the step's packing.align and packing.pad_to"
+        )
+
+
+def _check_offsets(name: str, given: Any, layout: PackedLayout) -> None:
+    found = [int(offset) for offset in torch.as_tensor(given).flatten().tolist()]
+    known = (layout.lengths, layout.padded_lengths)
+    if found not in [list(accumulate(lengths, initial=0)) for lengths in known]:
+        raise ValueError(
+            f"the batch's {name} are {_short(found)}, but its segments have {_short(layout.lengths)} tokens; hand over lengths "
+            "or a mask that say the same, or leave them out"
+        )
+
+
+def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, shape: Sequence[int]) -> None:
+    """Hold a batch's own positions against those of the family's rule, at every token of the batch.
+
+    Args:
+        given: (B, T0) or (A, B, T0), the batch's `position_ids`; None where it has none.
+        source: (1, T) int64 index into the flattened batch, -1 for what it does not have.
+        positions: (A, 1, T).
+        shape: (B, T0) of the batch.
+
+    Raises:
+        ValueError: another shape, or another position at any token.
+    """
+    if given is None:
+        return
+    own = given.cpu()
+    wanted = [tuple(shape), (1, *shape), (len(positions), *shape)]
+    if tuple(own.shape) not in wanted:
+        raise ValueError(f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none")
+    real = source[0] >= 0
+    own = own.reshape(-1, source.new_tensor(shape).prod().item())[:, source[0, real]]
+    rule = positions[:, 0, real]
+    differ = (own.to(rule.dtype) != rule).any(dim=0)
+    if differ.any():
+        at = int(differ.nonzero()[0])
+        row, column = divmod(int(source[0, real][at]), int(shape[-1]))
+        raise ValueError(
+            f"the batch's position_ids are {own[:, at].tolist()} at row {row}, token {column}, where this family has "
+            f"{rule[:, at].tolist()}; a step works positions out itself: leave them out"
+        )
+
+
+def check_media(
+    streams: Mapping[str, Sequence[MediaStream]],
+    media: Mapping[str, Tensor],
+    placed: Mapping[str, int],
+) -> None:
+    """Hold the sizes of a batch's media against its media and its placeholders.
+
+    Args:
+        streams: by tower, as `PackedStep.media_streams` gives them.
+        media: the batch's.
+        placed: by tower, tokens of the batch that are placeholders of it.
+
+    Raises:
+        ValueError: a tower would make more or fewer embeddings than there are placeholders, or its media have more or
+            fewer rows than their sizes say.
+    """
+    for tower, parts in streams.items():
+        for part in parts:
+            rows = len(media[part.data])
+            if rows != sum(part.rows):
+                raise ValueError(
+                    f"the batch's {part.data} have {rows} rows, but {part.sizes} say {sum(part.rows)}"
+                )
+        made = sum(sum(part.outputs) for part in parts)
+        if made != placed.get(tower, 0):
+            names = ", ".join(part.data for part in parts) or "none"
+            raise ValueError(
+                f"the batch has {placed.get(tower, 0)} placeholder tokens of its {tower} tower, whose media ({names}) "
+                f"become {made} embeddings; each embedding needs its token"
+            )
+
+
+def _short(values: Sequence[int]) -> str:
+    """Numbers in brackets, the first few where there are many."""
+    text = ", ".join(str(value) for value in list(values)[:12])
+    return f"({text}{', ...' if len(values) > 12 else ''})"
