@@ -1,13 +1,18 @@
 """Faults of megatron-core that zoo meets, in one place: SHIMS mend some, AVOIDED lists those it goes round.
 
-Each says what is wrong and in which versions; a shim is applied to those alone. tests/unit/engine/test_compat.py
-shows every fault in the installed version, and asks for the removal of what stands against it once it is gone.
-docs/architecture.md holds the same as a table. Below stand the functions that are called in the place of faulty ones.
+A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone. Where a shim
+would harm without its fault, a probe asks megatron-core itself. Where the shim does not take, since megatron-core has
+changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
+
+tests/unit/engine/test_compat.py shows every fault in the installed version, and asks for the removal of what stands
+against it once it is gone. docs/architecture.md holds the same as a table. Below stand the functions that are called in the
+place of faulty ones.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,29 +20,34 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
+
+from zoo.engine import probes
+from zoo.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`fault` is a sentence; `last_broken` the newest megatron-core known to have it."""
+    """`fault` is a sentence; `last_broken` the newest megatron-core in which a test has shown it, and which zoo was tried with."""
 
     name: str
     fault: str
     last_broken: str
 
-    @property
-    def needed(self) -> bool:
-        """Whether the installed megatron-core is one that has the fault."""
-        return Version(version("megatron-core")) <= Version(self.last_broken)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shim(Fault):
-    """A fault that `apply` mends."""
+    """A fault that `apply` mends.
+
+    `works` says, at each start and after `apply`, whether megatron-core now does the right thing. `gone` says before it
+    whether it does so by itself; None where the shim does no harm then, and stays. `risk`: what a run without the shim
+    would risk, for the sentence that refuses it; None where it would only be slower, or fail by itself.
+    """
 
     apply: Callable[[], None]
+    works: Callable[[], bool] = lambda: True
+    gone: Callable[[], bool] | None = None
+    risk: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,19 +62,58 @@ _replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there
 
 
 def install() -> None:
-    """Apply the shims that the installed megatron-core needs, once."""
+    """Apply the shims, once a process.
+
+    Raises UserError where one that data or safety hang on does not take with the installed megatron-core.
+    """
     for shim in SHIMS:
-        if shim.needed and shim.name not in _applied:
-            shim.apply()
-            _applied.add(shim.name)
+        if shim.name not in _applied and not _says(shim.gone):
+            try:
+                shim.apply()
+                fits = shim.works()
+                why = "the fault is still there"
+            except Exception as error:
+                fits, why = False, f"{type(error).__name__}: {error}"
+            if not fits:
+                _refuse(shim, why)
+        _applied.add(shim.name)
+
+
+def _replace(owner: Any, **values: Any) -> None:
+    """Put values in the place of an owner's own, for as long as the shims are applied.
+
+    Raises AttributeError where it no longer has what is to be replaced.
+    """
+    for name, value in values.items():
+        getattr(owner, name)
+        _replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+
+def _says(probe: Callable[[], bool] | None) -> bool:
+    """What a probe answers; a probe that megatron-core does not fit any more answers nothing."""
+    if probe is None:
+        return False
+    try:
+        return probe()
+    except Exception:
+        return False
+
+
+def _refuse(shim: Shim, why: str) -> None:
+    found, why = version("megatron-core"), why.partition("\n")[0][:300]
+    tells = f"megatron-core {found} does not take zoo's shim {shim.name} ({why})"
+    if shim.risk is not None:
+        raise UserError(f"{tells}: {shim.risk}; install megatron-core {shim.last_broken}")
+    warnings.warn(f"{tells}: {shim.fault}", stacklevel=3)
 
 
 @contextmanager
 def installed() -> Iterator[None]:
     """:func:`install` for a block. What was applied before it stays so."""
     before, mark = set(_applied), len(_replaced)
-    install()
     try:
+        install()
         yield
     finally:
         while len(_replaced) > mark:
@@ -73,19 +122,18 @@ def installed() -> Iterator[None]:
         _applied.intersection_update(before)
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    """Replace a name of megatron-core's for as long as the shims are applied."""
-    _replaced.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, value)
-
-
 def _save_without_a_manager() -> None:
     import queue
 
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    module: Any = filesystem_async
-    _put(module, "_results_queue", queue.Queue())
+    _replace(filesystem_async, _results_queue=queue.Queue())
+
+
+def _has_its_queue() -> bool:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    return filesystem_async.get_write_results_queue() is filesystem_async._results_queue
 
 
 def _load_without_pickles() -> None:
@@ -94,21 +142,20 @@ def _load_without_pickles() -> None:
 
     from zoo.engine.saving import safe
 
-    modules: tuple[Any, Any] = (serialization, torch_dist)
-    for module in modules:
-        _put(module, "_get_filesystem_reader", safe.reader)
-    _put(modules[0], "load_common_state_dict", safe.common_state)
-    _put(modules[1], "MCoreLoadPlanner", safe.SafePlanner)
+    _replace(serialization, _get_filesystem_reader=safe.reader, load_common_state_dict=safe.common_state)
+    _replace(torch_dist, _get_filesystem_reader=safe.reader, MCoreLoadPlanner=safe.SafePlanner)
+
+
+def _nothing_runs() -> bool:
+    return not probes.pickles_that_ran()
 
 
 def _build_gated_delta_net_without_fla() -> None:
     from megatron.core.ssm.gated_delta_net import common, gdn
 
-    flags: Any = common
-    _put(flags, "HAVE_FLA", True)
-    net: Any = gdn
-    rule = net.chunk_gated_delta_rule or net.torch_chunk_gated_delta_rule
-    _put(net, "chunk_gated_delta_rule", rule)
+    _replace(common, HAVE_FLA=True)
+    rule = gdn.chunk_gated_delta_rule or gdn.torch_chunk_gated_delta_rule
+    _replace(gdn, chunk_gated_delta_rule=rule)
 
 
 def _save_every_bucket_from_its_start() -> None:
@@ -128,16 +175,14 @@ def _save_every_bucket_from_its_start() -> None:
             for buffer, ranges in zip(self.buffers, whole, strict=True):
                 buffer.param_index_map = ranges
 
-    _put(optimizer, "sharded_param_state_fully_reshardable", sharded)
+    _replace(optimizer, sharded_param_state_fully_reshardable=sharded)
 
 
 def _clip_in_few_kernels() -> None:
     from megatron.core.optimizer import clip_grads
 
-    module: Any = clip_grads
-    if module.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
-        _put(module, "l2_norm_impl", l2_norm)
-        _put(module, "multi_tensor_scale_impl", scale_in_place)
+    if clip_grads.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
+        _replace(clip_grads, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale_in_place)
 
 
 SHIMS = (
@@ -147,6 +192,7 @@ SHIMS = (
         "a rank, and EOFError in a script without `if __name__ == '__main__':`, which the process imports again",
         last_broken="0.19.2",
         apply=_save_without_a_manager,
+        works=_has_its_queue,
     ),
     Shim(
         name="checkpoints-run-pickles",
@@ -154,6 +200,8 @@ SHIMS = (
         "run anything",
         last_broken="0.19.2",
         apply=_load_without_pickles,
+        works=_nothing_runs,
+        risk="a checkpoint's file could run anything",
     ),
     Shim(
         name="gated-delta-net-needs-fla",
@@ -168,6 +216,9 @@ SHIMS = (
         "parameters out of it by offsets that count it: from the second bucket on, moments and fp32 weights are shifted",
         last_broken="0.19.2",
         apply=_save_every_bucket_from_its_start,
+        works=probes.moments_are_saved_whole,
+        gone=probes.moments_are_saved_whole,
+        risk="checkpoints would hold other moments and weights than the run's",
     ),
     Shim(
         name="norms-one-by-one",
