@@ -132,7 +132,6 @@ class _Built:
         self.encoded = _count_encoded(chunks[0])
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
-        from zoo.bridge.parallel import ShardInfo, model_parameters
         from zoo.engine import build
 
         world, batches = self.world, _read(layout.batches)
@@ -144,6 +143,18 @@ class _Built:
         mine = batches[world.dp_rank :: world.dp_size]
         scale = world.dp_size * len(mine) / plan.labels
         figures = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
+        loss = sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0
+        held = self.held(loss, len(mine))
+        if plan.logprobs:
+            held.logprobs = self._logprobs(step, mine)
+        return held
+
+    def held(self, loss: float, count: int) -> Held:
+        """What this rank has now, after `count` micro-batches and a share of the loss."""
+        from zoo.bridge.parallel import ShardInfo, model_parameters
+        from zoo.engine import build
+
+        world = self.world
         parameters = model_parameters(self.wrapped)
         if self.adapters is not None:
             trained, shards = self.adapters.named(), adapter_shards(self.adapters)
@@ -152,21 +163,18 @@ class _Built:
             entries = self.assembly.family.load("bridge").publish([name for name, _ in parameters])
             dims = build.model_dims(self.assembly)
             shards = {name: entry.rule.shard_for(dims) for name, entry in entries.items()}
-        held = Held(
-            loss=sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0,
+        return Held(
+            loss=loss,
             gradients={name: p.main_grad.clone() for name, p in trained.items()},
             shards=shards,
             info=ShardInfo.from_groups(world.groups),
             pp_rank=world.pp_rank,
             dp_rank=world.dp_rank,
             cp_rank=world.cp_rank,
-            figures=_router_figures(self.wrapped[0].config, len(mine)),
+            figures=_router_figures(self.wrapped[0].config, count),
             encoded=dict(self.encoded),
             biases=_expert_biases(self.wrapped),
         )
-        if plan.logprobs:
-            held.logprobs = self._logprobs(step, mine)
-        return held
 
     @torch.no_grad()
     def _logprobs(self, step: Any, mine: Sequence[Any]) -> dict[int, Tensor]:

@@ -18,13 +18,13 @@ in that shape:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from zoo.nn.attention import SeqParams
@@ -496,11 +496,46 @@ class PackedStep:
         `output` and `facts` of a batch that was prepared with `logprobs=True`, on the last pipeline stage. The result is
         (B, T0) fp32 ((1, T) for a packed batch), its entry at a token that token's own, and 0 where there is none: on
         padding, at a sample's first token and, where the batch has labels, at tokens without. Whole on every
-        context-parallel rank, and differentiable: a loss of it that all of them compute alike has the right gradient.
+        context-parallel rank, and differentiable.
+
+        A loss of it is computed alike on all tensor and context parallel ranks, from these values alone. Its gradient has
+        the right scale when gradients are *averaged* over data and context parallel ranks together, as zoo's and
+        megatron-core's DDP do (call `finalize_model_grads` after the last `backward()`), and PyTorch's: the result is the
+        mean of the data-parallel ranks' losses. Without a DDP, add the gradients up over these ranks
+        (`parallel_state.get_data_parallel_group(with_context_parallel=True)`) and divide by their number; the same number
+        for experts, which are added up over the expert data-parallel group. To that end, each rank's gradient is
+        multiplied by the context-parallel size. A loss that megatron-core's schedules run (`get_forward_backward_func`, the
+        loss function giving back two values) is multiplied by that size there, and so not here; they divide it by the
+        number of micro-batches.
         """
         size = math.prod(facts.caller_shape)
         rows = facts.label_source.to(output.device, non_blocking=True)
         flat = output.new_zeros(size).index_copy(0, rows, -output)
         if self.cp_size > 1:
-            flat = reduce_from_tensor_model_parallel_region(flat, group=self.cp_group)
+            flat = _SumOverContext.apply(flat, self.cp_group, 1 if _in_a_schedule() else self.cp_size)
         return flat.view(facts.caller_shape)
+
+
+class _SumOverContext(torch.autograd.Function):
+    """The sum of a tensor over a group; backward, each rank's gradient of it `factor` times."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: Tensor, group: Any, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = mine.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] * ctx.factor, None, None
+
+
+def _in_a_schedule() -> bool:
+    """Whether one of megatron-core's schedules called: these multiply the loss by the context-parallel size."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "megatron.core.pipeline_parallel.schedules":
+            return True
+        frame = frame.f_back
+    return False
