@@ -21,11 +21,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.kernels import fused
 from zoo.nn.rotary import apply_rotary
+from zoo.nn.unused import refuse_unused
 from zoo.packing import PackedLayout
 
 FLASH4_WIDTHS = (64, 128, 256)  # of heads at which FlashAttention 4 was checked, forward and gradients
@@ -62,6 +64,7 @@ class SelfAttention(McoreSelfAttention):
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """`rotary_pos_emb`: cos and sin (T, B, 1, D) of this rank's tokens."""
+        refuse_unused("SelfAttention", {**unused, "attention_mask": attention_mask})
         gated = self.config.attention_output_gate
         query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
         if rotary_pos_emb is not None:
@@ -102,9 +105,15 @@ class VarlenCoreAttention(torch.nn.Module):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         pg_collection: Any = None,
+        cp_comm_type: str | None = None,
         **unused: Any,
     ) -> None:
+        """mcore's arguments; `cp_comm_type` says how keys are exchanged, of which there is one way here."""
         super().__init__()
+        windows = {"attention_dropout": config.attention_dropout, "window_size": config.window_size}
+        refuse_unused("VarlenCoreAttention", {**windows, **unused, **_other_than_causal(attn_mask_type)})
+        if attention_type != "self":
+            raise NotImplementedError(f"VarlenCoreAttention is for self-attention, not {attention_type!r}")
         assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
@@ -121,6 +130,12 @@ class VarlenCoreAttention(torch.nn.Module):
         **unused: Any,
     ) -> Tensor:
         """query (T, H, D), key and value (T, G, D) with SeqParams; without, (T, B, H or G, D)."""
+        asked = {**unused, "attention_mask": attention_mask, **_other_than_causal(attn_mask_type)}
+        refuse_unused("VarlenCoreAttention", asked)
+        if packed_seq_params is not None and not hasattr(packed_seq_params, "layout"):
+            raise NotImplementedError(
+                "VarlenCoreAttention takes a packed row by its layout: hand over zoo.nn.attention.SeqParams"
+            )
         layout = getattr(packed_seq_params, "layout", None)
         if layout is not None:
             if self.cp_size > 1:
@@ -138,6 +153,11 @@ class VarlenCoreAttention(torch.nn.Module):
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
         out = gathered_attention(q, k, v, layout, self.scale, self.cp_group)
         return out.unflatten(0, (batch, tokens)).transpose(0, 1)
+
+
+def _other_than_causal(kind: Any) -> dict[str, Any]:
+    """What asks for another mask than a causal one."""
+    return {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
 
 
 @lru_cache(maxsize=8)

@@ -31,6 +31,7 @@ from zoo.errors import UserError
 from zoo.nn.attention import uniform_layout
 from zoo.nn.kernels import fused
 from zoo.nn.tuned import settle
+from zoo.nn.unused import refuse_unused
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, int64, offsets, owner, positions
 
@@ -70,9 +71,14 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden_states (T', B, hidden): this rank's tokens, of a packed row (B = 1, SeqParams) or of B rows."""
+        """hidden_states (T', B, hidden): this rank's tokens, of a packed row (B = 1, SeqParams) or of B rows.
+
+        `rotary_pos_emb` comes to every layer; this one has no use for angles, as its state knows the order.
+        """
+        refuse_unused("GatedDeltaNet", {**unused, "attention_mask": attention_mask})
         mixed, _ = self.in_proj(hidden_states)  # (T / cp, B, channels / tp)
         tokens, batch = mixed.shape[:2]
         layout = getattr(packed_seq_params, "layout", None)

@@ -41,6 +41,7 @@ from zoo.nn.decoder import Decoder, Deepstack
 from zoo.nn.kernels import fused
 from zoo.nn.mtp import Ahead, MultiTokenPrediction
 from zoo.nn.rotary import Rotary
+from zoo.nn.router import track_layers
 from zoo.nn.tower_share import GatherEncoded, sum_over_tensor_parallel
 
 
@@ -115,6 +116,7 @@ class MultimodalModel(LanguageModule):
         """`towers` are kept as attributes under their names, on the first stage only."""
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
+        track_layers(config)
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
         self.share_embeddings_and_output_weights = tied

@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+
+class _Tracker(MoEMetricsTracker):
+    """megatron-core's, for models of any depth: its own has the size of the first model that records something."""
+
+    layers = 0  # of the deepest model there is
+
+    def hold(self, layers: int) -> None:
+        """Make room for a model of so many layers; the same call on every rank, as ranks exchange what is held."""
+        self.layers = max(self.layers, layers)
+        for entry in self.metrics.values():
+            entry.values = F.pad(entry.values, (0, max(0, self.layers - len(entry.values))))
+
+    def record(self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any) -> None:
+        """As megatron-core's."""
+        super().record(name, value, layer_number, max(num_layers, self.layers), *args, **kwargs)
+
+    def ensure_initialized(self, name: str, num_layers: int, *args: Any, **kwargs: Any) -> None:
+        """As megatron-core's."""
+        super().ensure_initialized(name, max(num_layers, self.layers), *args, **kwargs)
+
+
+def track_layers(config: TransformerConfig) -> None:
+    """Have megatron-core's tracker of routers' figures take those of a model with this config; call it on all ranks."""
+    if not config.num_moe_experts:
+        return
+    tracker = get_moe_metrics_tracker()
+    if not isinstance(tracker, _Tracker):
+        held, tracker = tracker.metrics, _Tracker()
+        tracker.metrics.update(held)
+        moe_logging.set_moe_metrics_tracker(tracker)
+    tracker.hold(config.num_layers + (config.mtp_num_layers or 0))
 
 
 class Router(TopKRouter):

@@ -10,6 +10,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from zoo.nn.kernels import fused
+from zoo.nn.unused import refuse_unused
 
 
 def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -26,8 +27,11 @@ def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
 class DenseMLP(MLP):
     """mcore's MLP of a decoder without biases, with the fused SwiGLU between its linears."""
 
-    def forward(self, hidden_states: Tensor, **unused: Any) -> tuple[Tensor, Tensor | None]:
-        """(T, B, hidden) -> the same, and no bias."""
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
+        refuse_unused("DenseMLP", unused)
         inner, _ = self.linear_fc1(hidden_states)
         out: tuple[Tensor, Tensor | None] = self.linear_fc2(swiglu(inner))
         return out

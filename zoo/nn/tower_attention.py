@@ -22,8 +22,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.activations import GELUTanh
 
+from zoo.errors import UserError
 from zoo.nn.attention import has_flash, sdpa, varlen_attention
 from zoo.nn.kernels import fused
+from zoo.nn.unused import refuse_unused
 from zoo.packing import PackedLayout
 
 NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
@@ -34,6 +36,11 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
     AttentionInterface.register(NAME, tower_attention)
     for module in tower.modules():
         config = getattr(module, "config", None)
+        if getattr(config, "attention_dropout", 0):
+            raise UserError(
+                f"config.json: attention_dropout is {config.attention_dropout} in a tower, whose attention has no dropout "  # type: ignore[union-attr]
+                "here; set it to 0"
+            )
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
         if hasattr(module, "qkv") and hasattr(module, "proj") and hasattr(module, "num_heads"):
@@ -149,6 +156,8 @@ def tower_attention(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
+    same = {"cu_seq_lens_k": cu_seq_lens_q, "max_length_k": max_length_q}  # each segment against itself
+    refuse_unused(NAME, {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask})
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
     if has_flash(q):
         longest = int(max_length_q) if max_length_q is not None else int(cu_seq_lens_q.diff().max())
