@@ -1,13 +1,13 @@
 """Checkpoints of a recipe's sizes with few layers: tiny ones as they are, published widths cut to a layer of each kind.
 
-Their widths are those that GPU kernels take, unlike those of the checkpoints that are made to bring mix-ups to light.
+Their widths are those that GPU kernels take, but for ODD, whose widths kernels refuse: there zoo goes another way.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,10 @@ class Stack:
         found = load_recipe(self.recipe, [f"size={self.size}", "hardware=cpu"])
         family, arch = get_family(found.model.family), copy.deepcopy(found.model.arch)
         root = arch.get("thinker_config", arch)
-        root["text_config"] |= self.text
+        text = dict(self.text)
+        if sections := text.pop("mrope", None):
+            root["text_config"]["rope_parameters"]["mrope_section"] = sections
+        root["text_config"] |= text
         root["vision_config"] |= self.vision
         if self.audio:
             root["audio_config"] |= self.audio
@@ -123,6 +126,60 @@ TINY = {
     ),
     "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
 }
+# Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
+# hidden size of 40 and a vocabulary that is no multiple of anything.
+_HEADS_20 = {"head_dim": 20, "hidden_size": 40, "vocab_size": 389, "mrope": [4, 3, 3]}
+_HEADS_24 = {"head_dim": 24, "hidden_size": 72, "vocab_size": 389, "mrope": [4, 4, 4]}
+_EXPERTS_14 = {"moe_intermediate_size": 14, "num_experts": 5, "num_experts_per_tok": 3}
+_TOWER_20 = {"hidden_size": 80, "intermediate_size": 100}  # 4 heads
+ODD = {
+    "qwen3_vl odd": replace(
+        TINY["qwen3_vl"],
+        text={**_HEADS_20, "intermediate_size": 100},
+        vision={**_TOWER_20, "out_hidden_size": 40},
+    ),
+    "qwen3_vl moe odd": replace(
+        TINY["qwen3_vl moe"],
+        text={**_HEADS_20, **_EXPERTS_14},
+        vision={**_TOWER_20, "out_hidden_size": 40},
+    ),
+    "qwen35_vl odd": replace(
+        TINY["qwen35_vl"],
+        text={
+            **_HEADS_24,
+            "head_dim": 48,  # of which half turns
+            "intermediate_size": 100,
+            "linear_key_head_dim": 20,
+            "linear_value_head_dim": 12,
+            "linear_num_value_heads": 6,
+        },
+        vision={"hidden_size": 96, "intermediate_size": 100, "out_hidden_size": 72},
+    ),
+    "qwen35_vl moe odd": replace(
+        TINY["qwen35_vl moe"],
+        text={
+            **_HEADS_20,
+            "head_dim": 40,
+            **_EXPERTS_14,
+            "shared_expert_intermediate_size": 22,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+        },
+        vision={**_TOWER_20, "out_hidden_size": 40},
+    ),
+    "llava onevision odd": replace(
+        TINY["llava onevision"],
+        text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389},  # heads of 20
+        vision={"hidden_size": 80, "intermediate_size": 100},
+    ),
+    "qwen3_omni odd": replace(
+        TINY["qwen3_omni"],
+        text={**_HEADS_24, **_EXPERTS_14},
+        vision={"hidden_size": 96, "intermediate_size": 100, "out_hidden_size": 72},
+        audio={"d_model": 80, "encoder_ffn_dim": 100, "output_dim": 72},
+    ),
+}
+
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
 WIDE = {
     "qwen3_vl 2b": Stack(
@@ -156,4 +213,4 @@ WIDE = {
         **LLAVA,
     ),
 }
-STACKS = TINY | WIDE
+STACKS = TINY | ODD | WIDE

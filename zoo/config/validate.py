@@ -24,6 +24,10 @@ from zoo.errors import ConfigError
 from zoo.files import expanded
 from zoo.registry import get_family
 
+TE_IN_FP32 = (
+    "engine.backend=te with engine.precision=fp32: Transformer Engine rounds fp32 to TF32 (10 bits) in its products; use "
+    "engine.backend=torch, or engine.precision=bf16"
+)
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "batch")  # what parallel.plan may name
 
 
@@ -268,12 +272,7 @@ def _check_arch(recipe: Recipe) -> None:
                 f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
                 f"heads of the model; {_listed(fitting)} would"
             )
-    sparse = (
-        num_experts(recipe.model.arch)
-        and not text.get("mlp_only_layers")
-        and text.get("decoder_sparse_step", 1) == 1
-    )
-    for key in ("vocab_size",) if sparse else ("vocab_size", "intermediate_size"):
+    for key in ("vocab_size",) if _all_sparse(recipe, text) else ("vocab_size", "intermediate_size"):
         size = text.get(key)
         if size and size % parallel.tp:
             raise ConfigError(
@@ -286,6 +285,12 @@ def _check_arch(recipe: Recipe) -> None:
             f"parallel.pp={parallel.pp} * vpp={parallel.vpp} does not divide the {layers} layers of the model; "
             f"a product of {_listed(_divisors(layers))} would"
         )
+
+
+def _all_sparse(recipe: Recipe, text: Mapping[str, Any]) -> bool:
+    """Whether every layer has experts, so that `intermediate_size` is nobody's."""
+    some = bool(num_experts(recipe.model.arch))
+    return some and not text.get("mlp_only_layers") and text.get("decoder_sparse_step", 1) == 1
 
 
 def _check_linear_attention(recipe: Recipe, text: Mapping[str, Any]) -> None:
@@ -383,6 +388,8 @@ def _check_engine(recipe: Recipe) -> None:
             "engine.backend=te: Transformer Engine is not installed; "
             "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
         )
+    if recipe.engine.precision == "fp32":
+        raise ConfigError(TE_IN_FP32)
 
 
 def _check_fp8(recipe: Recipe) -> None:
@@ -397,6 +404,41 @@ def _check_fp8(recipe: Recipe) -> None:
             f"engine.fp8=true with engine.backend={engine.backend}: FP8 is Transformer Engine's; install it and set "
             f"engine.backend=te, or leave engine.fp8 out"
         )
+    _check_fp8_widths(recipe)
+
+
+def _check_fp8_widths(recipe: Recipe) -> None:
+    """FP8 products want 16 inputs and outputs at a time, on every rank; experts are in bf16."""
+    tp, text = recipe.parallel.tp, text_config(recipe.model.arch)
+    for key, (width, ranks) in _fp8_widths(recipe, text).items():
+        if width and width % (16 * ranks):
+            raise ConfigError(
+                f"engine.fp8=true with parallel.tp={tp}: the model's {key} is {width}, and FP8 wants a multiple of "
+                f"{16 * ranks}; leave engine.fp8 out"
+            )
+
+
+def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(width, ranks that it is cut over) of what the decoder's linears take and give; 0 where the config leaves it open."""
+
+    def of(key: str) -> int:
+        return int(text.get(key) or 0)
+
+    tp, heads = recipe.parallel.tp, of("num_attention_heads")
+    groups = of("num_key_value_heads") or heads
+    head = of("head_dim") or (of("hidden_size") // heads if heads else 0)
+    found = {"hidden_size": (of("hidden_size"), 1)}
+    if not _all_sparse(recipe, text):
+        found["intermediate_size"] = (of("intermediate_size"), tp)
+    found["shared_expert_intermediate_size"] = (of("shared_expert_intermediate_size"), tp)
+    found["num_attention_heads * head_dim"] = (heads * head, tp)
+    found["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
+    if "linear_attention" in (text.get("layer_types") or ()):
+        keys = of("linear_num_key_heads") * of("linear_key_head_dim")
+        values = of("linear_num_value_heads") * of("linear_value_head_dim")
+        found["linear_num_value_heads * linear_value_head_dim"] = (values, tp)
+        found["linear attention's projection"] = (2 * (keys + values + of("linear_num_value_heads")), tp)
+    return found
 
 
 def _divisors(number: int) -> list[int]:

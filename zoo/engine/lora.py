@@ -173,7 +173,7 @@ def find(
 
 def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Linears:
     """Linears and experts of `lora.parts` that the model trains, by their weights' names. Not: embedding, head, routers, MTP."""
-    backend = get_backend(recipe.engine.backend)
+    backend = get_backend(recipe.engine.backend, chunks[0].config)
     kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)
     modules = {
         id(parameter): module

@@ -29,6 +29,7 @@ from zoo.data.rows import read_rows
 from zoo.engine import build
 from zoo.engine.blueprint import blueprint, family_of, published_names
 from zoo.engine.convert import convert
+from zoo.engine.determinism import plain_fp32
 from zoo.engine.score import score
 from zoo.engine.untouched import untouched
 from zoo.errors import UserError
@@ -271,6 +272,7 @@ def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bo
     return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
 
 
+@plain_fp32()
 @torch.no_grad()
 def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one."""

@@ -82,11 +82,11 @@ def world(recipe: Recipe) -> Iterator[World]:
         device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
         if not on_cpu:
             torch.cuda.set_device(device)
-            torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for fp32 convolutions
         torch.set_num_threads(cpu_threads(recipe.engine.threads))
         try:
             _init_distributed(on_cpu, device)
-            yield _init_model_parallel(recipe, device)
+            with determinism.plain_fp32():
+                yield _init_model_parallel(recipe, device)
         finally:
             _take_down()
 

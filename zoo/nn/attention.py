@@ -28,9 +28,8 @@ from torch import Tensor
 from zoo.nn.kernels import fused
 from zoo.nn.rotary import apply_rotary
 from zoo.nn.unused import refuse_unused
+from zoo.nn.widths import flash4_takes, flash_takes
 from zoo.packing import PackedLayout
-
-FLASH4_WIDTHS = (64, 128, 256)  # of heads at which FlashAttention 4 was checked, forward and gradients
 
 
 @dataclass
@@ -178,16 +177,12 @@ def sdpa(
 
 def has_flash(x: Tensor) -> bool:
     """Whether PyTorch's varlen flash attention takes x (..., D): GPU, half precision, D a multiple of 8 up to 256."""
-    width = x.shape[-1]
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and flash_takes(x.shape[-1])
 
 
 def has_flash4(x: Tensor) -> bool:
-    """Whether FlashAttention 4 is installed and right for x (..., D): on Hopper, at the widths it was checked at.
-
-    At width 72 its release 4.0.0b36 gives wrong gradients of queries (relative error 1.3, H200).
-    """
-    return x.shape[-1] in FLASH4_WIDTHS and _flash4_there(x.device)
+    """Whether FlashAttention 4 is installed and right for x (..., D): on Hopper, at the widths it was checked at."""
+    return flash4_takes(x.shape[-1]) and _flash4_there(x.device)
 
 
 @lru_cache(maxsize=8)

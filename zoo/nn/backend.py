@@ -7,6 +7,7 @@ names and shapes under either and checkpoints are interchangeable.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,15 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
+from zoo.config.validate import TE_IN_FP32
+from zoo.errors import ConfigError
 from zoo.nn.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.experts import GroupedExperts
 from zoo.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.norm import ResidualRMSNorm, RMSNorm
 from zoo.nn.router import Router
 from zoo.nn.swiglu import DenseMLP, SharedExperts
+from zoo.nn.widths import te_attention_takes, te_linears_take
 
 
 class TorchBackend(BackendSpecProvider):
@@ -91,16 +95,41 @@ class TEBackend(TorchBackend):
         return TEDotProductAttention
 
 
-def get_backend(name: str) -> BackendSpecProvider:
-    """`auto` (te where Transformer Engine and a GPU are there, else torch), `te` or `torch`."""
+def get_backend(name: str, config: TransformerConfig) -> BackendSpecProvider:
+    """`auto`, `te` or `torch`.
+
+    `auto` is te where Transformer Engine and a GPU are there, values are in half precision (Transformer Engine rounds fp32
+    to TF32 in its products) and it takes the decoder's widths; else torch.
+    """
     if name == "auto":
         found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
-        name = "te" if found else "torch"
+        half = config.params_dtype in (torch.bfloat16, torch.float16)
+        name = "te" if found and half and te_linears_take(_linear_widths(config)) else "torch"
     if name == "te":
+        if config.params_dtype == torch.float32:
+            raise ConfigError(TE_IN_FP32)
         return TEBackend()
     if name == "torch":
         return TorchBackend()
     raise ValueError(f"engine.backend={name!r}: wanted auto, te or torch")
+
+
+def _linear_widths(config: TransformerConfig) -> Iterator[int]:
+    """Inputs and outputs of the decoder's linears on a rank, but for experts'."""
+    assert config.kv_channels and config.num_query_groups and config.ffn_hidden_size
+    tp = config.tensor_model_parallel_size
+    heads, groups = config.num_attention_heads // tp, max(1, config.num_query_groups // tp)
+    gates = heads if config.attention_output_gate else 0
+    yield from (config.hidden_size, heads * config.kv_channels, (heads + gates + 2 * groups) * config.kv_channels)
+    yield config.ffn_hidden_size // tp
+    if config.moe_shared_expert_intermediate_size:
+        yield config.moe_shared_expert_intermediate_size // tp
+    if config.linear_attention_freq:
+        assert config.linear_num_key_heads and config.linear_num_value_heads
+        assert config.linear_key_head_dim and config.linear_value_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        yield from (values // tp, 2 * (keys + values + config.linear_num_value_heads) // tp)
 
 
 def add_residual(training: bool, fused: bool) -> Any:
@@ -112,16 +141,10 @@ def add_residual(training: bool, fused: bool) -> Any:
     return add
 
 
-# The widest head whose gradients Transformer Engine's fused attention has been seen to get right in packed rows. At 256
-# they are wrong by 0.2 to 1e5 times their size, the output being right (TE 2.20.2, cuDNN 9.14, H200): `zoo doctor
-# --known-wrong` tries it.
-TE_WIDEST_HEAD = 128
-
-
 def core_attention(config: TransformerConfig, backend: BackendSpecProvider) -> type:
-    """The backend's core attention, or PyTorch's where Transformer Engine is wrong for heads of this width."""
+    """The backend's core attention, or PyTorch's where Transformer Engine does not take heads of this width."""
     assert config.kv_channels is not None
-    if isinstance(backend, TEBackend) and config.kv_channels > TE_WIDEST_HEAD:
+    if isinstance(backend, TEBackend) and not te_attention_takes(config.kv_channels):
         return VarlenCoreAttention
     found: type = backend.core_attention()
     return found

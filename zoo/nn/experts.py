@@ -1,7 +1,7 @@
 """Experts of an MoE layer as two stacked weights and grouped matrix products.
 
-One `torch.nn.functional.grouped_mm` a projection on a GPU in half precision; a loop over the local experts
-elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its
+One `torch.nn.functional.grouped_mm` a projection on a GPU in half precision, for widths that it takes; a loop over the local
+experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its
 grouped one needs Transformer Engine.
 """
 
@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.swiglu import swiglu
+from zoo.nn.widths import grouped_takes
 
 
 class GroupedExperts(MegatronModule):
@@ -72,7 +73,7 @@ class GroupedExperts(MegatronModule):
         self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (N, hidden) sorted by expert, tokens_per_expert (E,) int, probs (N,) -> (N, hidden), None."""
-        product = _product(hidden, tokens_per_expert)
+        product = _product(tokens_per_expert)
         inner = self._project("weight1", hidden, product)
         return self._project("weight2", swiglu(inner, probs), product), None
 
@@ -121,10 +122,23 @@ class GroupedExperts(MegatronModule):
         }
 
 
-def _product(hidden: Tensor, tokens_per_expert: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def _product(tokens_per_expert: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """x (N, in) sorted by expert, weight (E, out, in) -> (N, out), for so many tokens an expert."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).to(torch.int32)
-        return lambda x, weight: F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    counts = tokens_per_expert.tolist()
-    return lambda x, weight: torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(counts))])
+    ends: list[Tensor] = []
+    counts: list[int] = []
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        if grouped(x, weight):
+            if not ends:
+                ends.append(tokens_per_expert.to(x.device, non_blocking=True).cumsum(0).to(torch.int32))
+            return F.grouped_mm(x, weight.transpose(1, 2), offs=ends[0])
+        if not counts:  # the host waits for them
+            counts.extend(tokens_per_expert.tolist())
+        return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(counts))])
+
+    return product
+
+
+def grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether x (N, in) by weight (E, out, in) is one `grouped_mm`: a GPU, half precision, widths that it takes."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grouped_takes(*weight.shape[1:])

@@ -32,6 +32,7 @@ from zoo.nn.attention import uniform_layout
 from zoo.nn.kernels import fused
 from zoo.nn.tuned import settle
 from zoo.nn.unused import refuse_unused
+from zoo.nn.widths import fla_takes
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, int64, offsets, owner, positions
 
@@ -194,12 +195,12 @@ def fla_fault() -> str | None:
     )
 
 
-def delta_rule_kernel(x: Tensor, wanted: str = "auto") -> str:
-    """What works the rule on values x: "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
+def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = None) -> str:
+    """What works the rule on values x (..., V): "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
 
     Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong.
     """
-    if wanted == "torch" or not has_fla(x):
+    if wanted == "torch" or not has_fla(x) or not fla_takes(key_width or x.shape[-1], x.shape[-1]):
         return "torch"
     fault = fla_fault() if torch.is_grad_enabled() else None
     if fault is not None:
@@ -240,7 +241,7 @@ def gated_delta_rule(
     query, key (T, H, K) not yet normalised; value (T, G, V), G a multiple of H; decay, beta (T, G) -> (T, G, V).
     `wanted`: see `delta_rule_kernel`.
     """
-    if delta_rule_kernel(value, wanted) == "fla":
+    if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         settle()

@@ -166,7 +166,7 @@ class MultimodalModel(LanguageModule):
 
     @staticmethod
     def _make_decoder(config: TransformerConfig, backend: str, stage: Stage, groups: Any) -> Decoder:
-        provider = get_backend(backend)
+        provider = get_backend(backend, config)
         sparse, linear = _layer_kinds(config)
         first = get_transformer_layer_offset(config, stage.vp_stage)
         count = get_num_layers_to_build(config, stage.vp_stage)
@@ -187,7 +187,7 @@ class MultimodalModel(LanguageModule):
     @staticmethod
     def _make_mtp(config: TransformerConfig, backend: str, groups: Any) -> MultiTokenPrediction:
         """Depths of softmax attention, with experts where the decoder's last layer has them."""
-        provider = get_backend(backend)
+        provider = get_backend(backend, config)
         layer = decoder_layer(config, provider, experts=bool(_layer_kinds(config)[0][-1]))
         return MultiTokenPrediction(config, provider, layer, groups)
 

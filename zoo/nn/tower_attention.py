@@ -26,6 +26,7 @@ from zoo.errors import UserError
 from zoo.nn.attention import has_flash, sdpa, varlen_attention
 from zoo.nn.kernels import fused
 from zoo.nn.unused import refuse_unused
+from zoo.nn.widths import flash_takes
 from zoo.packing import PackedLayout
 
 NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
@@ -74,7 +75,8 @@ def _attend(
     **further: Any,
 ) -> Tensor:
     """The attention module's own forward, hidden_states (N, C), with queries, keys and values turned in one pass."""
-    if not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
+    takes = flash_takes(hidden_states.shape[-1] // self.num_heads)
+    if not takes or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
         out: Tensor = type(self).forward(
             self,
             hidden_states,

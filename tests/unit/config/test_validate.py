@@ -338,3 +338,44 @@ def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) 
     assert validate(replace_in(MOE, fp8), 1).packing.align == 16
     assert validate(replace_in(MOE, {**fp8, "parallel.cp": 2}), 2).packing.align == 32
     assert "wanted a multiple of 16" in error_of(MOE, {**fp8, "packing.align": 8})
+
+
+def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.config import validate as module
+
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    linear = {
+        "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 8,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+
+    def asked(text: dict[str, Any], **keys: Any) -> Recipe:
+        arch = {"text_config": text}
+        return replace_in(Recipe(), {"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys})
+
+    module._check_engine(asked(sizes))
+    module._check_engine(asked({**sizes, **linear}))
+    module._check_engine(asked({**sizes, "num_experts": 4, "intermediate_size": 14}))  # nobody's
+    for text, keys, message in (
+        ({**sizes, "hidden_size": 72}, {}, "hidden_size is 72.*multiple of 16"),
+        ({**sizes, "intermediate_size": 104}, {}, "intermediate_size is 104"),
+        (sizes, {"parallel.tp": 4}, "intermediate_size is 96.*multiple of 64"),
+        ({**sizes, "head_dim": 10}, {}, "head_dim is 40"),
+        ({**sizes, "num_experts": 4, "shared_expert_intermediate_size": 14}, {}, "shared_expert_intermediate_size is 14"),
+        ({**sizes, **linear, "linear_num_value_heads": 3}, {}, "linear attention's projection is"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            module._check_engine(asked(text, **keys))
+
+
+def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zoo.config import validate as module
+
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    asked = replace_in(Recipe(), {"engine.backend": "te", "engine.precision": "fp32"})
+    with pytest.raises(ConfigError, match="TF32"):
+        module._check_engine(asked)
+    module._check_engine(replace_in(asked, {"engine.precision": "bf16"}))
+    module._check_engine(replace_in(asked, {"engine.backend": "auto"}))

@@ -1,0 +1,51 @@
+"""Which widths each kernel takes, asked before it is called: one function a kernel, on numbers alone.
+
+What a kernel can't take goes another way, which is right and may be slow: plain PyTorch, or the torch backend where `auto`
+chooses. Widths are numbers of elements in half precision, where 8 make the 16 bytes that rows must be a multiple of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+ROW = 8  # elements of half precision in 16 bytes
+FLASH4_WIDTHS = (64, 128, 256)  # of heads at which FlashAttention 4 was checked, forward and gradients
+# The widest head whose gradients Transformer Engine's fused attention has been seen to get right in packed rows. At 256
+# they are wrong by 0.2 to 1e5 times their size, the output being right (TE 2.20.2, cuDNN 9.14, H200): `zoo doctor
+# --known-wrong` tries it.
+TE_WIDEST_HEAD = 128
+FLA_WIDEST_HEAD = 256  # flash-linear-attention, `chunk_gated_delta_rule_fwd_h`
+
+
+def _rows(*widths: int) -> bool:
+    return all(width > 0 and width % ROW == 0 for width in widths)
+
+
+def flash_takes(head: int) -> bool:
+    """PyTorch's varlen flash attention, heads of this width."""
+    return _rows(head) and head <= 256
+
+
+def flash4_takes(head: int) -> bool:
+    """FlashAttention 4; at width 72 its release 4.0.0b36 gives wrong gradients of queries (relative error 1.3, H200)."""
+    return head in FLASH4_WIDTHS
+
+
+def te_attention_takes(head: int) -> bool:
+    """Transformer Engine's attention in packed rows."""
+    return _rows(head) and head <= TE_WIDEST_HEAD
+
+
+def te_linears_take(widths: Iterable[int]) -> bool:
+    """Transformer Engine's linears in half precision, inputs and outputs of these widths."""
+    return _rows(*widths)
+
+
+def grouped_takes(*widths: int) -> bool:
+    """`grouped_mm` and its gradients, inputs and outputs of these widths: "strides should be multiple of 16 bytes"."""
+    return _rows(*widths)
+
+
+def fla_takes(key: int, value: int) -> bool:
+    """flash-linear-attention's gated delta rule, heads of these widths."""
+    return _rows(key, value) and max(key, value) <= FLA_WIDEST_HEAD
