@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from support.engine import padded_batch, recipe_for

@@ -188,7 +188,7 @@ class LoraConfig:
 class EngineConfig:
     """How the model is executed."""
 
-    backend: str = "auto"  # auto | te | torch
+    backend: str = "auto"  # auto | te | torch; te has no fp32, so auto is torch there
     precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
     fp8: bool = False  # linears of the decoder in FP8, scaled tensor by tensor; needs te and bf16
     recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward

@@ -84,7 +84,9 @@ def _index_trap(root: str) -> Path:
 
 
 def _object_trap(root: str, name: str) -> Path:
-    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     folder = _folder(root, name or "none")
     parts: dict[str, Any] = {"common_state": {"step": 0}, "object": 0}
@@ -116,7 +118,9 @@ def moments_are_saved_whole() -> bool:
         gbuf_ranges=[{torch.float32: [{}, {}]}],
         get_parameter_state_dp_zero=lambda **_: {0: {torch.float32: together}},
     )
-    described: Any = {str(i): ShardedTensor.from_rank_offsets(str(i), p) for i, p in enumerate((first, second))}
+    described: Any = {
+        str(i): ShardedTensor.from_rank_offsets(str(i), p) for i, p in enumerate((first, second))
+    }
     saved = DistributedOptimizer.sharded_param_state_fully_reshardable(optimizer, described, False, {})
     assert saved is not None
     found = [state["param"].data.tolist() for state in saved.values()]

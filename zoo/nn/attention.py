@@ -156,7 +156,9 @@ class VarlenCoreAttention(torch.nn.Module):
 
 def _other_than_causal(kind: Any) -> dict[str, Any]:
     """What asks for another mask than a causal one."""
-    return {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
+    return (
+        {} if kind in (None, AttnMaskType.causal, AttnMaskType.padding_causal) else {"attn_mask_type": kind}
+    )
 
 
 @lru_cache(maxsize=8)

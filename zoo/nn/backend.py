@@ -120,7 +120,11 @@ def _linear_widths(config: TransformerConfig) -> Iterator[int]:
     tp = config.tensor_model_parallel_size
     heads, groups = config.num_attention_heads // tp, max(1, config.num_query_groups // tp)
     gates = heads if config.attention_output_gate else 0
-    yield from (config.hidden_size, heads * config.kv_channels, (heads + gates + 2 * groups) * config.kv_channels)
+    yield from (
+        config.hidden_size,
+        heads * config.kv_channels,
+        (heads + gates + 2 * groups) * config.kv_channels,
+    )
     yield config.ffn_hidden_size // tp
     if config.moe_shared_expert_intermediate_size:
         yield config.moe_shared_expert_intermediate_size // tp

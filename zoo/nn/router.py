@@ -25,7 +25,9 @@ class _Tracker(MoEMetricsTracker):
         for entry in self.metrics.values():
             entry.values = F.pad(entry.values, (0, max(0, self.layers - len(entry.values))))
 
-    def record(self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any) -> None:
+    def record(
+        self, name: str, value: Tensor, layer_number: int, num_layers: int, *args: Any, **kwargs: Any
+    ) -> None:
         """As megatron-core's."""
         super().record(name, value, layer_number, max(num_layers, self.layers), *args, **kwargs)
 

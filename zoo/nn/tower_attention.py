@@ -159,7 +159,10 @@ def tower_attention(
 ) -> tuple[Tensor, None]:
     """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
     same = {"cu_seq_lens_k": cu_seq_lens_q, "max_length_k": max_length_q}  # each segment against itself
-    refuse_unused(NAME, {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask})
+    refuse_unused(
+        NAME,
+        {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask},
+    )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
     if has_flash(q):
         longest = int(max_length_q) if max_length_q is not None else int(cu_seq_lens_q.diff().max())

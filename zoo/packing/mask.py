@@ -9,7 +9,6 @@ a mask on a GPU costs one device sync: hand over a CPU tensor. A 4-D mask also c
 import torch
 from torch import Tensor
 
-
 SENSES = (
     "In Hugging Face's sense True means that a query attends a key, in Megatron's that it is masked: "
     "pass masked_is_true=False for the former, True for the latter"

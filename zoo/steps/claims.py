@@ -6,6 +6,7 @@ that was packed by one of them must not be read by another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,7 +18,14 @@ from zoo.packing import PackedLayout
 from zoo.steps.media import MediaStream
 
 # Names under which batches of other libraries carry the offsets of their segments.
-OFFSETS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_padded", "cu_seq_lens_q", "cu_seq_lens_k")
+OFFSETS = (
+    "cu_seqlens",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "cu_seqlens_padded",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+)
 
 
 def check_layout(batch: Any, layout: PackedLayout) -> None:
@@ -81,9 +89,11 @@ def check_positions(given: Tensor | None, source: Tensor, positions: Tensor, sha
     own = given.cpu()
     wanted = [tuple(shape), (1, *shape), (len(positions), *shape)]
     if tuple(own.shape) not in wanted:
-        raise ValueError(f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none")
+        raise ValueError(
+            f"the batch's position_ids have shape {tuple(own.shape)}; one of {wanted} is wanted, or none"
+        )
     real = source[0] >= 0
-    own = own.reshape(-1, source.new_tensor(shape).prod().item())[:, source[0, real]]
+    own = own.reshape(-1, math.prod(shape))[:, source[0, real]]
     rule = positions[:, 0, real]
     differ = (own.to(rule.dtype) != rule).any(dim=0)
     if differ.any():

@@ -344,7 +344,13 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
     from zoo.config import validate as module
 
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
     linear = {
         "layer_types": ["linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 8,
         "linear_key_head_dim": 16, "linear_value_head_dim": 16,
@@ -352,7 +358,9 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
 
     def asked(text: dict[str, Any], **keys: Any) -> Recipe:
         arch = {"text_config": text}
-        return replace_in(Recipe(), {"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys})
+        return replace_in(
+            Recipe(), {"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys}
+        )
 
     module._check_engine(asked(sizes))
     module._check_engine(asked({**sizes, **linear}))
@@ -362,7 +370,11 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
         ({**sizes, "intermediate_size": 104}, {}, "intermediate_size is 104"),
         (sizes, {"parallel.tp": 4}, "intermediate_size is 96.*multiple of 64"),
         ({**sizes, "head_dim": 10}, {}, "head_dim is 40"),
-        ({**sizes, "num_experts": 4, "shared_expert_intermediate_size": 14}, {}, "shared_expert_intermediate_size is 14"),
+        (
+            {**sizes, "num_experts": 4, "shared_expert_intermediate_size": 14},
+            {},
+            "shared_expert_intermediate_size is 14",
+        ),
         ({**sizes, **linear, "linear_num_value_heads": 3}, {}, "linear attention's projection is"),
     ):
         with pytest.raises(ConfigError, match=message):

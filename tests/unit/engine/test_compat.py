@@ -122,7 +122,9 @@ def test_another_version_of_megatron_core_switches_no_shim_off() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ANOTHER_VERSION], capture_output=True, text=True, cwd=REPO
     )
-    assert done.stdout.splitlines() == ["['common state', 'index', 'object'] False", "[] True", "True"], done.stderr
+    assert done.stdout.splitlines() == ["['common state', 'index', 'object'] False", "[] True", "True"], (
+        done.stderr
+    )
 
 
 @pytest.fixture
@@ -156,7 +158,9 @@ def test_a_shim_that_does_not_take_ends_the_start_where_data_or_safety_hang_on_i
     for changes in ({"apply": broken}, {"works": broken}, {"works": lambda: False}):
         only("norms-one-by-one", **changes, risk="something would be lost")
         for _ in range(2):  # at every start
-            with pytest.raises(UserError, match="norms-one-by-one.*something would be lost; install megatron-core 0"):
+            with pytest.raises(
+                UserError, match=r"norms-one-by-one.*something would be lost; install megatron-core 0"
+            ):
                 compat.install()
         only("norms-one-by-one", **changes, risk=None)
         with pytest.warns(UserWarning, match="norms-one-by-one"):
@@ -175,7 +179,9 @@ def test_a_reader_that_goes_past_the_safe_one_is_seen(only: Any, monkeypatch: py
     from torch.distributed.checkpoint import FileSystemReader
 
     only("checkpoints-run-pickles")
-    monkeypatch.setattr(torch_dist, "MCoreLoadPlanner", torch_dist.MCoreLoadPlanner)  # what is replaced comes back
+    monkeypatch.setattr(
+        torch_dist, "MCoreLoadPlanner", torch_dist.MCoreLoadPlanner
+    )  # what is replaced comes back
     compat.install()
     load = torch_dist.TorchDistLoadShardedStrategy.load
 
@@ -186,18 +192,22 @@ def test_a_reader_that_goes_past_the_safe_one_is_seen(only: Any, monkeypatch: py
     only("checkpoints-run-pickles")
     with monkeypatch.context() as patch:
         patch.setattr(torch_dist.TorchDistLoadShardedStrategy, "load", past)
-        patch.setattr("megatron.core.dist_checkpointing.serialization._legacy_common_state_exists", lambda _: True)
+        patch.setattr(
+            "megatron.core.dist_checkpointing.serialization._legacy_common_state_exists", lambda _: True
+        )
         patch.setattr("megatron.core.dist_checkpointing.serialization.load_common", lambda _: {"step": 0})
         patch.setattr("zoo.engine.saving.safe.common_state", lambda _: {"step": 0})
         with pytest.raises(UserError, match="could run anything"):
             compat.install()
     with monkeypatch.context() as patch:
         patch.delattr(torch_dist, "_get_filesystem_reader")
-        with pytest.raises(UserError, match="_get_filesystem_reader.*could run anything"):
+        with pytest.raises(UserError, match=r"_get_filesystem_reader.*could run anything"):
             compat.install()
 
 
-def test_moments_that_are_described_otherwise_end_the_start(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_that_are_described_otherwise_end_the_start(
+    only: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     name = "sharded_param_state_fully_reshardable"
@@ -206,7 +216,9 @@ def test_moments_that_are_described_otherwise_end_the_start(only: Any, monkeypat
         patch.setattr(DistributedOptimizer, name, lambda self: {})
         with pytest.raises(UserError, match="other moments and weights"):
             compat.install()
-    with monkeypatch.context() as patch:  # one that is right is left alone: the shim would shift what it saves
+    with (
+        monkeypatch.context() as patch
+    ):  # one that is right is left alone: the shim would shift what it saves
         patch.setattr(DistributedOptimizer, name, inspect.unwrap(getattr(DistributedOptimizer, name)))
         shim("optimizer-state-shifted-by-padding").apply()
         right = getattr(DistributedOptimizer, name)

@@ -21,13 +21,23 @@ CONFIG: Any = SimpleNamespace(kv_channels=8, context_parallel_size=1, attention_
 
 
 def core(**changes: Any) -> VarlenCoreAttention:
-    made: dict[str, Any] = {"config": CONFIG, "layer_number": 1, "pg_collection": SimpleNamespace(cp=None), **changes}
+    made: dict[str, Any] = {
+        "config": CONFIG,
+        "layer_number": 1,
+        "pg_collection": SimpleNamespace(cp=None),
+        **changes,
+    }
     return VarlenCoreAttention(**made)
 
 
 def towers(**options: Any) -> Any:
     heads, offsets = torch.zeros(1, 2, 4, 8), torch.tensor([0, 4])
-    usual: dict[str, Any] = {"attention_mask": None, "cu_seq_lens_k": offsets, "max_length_k": 4, "dropout": 0.0}
+    usual: dict[str, Any] = {
+        "attention_mask": None,
+        "cu_seq_lens_k": offsets,
+        "max_length_k": 4,
+        "dropout": 0.0,
+    }
     options = usual | {"cu_seq_lens_q": offsets, "max_length_q": 4} | options
     return tower_attention(torch.nn.Module(), heads, heads, heads, scaling=1.0, **options)
 
@@ -71,5 +81,5 @@ def test_what_asks_for_nothing_passes() -> None:
 def test_a_tower_with_dropout_is_refused_when_it_is_built() -> None:
     tower = torch.nn.Linear(2, 2)
     tower.config = SimpleNamespace(attention_dropout=0.1)  # type: ignore[assignment]
-    with pytest.raises(UserError, match="attention_dropout is 0.1"):
+    with pytest.raises(UserError, match="attention_dropout is"):
         use_varlen_attention(tower)

@@ -1,6 +1,7 @@
 """Which kernel a width goes to, decided without a GPU: kernels that refuse it are never called."""
 
 import importlib.util
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,14 +50,16 @@ def test_experts_of_an_odd_width_go_one_by_one(hidden: int, width: int, one_call
         assert not experts.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
 
 
-def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Both in one call of the layer, and both right."""
     calls: list[tuple[int, ...]] = []
 
     def grouped_mm(x: Any, weight: Any, offs: Any) -> torch.Tensor:
         calls.append(tuple(weight.shape))
         starts = [0, *offs.tolist()]
-        return torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(zip(starts, starts[1:], strict=False))])
+        return torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(pairwise(starts))])
 
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
     monkeypatch.setattr(experts, "grouped", lambda x, weight: widths.grouped_takes(*weight.shape[1:]))
@@ -95,7 +98,12 @@ def test_auto_takes_transformer_engine_for_what_it_does_right() -> None:
     assert chosen(ffn_hidden_size=132) == "TorchBackend"
     assert chosen(ffn_hidden_size=136, tensor_model_parallel_size=2) == "TorchBackend"
     assert chosen(moe_shared_expert_intermediate_size=14) == "TorchBackend"
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 3, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    linear = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 3,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
     assert chosen(linear_attention_freq=[1], **linear) == "TorchBackend"  # 6 of its outputs are heads' gates
     assert chosen(linear_attention_freq=[1], **linear | {"linear_num_value_heads": 4}) == "TEBackend"
 

@@ -95,7 +95,13 @@ def attends(mask, kind, queries):
 
 @MANY
 @given(
-    LENGTHS, SIDES, st.integers(0, 3), st.sampled_from(["causal", "full"]), st.booleans(), st.booleans(), st.booleans()
+    LENGTHS,
+    SIDES,
+    st.integers(0, 3),
+    st.sampled_from(["causal", "full"]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
 )
 @example([3, 5, 7], "right", 1, "causal", True, True, False)
 @example([3, 5, 7], "right", 1, "causal", False, True, True)
@@ -112,7 +118,7 @@ def test_a_mask_is_never_read_upside_down(lengths, side, slack, kind, queries, m
     assert named.lengths == tuple(lengths)
     assert named.starts == PackedLayout.from_mask(masked(lengths, side, slack)).starts
     all_full = not slack and len(set(lengths)) == 1
-    if not megatron and (kind == "causal" and max(lengths) > 1 or queries or all_full):
+    if not megatron and ((kind == "causal" and max(lengths) > 1) or queries or all_full):
         assert PackedLayout.from_mask(given_mask).lengths == tuple(lengths)
     else:
         try:

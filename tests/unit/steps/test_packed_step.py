@@ -233,7 +233,9 @@ def test_a_batch_whose_samples_cannot_be_told_apart_is_refused() -> None:
 def packed(lengths: tuple[int, ...] = (9, 14, 6), **claims: Any) -> Claims:
     """A packed row of three segments."""
     ids = torch.arange(1, sum(lengths) + 1)[None]
-    return Claims(**{"input_ids": ids, "labels": ids, "attention_mask": None, "lengths": lengths, "media": {}, **claims})
+    return Claims(
+        **{"input_ids": ids, "labels": ids, "attention_mask": None, "lengths": lengths, "media": {}, **claims}
+    )
 
 
 ONES = torch.ones(1, 29, dtype=torch.long)
@@ -274,7 +276,9 @@ def test_facts_that_agree_change_nothing(align: int) -> None:
         assert torch.equal(inputs.input_ids, plain.input_ids)
     left = replace(PADDED, lengths=(3, 2))
     assert step().capture(left).lengths == (3, 2)
-    assert step().capture(Claims(**vars(left), position_ids=torch.tensor([[0, 1, 2], [0, 1, 1]]))).lengths == (3, 2)
+    assert step().capture(
+        Claims(**vars(left), position_ids=torch.tensor([[0, 1, 2], [0, 1, 1]]))
+    ).lengths == (3, 2)
 
 
 @pytest.mark.parametrize("kind", ["2-D", "4-D"])
@@ -282,7 +286,9 @@ def test_a_batch_names_the_sense_of_its_mask(kind: str) -> None:
     given = batch([[1, 2, 3], [4, 5], [6]])
     hidden = given.attention_mask == 0
     if kind == "4-D":
-        hidden = (hidden[:, None, None, :] | hidden[:, None, :, None]) | torch.ones(3, 3, dtype=torch.bool).triu(1)
+        hidden = (hidden[:, None, None, :] | hidden[:, None, :, None]) | torch.ones(
+            3, 3, dtype=torch.bool
+        ).triu(1)
     megatron = replace(given, attention_mask=hidden)
     inputs, _ = step().prepare(Claims(**vars(megatron), masked_is_true=True))
     assert inputs.input_ids.tolist() == [[1, 2, 3, 4, 5, 6]]
@@ -313,7 +319,9 @@ class StreamStep(TileStep):
     ],
 )
 def test_media_and_their_placeholders_are_counted(tiles: list[int], pixels: int, message: str | None) -> None:
-    given = batch([[1, IMAGE, IMAGE, 2], [IMAGE, 3]], **({"tiles": tiles, "pixels": [0.0] * pixels} if tiles else {}))
+    given = batch(
+        [[1, IMAGE, IMAGE, 2], [IMAGE, 3]], **({"tiles": tiles, "pixels": [0.0] * pixels} if tiles else {})
+    )
     if message is None:
         step(StreamStep).prepare(given)
         return
