@@ -198,9 +198,12 @@ def fla_fault() -> str | None:
 def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = None) -> str:
     """What works the rule on values x (..., V): "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
 
+    `key_width`: that of the keys' heads; None doesn't ask whether the kernel takes the widths.
+
     Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong.
     """
-    if wanted == "torch" or not has_fla(x) or not fla_takes(key_width or x.shape[-1], x.shape[-1]):
+    takes = key_width is None or fla_takes(key_width, x.shape[-1])
+    if wanted == "torch" or not takes or not has_fla(x):
         return "torch"
     fault = fla_fault() if torch.is_grad_enabled() else None
     if fault is not None:

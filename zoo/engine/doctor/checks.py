@@ -32,6 +32,7 @@ from zoo.nn import gated_delta_net
 from zoo.nn.attention import SeqParams, output_gate
 from zoo.nn.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.swiglu import swiglu
+from zoo.nn.widths import fla_takes, grouped_takes
 from zoo.packing import PackedLayout
 
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
@@ -135,7 +136,8 @@ def _linear_attention(subject: Subject) -> Iterator[Check]:
         torch.empty(0, dtype=subject.dtype, device=subject.device),
         layer.self_attention.delta_rule,
     )
-    kernel, where = "fla" if gated_delta_net.has_fla(probe) else "torch", row_shape(layout)
+    fla = gated_delta_net.has_fla(probe) and fla_takes(key_width, value_width)
+    kernel, where = "fla" if fla else "torch", row_shape(layout)
 
     def convolution() -> Trial:
         def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -221,7 +223,8 @@ def _experts(subject: Subject) -> Iterator[Check]:
         weights = {"weight1": module.weight1, "weight2": module.weight2}
         return Trial(run, exact, given, weights)
 
-    grouped = subject.device.type == "cuda" and subject.precision == "bf16"
+    takes = all(grouped_takes(*weight.shape[1:]) for weight in (module.weight1, module.weight2))
+    grouped = subject.device.type == "cuda" and subject.precision == "bf16" and takes
     yield Check(
         "experts",
         "grouped_mm" if grouped else "torch",
