@@ -1,12 +1,13 @@
 """A step that is bad on one rank is left out on all, and leaves nothing behind; a run goes on behind it to the bit."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.poison import train_poisoned
+from support.poison import train_poisoned, train_recording_rates
 from support.pool import Pool, PoolError
 
 COMMON = (
@@ -96,3 +97,33 @@ def test_the_run_stops_after_so_many_bad_steps_in_a_row_and_is_saved(pool: Pool,
     found = pool.run(2, train_poisoned, overrides, {5: (1, "loss")}, timeout=300.0)
     assert sorted(found[0]["states"]) == [5] and found[0]["states"][5][0][1] == 1  # one update was made
     assert json.loads((tmp_path / "summary.json").read_text())["skipped_steps"] == {"gradient": 2, "loss": 2}
+
+
+def test_every_update_uses_the_rate_of_the_schedule(pool: Pool, tmp_path: Path) -> None:
+    """A step that is left out is no update; a part has a rate of its own; a resumed run has more steps."""
+    run = [
+        *COMMON,
+        "train.lr=1e-3",
+        "train.min_lr=0",
+        "train.lr_scale.vision=0.1",
+        "train.on_bad_step=skip",
+        f"run.dir={tmp_path}",
+    ]
+    poison = {2: (0, "gradient")}
+
+    def cosine(update: int, steps: int) -> float:
+        return 1e-3 * (1 + math.cos(math.pi * (update - 2) / (steps - 1))) / 2
+
+    first = pool.run(1, train_recording_rates, run, poison, timeout=300.0)[0]
+    wanted = [0.5e-3, 1e-3, cosine(3, 5), cosine(4, 5)]
+    assert first == [pytest.approx([0.1 * rate, rate], rel=1e-9) for rate in wanted]
+    later = pool.run(1, train_recording_rates, [*run, "train.steps=7"], poison, timeout=300.0)[0]
+    assert later == [pytest.approx([0.1 * rate, rate], rel=1e-9) for rate in (cosine(5, 7), cosine(6, 7))]
+    rates = [line["lr"] for line in logged(tmp_path) if "lr" in line]
+    assert rates == pytest.approx([0.5e-3, 0.5e-3, *wanted[1:], cosine(5, 7), cosine(6, 7)], rel=1e-9)
+
+
+def test_one_step_trains(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(1, train_poisoned, [*COMMON, "train.steps=1", f"run.dir={tmp_path}"], {}, timeout=300.0)
+    before, after = found[0]["states"][1]
+    assert after[0] != before[0] and logged(tmp_path)[1]["lr"] > 0

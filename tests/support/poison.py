@@ -86,3 +86,21 @@ def train_out_of_memory(rank: int, size: int, overrides: Sequence[str], culprit:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "_forward_backward", failing)
         return train(rank, size, overrides)
+
+
+def train_recording_rates(
+    rank: int, size: int, overrides: Sequence[str], poison: Mapping[int, tuple[int, str]]
+) -> list[list[float]]:
+    """`train_poisoned`; of each update, the learning rates that AdamW itself has used, smallest first."""
+    rates: list[list[float]] = []
+    step = torch.optim.AdamW.step
+
+    def recorded(self: Any, *arguments: Any, **options: Any) -> Any:
+        if any(float(p.grad.abs().max()) for group in self.param_groups for p in group["params"]):
+            rates.append(sorted({group["lr"] for group in self.param_groups if group["params"]}))
+        return step(self, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", recorded)
+        train_poisoned(rank, size, overrides, poison)
+    return rates

@@ -146,9 +146,9 @@ class TrainConfig:
     global_batch: int = number(8, 1, 10**6)  # rows per optimizer step, all ranks together (packed rows under thd)
     micro_batch: int = number(1, 1, 10**5)  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
     lr: float = number(1e-5, 0, 100)  # peak learning rate
-    min_lr: float = number(0.0, 0, 100)  # learning rate at the end of the cosine
+    min_lr: float = number(0.0, 0, 100)  # learning rate that the cosine would reach one update after the last
     lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
-    warmup_steps: int = number(0, 0, 10**9)  # linear warm-up, in steps
+    warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last of them at lr; lr is not reached in fewer
     weight_decay: float = number(0.0, 0, 100)  # AdamW weight decay (not on norms and biases)
     beta1: float = number(0.9, 0, below=1)  # AdamW
     beta2: float = number(0.95, 0, below=1)  # AdamW

@@ -15,7 +15,7 @@ from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
 from zoo.config.compose import replace_in
 from zoo.config.locate import Place, locate, look, read_arch
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine import checkpoint, lora
 from zoo.engine.adamw import fuse
 from zoo.engine.peers import agreed
@@ -236,7 +236,6 @@ def build_optimizer(
         get_standard_config_overrides,
     )
     from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     train = recipe.train
     config = OptimizerConfig(
@@ -263,19 +262,30 @@ def build_optimizer(
     if torch.cuda.is_available() and has_triton():
         fuse(optimizer)
     config.grad_scale_func = optimizer.scale_loss
-    scheduler = OptimizerParamScheduler(
+    return optimizer, build_schedule(optimizer, train, total_steps)
+
+
+def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
+    """The learning rate of update k of N = `total_steps`, k from 1, in each of the optimizer's groups.
+
+    In a warm-up of W steps it is lr * k / W. Then it follows a cosine that would reach min_lr one update after the last:
+    min_lr + (lr - min_lr) * (1 + cos(pi * (k - W) / (N + 1 - W))) / 2. So every update moves the weights.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    after_last = max(total_steps, train.warmup_steps) + 1
+    return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=train.lr,
         min_lr=train.min_lr,
-        lr_warmup_steps=min(train.warmup_steps, max(total_steps - 1, 0)),
-        lr_decay_steps=max(total_steps, 1),
+        lr_warmup_steps=train.warmup_steps,
+        lr_decay_steps=after_last,
         lr_decay_style="cosine",
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
-        wd_incr_steps=max(total_steps, 1),
+        wd_incr_steps=after_last,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # of a resumed run, too, the recipe says how it goes on
+        override_opt_param_scheduler=True,  # a resumed run, too, follows its recipe
     )
-    return optimizer, scheduler

@@ -347,7 +347,9 @@ class Run:
             "step": self.done,
             "loss": totals.loss,
             "grad_norm": totals.grad_norm,
-            "lr": self.trainable.optimizer.param_groups[0]["lr"],
+            "lr": self.trainable.scheduler.get_lr(
+                {}
+            ),  # the first group may be of a part with a rate of its own
             "real_tokens": int(totals.real),
             "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
             "labels": int(totals.labels),

@@ -17,9 +17,11 @@ def at_start(recipe: Recipe, feed: Feed, parameters: int, adapters: int, total_s
     """What is trained, on what, for how long; `parameters` of this rank, those of adapters among them."""
     share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
     rows = "a stream" if feed.source.has_stream else f"{len(feed.source)} rows"
+    warm_up = recipe.train.warmup_steps
+    within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {', '.join(_names(recipe.data.train))}, "
-        f"{_evaluates(recipe, feed)} | {total_steps} steps"
+        f"{_evaluates(recipe, feed)} | {total_steps} steps{within}"
     )
 
 
