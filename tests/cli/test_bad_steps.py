@@ -88,3 +88,24 @@ def test_numbers_that_overflow_stop_the_run_which_is_saved(zoo: Zoo, tmp_path: P
     assert done.code == 0, done
     assert sum(summary(folder)["skipped_steps"].values()) == 5
     assert (folder / "plots" / "loss.png").exists()
+
+
+def test_a_level_that_shifts_is_left_out_no_longer_than_the_recipe_says(zoo: Zoo, tmp_path: Path) -> None:
+    """From the middle on all rows are of another kind. The run stops there, is resumed, and takes their level."""
+    other = {"kind": "text", "messages": [
+        {"role": "user", "content": "Say."}, {"role": "assistant", "content": SURPRISE}]}  # fmt: skip
+    data, folder = write_rows(tmp_path / "rows.jsonl", [text_row(7)] * 300 + [other] * 300), tmp_path / "run"
+    overrides = spiky(data, "train.on_bad_step=skip", "train.skip_limit=6", "train.steps=100")
+    message = zoo.refused(*zoo.train_arguments(folder, *overrides))
+    assert (
+        message.startswith("6 bad steps in a row, the last one step ")
+        and "train.on_new_level=take" in message
+    )
+    done = zoo.train(folder, *overrides, "train.on_new_level=take")
+    assert (done.code, done.err) == (0, ""), done
+    assert "6 spikes in a row up to step " in done.out
+    steps = logged(folder)
+    left_out = [record["step"] for record in steps if "skipped" in record]
+    assert len(left_out) == 12 and left_out == list(range(left_out[0], left_out[0] + 12))
+    before, after = steps[left_out[0] - 2]["loss"], steps[left_out[-1]]["loss"]
+    assert after > before + 1 and steps[-1]["loss"] < after - 1, "it learns what is new"

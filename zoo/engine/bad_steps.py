@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
 from zoo.engine.guard import Bad
 from zoo.engine.world import World
@@ -103,13 +104,28 @@ def told(figures: dict[str, Any], bad: Bad, run_dir: Path) -> str:
     return f"step {figures['step']} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
 
 
-def stopped(step: int, bad: Bad, in_a_row: int, saved: Path | None, run_dir: Path) -> UserError:
+def taken(step: int, level: float, train: TrainConfig) -> str:
+    """A line for the person who watches, where the loss has stayed up for as long as the recipe waits."""
+    return (
+        f"{train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level of the loss from here "
+        f"on (train.on_new_level=take)"
+    )
+
+
+def stopped(
+    step: int, bad: Bad, in_a_row: int, saved: Path | None, run_dir: Path, train: TrainConfig
+) -> UserError:
     """Why the run ends, what is kept, and what can be done."""
     steps = "1 bad step" if in_a_row == 1 else f"{in_a_row} bad steps in a row"
     kept = f"the weights are those before them, saved in {saved}; " if saved else ""
+    if train.on_bad_step == "stop":
+        more = "raise train.bad_steps, or leave such steps out with train.on_bad_step=skip"
+    elif bad.cause == "spike" and train.on_new_level == "stop":
+        more = "raise train.skip_limit, or train at the new level with train.on_new_level=take"
+    else:
+        more = "or raise train.skip_limit"
     return UserError(
         f"{steps}, the last one step {step}: {bad.why}; none of them was applied, {kept}"
         f"`zoo inspect {run_dir / FOLDER / f'step_{step}.json'}` shows the rows; mend them, lower train.lr or "
-        f"train.clip_grad, raise train.bad_steps, or leave such steps out with train.on_bad_step=skip; "
-        f"the same command goes on behind them"
+        f"train.clip_grad (run.accept_changes=[train] allows that), {more}; the same command goes on behind them"
     )

@@ -2,7 +2,9 @@
 
 A spike is a loss that lies above the median of the last WINDOW good steps by more than `train.spike` of their spreads
 (1.4826 median absolute deviations, which is a standard deviation where losses are normal) and by more than LEAST.
-Bad steps don't enter the window. The verdict follows from numbers that are the same on every rank.
+Bad steps don't enter the window by themselves: under on_bad_step=skip, `train.skip_limit` spikes in a row are either the end
+of the run or become the window (`train.on_new_level`), so a level that has really shifted is not left out for ever. What is
+not finite is no level. The verdict follows from numbers that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,25 +38,47 @@ class Guard:
         self.train = train
         self.counts: Counter[str] = Counter()  # bad steps so far, by cause
         self.in_a_row = 0
+        self.new_level: float | None = None  # the median of losses that the last step has made the level
+        self._spikes: list[float] = []  # losses of the spikes among those in a row
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, loss: float, grad_norm: float) -> Bad | None:
         """What is wrong with a step; None where it is good. Call it once a step."""
-        found = self._verdict(loss, grad_norm)
+        found, self.new_level = self._verdict(loss, grad_norm), None
         if found is None:
             self._good += 1
             self._window.append(loss)
-            self.in_a_row = 0
+            self._begin_row()
         else:
             self.counts[found.cause] += 1
             self.in_a_row += 1
+            if found.cause == "spike":
+                self._spikes.append(loss)
+            if self.ends and self._shifted:
+                self._take_level()
         return found
 
     @property
     def ends(self) -> bool:
         """Whether so many steps in a row were bad that the run is to stop."""
-        return self.train.on_bad_step == "stop" and self.in_a_row >= self.train.bad_steps
+        train = self.train
+        return self.in_a_row >= (train.bad_steps if train.on_bad_step == "stop" else train.skip_limit)
+
+    @property
+    def _shifted(self) -> bool:
+        """Whether the bad steps in a row are a level to take: the recipe wants that, and all of them are spikes."""
+        train = self.train
+        wanted = train.on_bad_step == "skip" and train.on_new_level == "take"
+        return wanted and len(self._spikes) == self.in_a_row
+
+    def _take_level(self) -> None:
+        self.new_level = median(self._spikes)
+        self._window = deque(self._spikes, maxlen=WINDOW)
+        self._begin_row()
+
+    def _begin_row(self) -> None:
+        self.in_a_row, self._spikes = 0, []
 
     def _verdict(self, loss: float, grad_norm: float) -> Bad | None:
         if not math.isfinite(loss):
@@ -80,6 +104,7 @@ class Guard:
         return {
             "counts": dict(self.counts),
             "in_a_row": 0 if self.ends else self.in_a_row,
+            "spikes": [] if self.ends else list(self._spikes),
             "good": self._good,
             "window": list(self._window),
         }
@@ -88,6 +113,7 @@ class Guard:
         """Go on from a saved state; {} is that of a run that had no guard."""
         self.counts = Counter(state.get("counts", {}))
         self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
+        self._spikes = list(state.get("spikes", []))
         self._window = deque(state.get("window", []), maxlen=WINDOW)
 
 

@@ -294,11 +294,15 @@ class Run:
         file = bad_steps.write(self.folder, known, bad, batches, figures, data, self.world)
         self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
         self.log.say(bad_steps.told(known, bad, self.folder))
+        if self.guard.new_level is not None:
+            self.log.event("new_level", self.done, loss=self.guard.new_level)
+            self.log.say(bad_steps.taken(self.done, self.guard.new_level, self.recipe.train))
         adamw.allocate_state(self.trainable.optimizer)
         if self.guard.ends:
             self._save(wait=True)
             self.saver.close()
-            raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder)
+            train = self.recipe.train
+            raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder, train)
 
     def _fetch(self) -> Fetched:
         """The next step's micro-batches, the first of them on its way to the device.

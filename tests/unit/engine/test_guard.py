@@ -1,5 +1,6 @@
 """What a bad step is, when the run stops for it, and that a guard goes on where another one was."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -56,8 +57,62 @@ def test_no_spike_is_looked_for_early_or_where_it_is_switched_off() -> None:
 
 def test_bad_steps_do_not_move_the_median() -> None:
     guard = after(noisy(60))
-    causes = [getattr(guard.judge(9.0, 1.0), "cause", None) for _ in range(100)]
-    assert causes == ["spike"] * 100
+    for _ in range(100):
+        found = guard.judge(9.0, 1.0)
+        assert found is not None and found.cause == "spike"
+        assert guard.judge(2.0, 1.0) is None
+
+
+SKIP = replace(TRAIN, on_bad_step="skip", skip_limit=10)
+TAKE = replace(SKIP, on_new_level="take")
+
+
+def test_a_level_that_has_shifted_is_taken_after_so_many_steps() -> None:
+    guard = after(noisy(200), TAKE)
+    shifted = noisy(60, 7.0)
+    found = [guard.judge(loss, 1.0) for loss in shifted]
+    assert [bad is not None for bad in found] == [True] * 10 + [False] * 50
+    assert guard.counts == {"spike": 10} and not guard.ends and guard.new_level is None
+    assert guard.judge(30.0, 1.0) is not None, "the guard goes on guarding, at the new level"
+    levels = []
+    again = after(noisy(200), TAKE)
+    for loss in shifted[:12]:
+        again.judge(loss, 1.0)
+        levels.append(again.new_level)
+    assert levels[9] == pytest.approx(7.0, abs=0.2) and levels.count(None) == 11
+
+
+def test_a_level_that_has_shifted_ends_the_run_where_the_recipe_says_so() -> None:
+    guard = after(noisy(200), SKIP)
+    ends = []
+    for loss in noisy(10, 7.0):
+        guard.judge(loss, 1.0)
+        ends.append(guard.ends)
+    assert ends == [False] * 9 + [True] and guard.new_level is None
+
+
+@pytest.mark.parametrize("train", [SKIP, TAKE])
+@pytest.mark.parametrize(
+    ("place", "loss", "norm"), [(0, math.nan, 1.0), (4, math.inf, 1.0), (9, 7.0, math.nan)]
+)
+def test_what_is_not_finite_is_no_level(train: TrainConfig, place: int, loss: float, norm: float) -> None:
+    guard = after(noisy(200), train)
+    for number in range(10):
+        assert not guard.ends
+        bad = guard.judge(*(loss, norm) if number == place else (7.0, 1.0))
+        assert bad is not None and guard.new_level is None
+    assert guard.ends
+
+
+def test_a_resumed_run_counts_on_towards_the_new_level() -> None:
+    first = after(noisy(200), TAKE)
+    for loss in noisy(6, 7.0):
+        first.judge(loss, 1.0)
+    second = Guard(TAKE)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for guard in (first, second):
+        assert [guard.judge(7.0, 1.0) is None for _ in range(5)] == [False] * 4 + [True]
+    assert second.state_dict() == first.state_dict()
 
 
 def test_the_run_stops_after_so_many_in_a_row() -> None:
@@ -68,9 +123,11 @@ def test_the_run_stops_after_so_many_in_a_row() -> None:
         ends.append(guard.ends)
     assert ends == [False, False, False, False, False, True]
     assert guard.counts == {"loss": 5}
-    skipping = Guard(replace(TRAIN, on_bad_step="skip"))
-    for _ in range(50):
-        assert isinstance(skipping.judge(math.nan, 1.0), Bad) and not skipping.ends
+    skipping = Guard(replace(TRAIN, on_bad_step="skip", skip_limit=50))
+    for number in range(50):
+        assert not skipping.ends, number
+        assert isinstance(skipping.judge(math.nan, 1.0), Bad)
+    assert skipping.ends
 
 
 def test_a_guard_goes_on_where_another_one_was() -> None:
