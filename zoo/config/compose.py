@@ -270,8 +270,10 @@ def _overlays(choice: _Choice) -> list[Layer]:
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
     given = {key for layer in own for key, _ in leaves_of(_tree_of(layer), "", "")}
-    plan = [name for name in tree.parallel.plan if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
-    set_key(tree, "parallel.plan", plan, "")
+    for key in ("plan", "planned"):
+        names = tree.parallel[key]
+        left = [name for name in names if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
+        set_key(tree, f"parallel.{key}", left, "")
 
 
 def _tree_of(layer: Layer) -> Mapping[str, Any]:

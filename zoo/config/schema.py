@@ -61,6 +61,7 @@ class RunConfig:
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
     seed: int = number(1234, 0, 2**32 - 1)  # seeds weights, data order and dropout
     resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
+    accept_changes: list[str] = field(default_factory=list)  # keys or sections that a resumed run may have otherwise than its checkpoint: train.lr, data
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
     hang_timeout: float = number(10.0, 0, 1e6)  # minutes in which some rank must get on, else all leave; 0: not watched
     save_within: float = number(110.0, above=0, most=1e6)  # seconds from SIGTERM, SIGUSR1, SIGHUP or SIGQUIT in which a run saves, else it leaves unsaved
@@ -99,6 +100,7 @@ class ParallelConfig:
     plan: list[str] = field(
         default_factory=list
     )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, batch
+    planned: list[str] = field(default_factory=list)  # those that planning has chosen; a run writes it
 
 
 @dataclass(frozen=True, kw_only=True)

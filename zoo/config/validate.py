@@ -18,7 +18,7 @@ from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.files import read_size
 from zoo.config.locate import is_hub_id
-from zoo.config.reference import keys, nearest, show_value, wanted
+from zoo.config.reference import keys, nearest, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
@@ -44,6 +44,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     _check_model(recipe)
     _check_lora(recipe)
     _check_length(recipe)
+    _check_accepted(recipe)
     recipe = replace_in(recipe, _derived(recipe))
     check_layout(recipe, world_size)
     _check_packing(recipe)
@@ -54,6 +55,14 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
             f"or leave log.wandb out"
         )
     return recipe
+
+
+def _check_accepted(recipe: Recipe) -> None:
+    for name in recipe.run.accept_changes:
+        if name not in keys() and name not in sections() and not name.startswith("model.arch."):
+            near = ", ".join(nearest_keys(name))
+            hint = f"nearest: {near}" if near else "`zoo show --schema` lists the keys"
+            raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
 
 
 def _with_arch(recipe: Recipe) -> Recipe:

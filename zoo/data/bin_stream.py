@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data.lengths import Lengths
+from zoo.data.mixture import STREAM_ROWS
 from zoo.errors import UserError
 from zoo.packing import BinPacker
 
@@ -47,6 +48,9 @@ class BinStream:
         self.epoch = 0
         self.cursor = 0  # rows of this epoch's order that were read
         self._waiting: deque[int] = deque()  # visits of a saved run that other settings pack anew
+        self._sizes: list[int | None] | None = (
+            None  # of the source when this epoch began, where it has grown since
+        )
         self._order = self._make_order()
 
     def next_bin(self) -> list[int]:
@@ -85,6 +89,7 @@ class BinStream:
             "packing": self._packing,
             "packer": None if self.packer is None else self.packer.state_dict(),
             "corrected": self.lengths.state_dict(),
+            "sizes": self._sizes,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -93,9 +98,34 @@ class BinStream:
         self.lengths.load_state_dict(state["corrected"])
         self.rewind(state)
 
+    def grown(self, state: dict[str, Any], sizes: list[int | None]) -> dict[str, Any]:
+        """A saved state for the source as it is now, where its parts had these sizes: the same rows by their new numbers.
+
+        The epoch at hand goes on with the rows that it began with; the others join in the next one.
+        """
+        rows = sum(STREAM_ROWS if size is None else size for size in sizes)
+
+        def visit(old: int) -> int:
+            return self.source.renumber([old], sizes)[0]
+
+        def key(old: int) -> int:  # of a variant and a row
+            variant, row = divmod(old, rows)
+            return variant * len(self.source) + visit(row)
+
+        packer = state["packer"]
+        if packer is not None:
+            packer = {**packer, "items": [[visit(item[0]), *item[1:]] for item in packer["items"]]}
+        return {
+            **state,
+            "packer": packer,
+            "waiting": [visit(old) for old in state["waiting"]],
+            "corrected": [[key(old), *found] for old, *found in state["corrected"]],
+            "sizes": state.get("sizes") or sizes,
+        }
+
     def rewind(self, state: dict[str, Any]) -> None:
         """Go back to a state; rows that it holds and that were corrected since then are taken as they are now."""
-        self.epoch, self.cursor = state["epoch"], state["cursor"]
+        self.epoch, self.cursor, self._sizes = state["epoch"], state["cursor"], state.get("sizes")
         self._order = self._make_order()
         self._waiting = deque(state["waiting"])
         held = state["packer"] or {"items": [], "seen": [0, 0]}
@@ -120,7 +150,7 @@ class BinStream:
         """The next usable visit (see `SampleSource.encode`), its length and its cost."""
         for _ in range(2 * len(self.source) + len(self._waiting) + 1):
             while not self._waiting and self.cursor == len(self._order):
-                self.epoch, self.cursor = self.epoch + 1, 0
+                self.epoch, self.cursor, self._sizes = self.epoch + 1, 0, None
                 self._order = self._make_order()
             visit = self._waiting[0] if self._waiting else int(self._order[self.cursor])
             if not self.lengths.knows(visit):
@@ -140,4 +170,4 @@ class BinStream:
         return [*self._waiting, *self._order[self.cursor : end].tolist()]
 
     def _make_order(self) -> np.ndarray:
-        return self.source.order(self.epoch, self.seed, self.shuffle)
+        return self.source.order(self.epoch, self.seed, self.shuffle, self._sizes)

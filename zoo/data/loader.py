@@ -114,8 +114,12 @@ class BatchLoader:
         """Plain values from which another loader goes on behind the last step handed out; the same on every rank."""
         return {"step": self.step, "rows": len(self.source), "seed": self._stream.seed, **self._state}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], sizes: list[int | None] | None = None) -> None:
         """Go on from a saved state.
+
+        Args:
+            state: of `state_dict`.
+            sizes: rows that each part of the source had then, where rows have been added behind them since.
 
         Raises:
             ConfigError: the data or the seed are not those of the saved run, or an earlier zoo wrote the state.
@@ -125,16 +129,23 @@ class BatchLoader:
                 "The checkpoint says where the data stand as an earlier zoo did, which can't be gone on from; start from "
                 "its weights with model.init=<its run folder> in a new run.dir."
             )
+        if sizes is not None:
+            state = {**self._stream.grown(state, sizes), "rows": len(self.source)}
         if (state["rows"], state["seed"]) != (len(self.source), self._stream.seed):
             raise ConfigError(
                 f"The checkpoint's data had {state['rows']} rows and run.seed {state['seed']}; now there are "
-                f"{len(self.source)} rows and seed {self._stream.seed}. Resume with the same, or use a new run.dir."
+                f"{len(self.source)} rows and seed {self._stream.seed}. Resume with the same, or begin anew with the data there are by "
+                f"run.accept_changes=[data.train,run.seed]."
             )
         if self._ahead is not None:
             self._ahead.exception()  # wait: the thread moves the stream
             self._ahead = None
         self._stream.load_state_dict(state)
         self.step, self._state = state["step"], self._stream.state_dict()
+
+    def begin_anew(self, step: int) -> None:
+        """Count on from so many steps, with the data from their beginning."""
+        self.step = step
 
     def steps_for_epochs(self, epochs: float) -> int:
         """About how many steps so many passes over the rows take, from the lengths of up to LENGTH_PROBES rows."""

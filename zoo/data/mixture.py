@@ -85,6 +85,13 @@ class Mixture:
         part = bisect_right(self.offsets, row) - 1
         return part, row - self.offsets[part], passed
 
+    def renumbered(self, visits: np.ndarray, former: Mixture) -> np.ndarray:
+        """(N,) visits of a mixture whose sources had fewer rows, or were fewer, as those of this one."""
+        passed, rows = np.divmod(np.asarray(visits, np.int64), former.total)
+        parts = np.searchsorted(former.offsets, rows, side="right") - 1
+        moved = np.asarray(self.offsets[: len(former.offsets)]) - np.asarray(former.offsets)
+        return passed * self.total + rows + moved[parts]
+
     @cached_property
     def shares(self) -> list[float]:
         """Rows of each source in an epoch, on average."""

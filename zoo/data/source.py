@@ -77,6 +77,7 @@ class SampleSource:
         tick: Callable[[], None] = lambda: None,
     ) -> None:
         self.parts: list[Sequence[Row] | RowStream] = []
+        self.names = ["rows"]  # of the parts
         self._set_parts([list(rows)], [Part(0)])
         self.decoder = decoder
         self._tick = tick
@@ -144,6 +145,7 @@ class SampleSource:
                 parts[number] = part if len(part) <= left else part[:left]
                 left -= len(parts[number])  # type: ignore[arg-type]
         source._set_parts(parts, [Part(None, entry.weight, entry.epochs) for entry in entries])
+        source.names = [str(entry) for entry in entries]
         if not len(source):
             names = ", ".join(map(str, entries))
             if not source.counts and any(entry.held_out is not None for entry in entries):
@@ -174,9 +176,29 @@ class SampleSource:
                 self.settle(error)
         return found
 
-    def order(self, epoch: int, seed: int, shuffle: bool) -> np.ndarray:
-        """(N,) int64 visits of an epoch, in order."""
-        return Mixture(self.shares, seed, shuffle).order(epoch)
+    def order(
+        self, epoch: int, seed: int, shuffle: bool, sizes: Sequence[int | None] | None = None
+    ) -> np.ndarray:
+        """(N,) int64 visits of an epoch, in order; `sizes`: of the rows that there were when it began, as `sizes` has them."""
+        if sizes is None:
+            return Mixture(self.shares, seed, shuffle).order(epoch)
+        former = self._former(sizes, seed, shuffle)
+        return self.mixture.renumbered(former.order(epoch), former)
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Rows of each part; None for a stream."""
+        return [share.rows for share in self.shares]
+
+    def renumber(self, visits: Iterable[int], sizes: Sequence[int | None]) -> list[int]:
+        """Visits as numbered when the parts had these sizes, as they are numbered now that rows have been added."""
+        former = self._former(sizes, 0, False)
+        found: list[int] = self.mixture.renumbered(np.fromiter(visits, np.int64), former).tolist()
+        return found
+
+    def _former(self, sizes: Sequence[int | None], seed: int, shuffle: bool) -> Mixture:
+        shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
+        return Mixture(shares, seed, shuffle)
 
     @property
     def rows(self) -> Sequence[Row]:

@@ -7,6 +7,7 @@ place, for a resumed run.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
+from zoo.data.identity import digest_of
 from zoo.data.refs import Access
 from zoo.data.rows import Row, load_line, locate, make_row, next_line, reading
 from zoo.data.tables import held_out, kind_of, plain_item, without_nones
@@ -22,6 +24,8 @@ from zoo.errors import UserError
 from zoo.files import expanded
 
 MARK_EVERY = 64  # rows between places that a stream can go back to
+HEAD = 64  # rows at its beginning that a stream is known by
+_UNKNOWN: dict[str, Any] = {"head": [], "row": None}
 
 
 class Reader(Protocol):
@@ -119,6 +123,9 @@ class RowStream:
         self.next = 0
         self.rows: dict[int, Row | RowError] = {}
         self.marks: list[tuple[int, Any]] = [(0, None)]
+        self.head: list[str] = []  # digests of the first rows
+        self.at_marks: dict[int, str] = {}  # place of a mark -> digest of the row there
+        self.passed = False  # whether the last row was found by beginning anew
 
     def __getitem__(self, place: int) -> Row:
         """The row of a place, counted over passes.
@@ -132,7 +139,9 @@ class RowStream:
         while self.next <= place:
             if self.next % MARK_EVERY == 0 and self.next > self.marks[-1][0]:
                 self.marks.append((self.next, self.reader.state()))
+            self.passed = False
             self.rows[self.next] = self._read()
+            self._note(self.next)
             self.next += 1
         found = self.rows[place]
         if isinstance(found, RowError):
@@ -147,14 +156,57 @@ class RowStream:
             del self.marks[0]
 
     def state(self, place: int) -> list[Any]:
-        """A place at or before `place`, and the reader's state there, as plain values."""
-        return list(next(mark for mark in reversed(self.marks) if mark[0] <= place or mark is self.marks[0]))
+        """A place at or before `place`, the reader's state there, and what the rows are known by, as plain values."""
+        mark = next(mark for mark in reversed(self.marks) if mark[0] <= place or mark is self.marks[0])
+        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark[0])}]
 
     def load(self, state: list[Any]) -> None:
         """Go to a saved place."""
-        self.next, place = state
+        self.next, place, *known = state
         self.rows, self.marks = {}, [(self.next, place)]
+        if known:
+            self.head, row = list(known[0]["head"]), known[0]["row"]
+            self.at_marks = {} if row is None else {self.next: row}
         self.reader.start(place)
+
+    def difference(self, state: list[Any]) -> str | None:
+        """Why the stream is not the one of a saved place, by its first rows and the one there; None where it seems to be.
+
+        It is left at its beginning.
+        """
+        if len(state) < 3:  # an earlier zoo's
+            return None
+        place, _, known = state
+        try:
+            self.load([0, None, _UNKNOWN])
+            for number, digest in enumerate(known["head"]):
+                if self._digest(number) != digest:
+                    return f"{self._name(number)} is not the row that stood there"
+            self.load(state)
+            if known["row"] is not None and self._digest(place) != known["row"]:
+                return f"{self._name(place)}, where the checkpoint stands, is not the row that stood there"
+            return None
+        finally:
+            self.load([0, None, _UNKNOWN])
+
+    def _note(self, place: int) -> None:
+        """Keep the digest of a row that the stream is to be known by, also when it has grown: one of the first pass, or of a mark."""
+        if self.passed:
+            return
+        if place == len(self.head) < HEAD:
+            self.head.append(digest_of(self.rows[place]))
+        if place == self.marks[-1][0]:
+            self.at_marks = {mark: self.at_marks[mark] for mark, _ in self.marks if mark in self.at_marks}
+            self.at_marks[place] = digest_of(self.rows[place])
+
+    def _digest(self, place: int) -> str:
+        with contextlib.suppress(RowError):
+            self[place]
+        return digest_of(self.rows[place])
+
+    def _name(self, place: int) -> str:
+        row = self.rows[place]
+        return row.source
 
     def _back(self, place: int) -> None:
         fitting = [mark for mark in self.marks if mark[0] <= place] or [(0, None)]
@@ -173,6 +225,7 @@ class RowStream:
                     except RowError as error:
                         return error
             self.reader.start(None)
+            self.passed = True
         raise UserError(f"{self.name}: the stream has no rows.")
 
     def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes | RowError]]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.config.locate import BASE, STATE, Place, locate, look
 from zoo.config.schema import Recipe
 from zoo.engine import compat
@@ -73,27 +75,10 @@ def started_from(run: Place) -> Place | None:
     return None if told["init"] == "random" else locate(told["init"], key=f"{run.folder / STATE}: init")
 
 
-def read_state(checkpoint: Path, model: dict[str, Any]) -> dict[str, Any]:
-    """`state.json` of a checkpoint; raises UserError when it is another model's."""
-    state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
-    different = list(_differences(state["model"], model))
-    if different:
-        shown = "; ".join(f"{key}: {theirs!r} there, {ours!r} here" for key, theirs, ours in different[:4])
-        raise UserError(
-            f"{checkpoint} is a checkpoint of another model ({shown}); "
-            "use another run.dir, or move that folder away to start anew"
-        )
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint."""
+    state: dict[str, Any] = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     return state
-
-
-def _differences(theirs: Any, ours: Any, prefix: str = "") -> Any:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        for key in sorted({*theirs, *ours}):
-            yield from _differences(
-                theirs.get(key), ours.get(key), f"{prefix}{key}." if prefix or key else key
-            )
-    elif theirs != ours:
-        yield prefix.rstrip("."), theirs, ours
 
 
 def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
@@ -105,6 +90,7 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
 
     compat.allocate_optimizer_state(trainable.optimizer)
     wanted = _wanted(trainable, world)
+    fresh = _leave_out_fresh(wanted["optimizer"], trainable.optimizer, checkpoint)
     if ranks == world.size:
         wanted["random"] = ShardedObject("random", None, (world.size,), (world.rank,), replica_id=0)
     loaded = _load(wanted, checkpoint)
@@ -114,10 +100,80 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
         for index, chunk in enumerate(trainable.chunks):
             chunk.module.load_state_dict(loaded[f"model{index}"], strict=True)
     step = loaded["scheduler"]["num_steps"]
+    _begin_fresh(loaded["optimizer"], trainable.optimizer, fresh)
     compat.load_optimizer_state(trainable.optimizer, loaded["optimizer"], step)
     trainable.scheduler.load_state_dict(loaded["scheduler"])
     if "random" in loaded:
         set_random_state(loaded["random"])
+
+
+def _parts(optimizer: Any, state: dict[Any, Any]) -> list[tuple[Any, dict[int, dict[str, Any]]]]:
+    """Each chained optimizer with its own part of the state: parameter, by its place in the buffers -> tensors by name."""
+    chained = optimizer.chained_optimizers
+    parts = [state] if len(chained) == 1 else [state[i] for i in range(len(chained))]
+    return [(one, part["param_state"]) for one, part in zip(chained, parts, strict=True)]
+
+
+def _leave_out_fresh(state: dict[Any, Any], optimizer: Any, checkpoint: Path) -> list[tuple[int, int, str]]:
+    """Take tensors out of the wanted state that the checkpoint lacks, as their parameters were frozen when it was written.
+
+    Returns:
+        (chained optimizer, parameter, name) of each.
+    """
+    there, fresh = _shapes(checkpoint), []
+    for number, (_, parameters) in enumerate(_parts(optimizer, state)):
+        for place, tensors in parameters.items():
+            for name in [
+                name for name, entry in tensors.items() if any(key not in there for key, _ in _asked(entry))
+            ]:
+                del tensors[name]
+                fresh.append((number, place, name))
+    return fresh
+
+
+def _begin_fresh(state: dict[Any, Any], optimizer: Any, fresh: Sequence[tuple[int, int, str]]) -> None:
+    """Put in what was left out: moments of zero, and masters that are the weights, which are loaded by now."""
+    parts = _parts(optimizer, state) if fresh else []
+    for number, place, name in fresh:
+        one, parameters = parts[number]
+        buffers = one.buffers[: len(one.gbuf_ranges)]
+        weight = [p for buffer in buffers for p in buffer.param_index_map][place].detach().float()
+        master = name in ("param", "fp32_param")
+        parameters.setdefault(place, {})[name] = weight if master else torch.zeros_like(weight)
+
+
+def _shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a checkpoint."""
+    from zoo.engine.saving.safe import SafeReader
+
+    found = SafeReader(str(checkpoint)).read_metadata().state_dict_metadata
+    return {name: tuple(entry.size) for name, entry in found.items() if hasattr(entry, "size")}
+
+
+def _asked(entry: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the checkpoint's tensors that an entry of a wanted state stands for."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    found = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
+    return [(one.key, tuple(one.global_shape)) for one in found if isinstance(one, ShardedTensor)]
+
+
+def _refuse_other_shapes(wanted: dict[str, Any], checkpoint: Path) -> None:
+    """UserError where a checkpoint lacks a tensor of the model's, or has it in another shape."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    there = _shapes(checkpoint)
+    asked = [one for entry in nested_values(wanted) for one in _asked(entry)]
+    wrong = [(name, shape) for name, shape in asked if there.get(name) != shape]
+    if wrong:
+        name, shape = wrong[0]
+        what = f"has {list(there[name])}" if name in there else "has no such tensor"
+        raise UserError(
+            f"{checkpoint} does not hold this model: {len(wrong)} of {len(asked)} tensors are missing or of another shape, the "
+            f"first {name}, wanted {list(shape)}, of which it {what}; take the recipe's old values, or start from its "
+            f"weights with model.init={checkpoint} in another run.dir"
+        )
 
 
 def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
@@ -143,6 +199,7 @@ def _load(wanted: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     from zoo.engine.saving.safe import SafeReader
 
     SafeReader(str(checkpoint)).read_metadata()  # torch only warns of what it raises
+    _refuse_other_shapes(wanted, checkpoint)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -15,10 +15,23 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.locate import checkpoints, step_of
+from zoo.config.resume import Change
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.defaults import evaluated_on
-from zoo.engine import adamw, bad_steps, build, card, checkpoint, export, guard, lora, lora_files, words
+from zoo.engine import (
+    adamw,
+    bad_steps,
+    build,
+    card,
+    checkpoint,
+    export,
+    guard,
+    lora,
+    lora_files,
+    resume,
+    words,
+)
 from zoo.engine.checkpoint import Trainable
 from zoo.engine.determinism import refusal
 from zoo.engine.doctor.startup import check_kernels
@@ -106,7 +119,7 @@ class Run:
         self.description = checkpoint.describe(recipe, self.assembly.config.hf)
         self.chosen = self._choose_checkpoint()
         self.resume_from = self.chosen.folder
-        self.state = self._read_state()
+        self.state, self.changes = self._read_state()
         self._open_data()
         self.done: int = self.state["step"] if self.state else 0
         self.guard = guard.Guard(recipe.train)
@@ -133,13 +146,22 @@ class Run:
             )
         return choose(self.folder)
 
-    def _read_state(self) -> dict[str, Any] | None:
+    def _read_state(self) -> tuple[dict[str, Any] | None, list[Change]]:
+        """The checkpoint's state.json, and what is otherwise in this run's recipe and is allowed."""
         folder = self.resume_from
-        return None if folder is None else agreed(lambda: checkpoint.read_state(folder, self.description))
+        if folder is None:
+            return None, []
+        state = agreed(lambda: checkpoint.read_state(folder))
+        return state, agreed(lambda: resume.allowed_changes(folder, state, self.recipe, self.description))
 
     def _open_data(self) -> None:
         self.feed = open_feed(self.recipe, self.assembly, self.world, self.folder, self.phases.tick)
         self.loader, self.source = self.feed.loader, self.feed.source
+        if self.resume_from is None or self.state is None:
+            self.rows = resume.first_rows(self.feed, self.world)
+        else:
+            known = (self.resume_from, self.state, self.feed, self.recipe, self.changes)
+            self.rows = resume.check_rows(*known)
         self.bad_rows_told: dict[str, int] = {}
 
     def _build(self) -> None:
@@ -159,7 +181,10 @@ class Run:
         self.saver = Saver(recipe, world, self.assembly.save_files, self.phases.tick)
         if self.resume_from is not None and self.state is not None:
             checkpoint.load(self.trainable, self.resume_from, world, self.state["ranks"])
-            self.loader.load_state_dict(self.state["data"])
+            if self.rows.anew:
+                self.loader.begin_anew(self.done)
+            else:
+                self.loader.load_state_dict(self.state["data"], self.rows.sizes)
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
@@ -422,6 +447,7 @@ class Run:
             "total_steps": self.total_steps,
             "data": self.ahead.data if self.ahead else self.loader.state_dict(),
             "bad_steps": self.guard.state_dict(),
+            "known_rows": self.rows.known,
             "model": self.description,
             "weights": checkpoint.origin(self.recipe),
         }
@@ -476,6 +502,13 @@ class Run:
         )
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+        for change in self.changes:
+            facts = {"key": change.key, "old": change.old, "new": change.new}
+            self.log.event("changed", self.done, **facts)
+            self.log.say(f"the recipe is not that of the checkpoint any more, as allowed: {change}")
+        for text in self.rows.told:
+            self.log.event("rows", self.done, told=text)
+            self.log.say(text)
         for name, why in self.chosen.passed_over.items():
             self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
         for name, outcome in self.chosen.side_files.items():

@@ -110,7 +110,7 @@ def candidates(recipe: Recipe, ranks: int) -> Iterator[Candidate]:
         if ranks % (tp * pp * cp) or ranks % (parallel.etp * ep * pp):
             continue
         sp = parallel.sp if parallel.sp is not None else tp > 1
-        cut = replace(parallel, tp=tp, pp=pp, cp=cp, ep=ep, sp=sp, plan=[])
+        cut = replace(parallel, tp=tp, pp=pp, cp=cp, ep=ep, sp=sp, plan=[], planned=list(plan))
         layout = replace(recipe, parallel=cut)
         batch = recipe.train.global_batch
         if "batch" in plan:

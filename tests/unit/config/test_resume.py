@@ -1,0 +1,115 @@
+"""What a resumed run may have otherwise: every key is in one list, and what is refused names keys, values and a way."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from zoo.config.compose import load_recipe
+from zoo.config.reference import keys
+from zoo.config.resume import FIXED, MAY_CHANGE, changes, refuse
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.errors import ConfigError
+
+FREE = [key for group in MAY_CHANGE.values() for key in group]
+
+
+def recipe(*overrides: str) -> Recipe:
+    return load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu", *overrides])
+
+
+def found(before: Recipe, after: Recipe, rows_known: bool = True) -> list[str]:
+    return [str(change) for change in changes(asdict(before), after, rows_known=rows_known)]
+
+
+def test_every_key_of_the_schema_is_in_one_of_the_lists() -> None:
+    assert sorted([*FREE, *FIXED]) == sorted(keys()), "a new key goes into MAY_CHANGE or FIXED"
+
+
+OTHER: dict[str, Any] = {
+    "run.seed": 7, "model.family": "llava", "model.init": "elsewhere", "model.freeze": ["vision"], "packing.mode": "none",
+    "packing.budget": 99, "data.train": ["digits:train", "more.jsonl"], "data.eval": [], "data.labels": "last",
+    "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"],
+    "lora.init": "adapter", "engine.precision": "bf16", "engine.fp8": True, "train.lr_scale": {"vision": 0.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [key for key in FIXED if key != "model.arch"])
+def test_every_fixed_key_is_compared(key: str) -> None:
+    before = recipe()
+    section, _, name = key.rpartition(".")
+    old = getattr(getattr(before, section), name)
+    new = OTHER[key] if key in OTHER else old + 1
+    after = before.replace({key: new})
+    wrong = changes(asdict(before), after, rows_known=False)
+    assert [change.key for change in wrong] == [key]
+    with pytest.raises(ConfigError) as refusal:
+        refuse("iter_3", wrong, after)
+    assert f"({key}: " in str(refusal.value) and f"run.accept_changes=[{key}]" in str(refusal.value)
+    for name in (key, section):
+        refuse("iter_3", wrong, after.replace({"run.accept_changes": [name]}))
+
+
+def test_what_is_free_is_no_change() -> None:
+    more = (
+        "train.steps=9",
+        "train.max_minutes=3",
+        "parallel.tp=2",
+        "log.tensorboard=false",
+        "data.root=/elsewhere",
+    )
+    assert found(recipe(), recipe(*more, "run.dir=other", "nproc=4", "train.micro_batch=2")) == []
+
+
+def test_a_batch_that_planning_raised_is_free_and_said() -> None:
+    after = recipe("train.global_batch=12")
+    planned = after.replace({"parallel.planned": ["tp", "batch"]})
+    for one, free in ((after, False), (planned, True)):
+        (change,) = changes(asdict(recipe()), one, rows_known=True)
+        assert change.key == "train.global_batch" and change.accepted(one) == free
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        (["a.jsonl"], ["moved/a.jsonl"], []),  # which rows those are is seen when they are read
+        (["a.jsonl"], ["a.jsonl", "b.jsonl"], []),
+        (["a.jsonl", "b.jsonl"], ["a.jsonl"], ["data.train"]),
+        ([{"path": "a", "weight": 1}, {"path": "b", "weight": 2}], [{"path": "a", "weight": 2}, {"path": "c", "weight": 2}],
+         ["data.train[0].weight"]),
+        ([{"path": "a", "weight": 1}], [{"path": "a", "weight": 1}, {"path": "b", "weight": 1}], ["data.train"]),
+        ([{"path": "a", "held_out": 0.1}], [{"path": "a", "held_out": 0.2, "seed": 3}],
+         ["data.train[0].held_out", "data.train[0].seed"]),
+    ],
+)  # fmt: skip
+def test_entries_of_data(old: list[Any], new: list[Any], wanted: list[str]) -> None:
+    before, after = recipe().replace({"data.train": old}), recipe().replace({"data.train": new})
+    assert [change.key for change in changes(asdict(before), after, rows_known=True)] == wanted
+
+
+def test_an_earlier_zoo_s_recipe_may_lack_keys_or_everything() -> None:
+    saved = asdict(recipe("train.lr=1e-3"))
+    del saved["data"], saved["train"]["clip_grad"]
+    after = recipe("train.lr=2e-3", "train.clip_grad=3")
+    assert [change.key for change in changes(saved, after, rows_known=False)] == ["train.lr"]
+    assert changes({}, after, rows_known=False) == []
+    moved = recipe().replace({"data.train": ["other.jsonl"]})
+    assert len(found(recipe(), moved, rows_known=False)) == 1  # nobody knows whether its rows are the same
+
+
+def test_names_that_mean_the_same(tmp_path: Any) -> None:
+    (tmp_path / "there").mkdir()
+    before = recipe().replace(
+        {"model.init": f"{tmp_path}/there", "lora.parts": ["vision", "language"], "lora.rank": 1}
+    )
+    after = before.replace(
+        {"model.init": f"{tmp_path}/there/../there/", "lora.parts": ["language", "vision"]}
+    )
+    assert found(before, after) == []
+
+
+def test_a_key_that_there_is_not_can_t_be_accepted() -> None:
+    with pytest.raises(ConfigError, match=r"run.accept_changes=train.lrr: .*nearest: train.lr"):
+        validate(recipe("run.accept_changes=[train.lrr]"), 1)
+    validate(recipe("run.accept_changes=[train.lr,data,model.arch.text_config]"), 1)

@@ -1,0 +1,161 @@
+"""What a recipe may say otherwise when a run is resumed: how long, where, on what, and what is logged. Nothing else may.
+
+Every key of the schema stands in one of the two lists below. A key that is not free has to be as the checkpoint's recipe
+had it, unless `run.accept_changes` names it or its section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zoo.config.entries import parse_entry
+from zoo.config.reference import keys, shown_value
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+# Keys that may change without a word, by what they are about.
+MAY_CHANGE: dict[str, tuple[str, ...]] = {
+    "names, whose contents are compared themselves": ("recipe", "size", "hardware"),
+    "length": ("train.steps", "train.epochs", "train.max_minutes"),
+    "saving, evaluation and export": (
+        "train.eval_every", "train.eval_rows", "train.save_every", "train.keep", "train.keep_best", "export",
+    ),
+    "logging": ("train.log_every", "log.tensorboard", "log.wandb", "log.slow_step"),
+    "paths": ("run.dir", "data.root", "data.outside_root", "data.urls"),
+    "how the run is watched": ("run.resume", "run.accept_changes", "run.hang_timeout", "run.save_within"),
+    "what becomes of bad rows and bad steps": (
+        "data.on_error", "train.on_bad_step", "train.bad_steps", "train.skip_limit", "train.on_new_level", "train.spike",
+        "train.spike_after",
+    ),
+    "hardware": (
+        "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
+        "data.row_seconds", "data.row_mb",
+    ),
+    "layout": (
+        "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.cp", "parallel.ep", "parallel.etp", "parallel.sp",
+        "parallel.plan", "parallel.planned", "packing.pad_to", "packing.align", "train.micro_batch",
+    ),
+    "how the same numbers are computed": (
+        "run.deterministic", "engine.backend", "engine.recompute", "engine.threads", "engine.delta_rule", "engine.doctor",
+    ),
+}  # fmt: skip
+
+# Keys that decide what is trained, on what and how.
+FIXED: tuple[str, ...] = (
+    "run.seed", "model.family", "model.init", "model.arch", "model.freeze", "packing.mode", "packing.budget", "data.train",
+    "data.eval", "data.labels", "data.overlong", "data.shuffle", "data.lookahead", "data.augment", "data.augment_variants",
+    "data.blank_answers", "data.video_fps", "data.max_frames", "train.global_batch", "train.lr", "train.min_lr",
+    "train.lr_scale", "train.warmup_steps", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
+    "train.aux_loss", "train.z_loss", "train.mtp_loss", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
+    "lora.parts", "lora.init", "engine.precision", "engine.fp8",
+)  # fmt: skip
+
+# Where rows lie; which rows they are is known by their digests (zoo.data.identity).
+_PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
+_SHOWN = 6  # changes that a message names
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that is otherwise than in the checkpoint's recipe; one that is `free` needs no consent, but is said."""
+
+    key: str
+    old: Any
+    new: Any
+    free: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key}: {shown_value(self.old)} there, {shown_value(self.new)} here"
+
+    def accepted(self, recipe: Recipe) -> bool:
+        """Whether the recipe allows it, by its key or a section of it."""
+        key = self.key.partition("[")[0]
+        return self.free or any(
+            key == name or key.startswith(f"{name}.") for name in recipe.run.accept_changes
+        )
+
+
+def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> list[Change]:
+    """What a recipe has otherwise than the one saved with a checkpoint, of the keys that may not change.
+
+    `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
+    have, as it is of an earlier zoo, is passed over.
+
+    Args:
+        saved: config.yaml of the checkpoint, as nested dicts.
+        rows_known: whether digests tell the rows of data.train and data.eval; else their paths have to be the same.
+    """
+    found: list[Change] = []
+    now = asdict(recipe)
+    for key in FIXED:
+        if key == "model.arch" or not _has(saved, key):
+            continue
+        old, new = _value(saved, key), _value(now, key)
+        if key in ("data.train", "data.eval"):
+            found += _of_entries(key, old or [], new, rows_known)
+        elif not _same(key, old, new):
+            planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
+            found.append(Change(key, old, new, free=planned))
+    return found
+
+
+def refuse(where: str, found: Sequence[Change], recipe: Recipe) -> None:
+    """ConfigError for changes that the recipe does not allow."""
+    wrong = [change for change in found if not change.accepted(recipe)]
+    if not wrong:
+        return
+    shown = "; ".join(map(str, wrong[:_SHOWN]))
+    more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    names = ",".join(dict.fromkeys(change.key.partition("[")[0] for change in wrong[:_SHOWN]))
+    raise ConfigError(
+        f"{where} was saved under another recipe ({shown}{more}); take the old values, allow the new ones with "
+        f"run.accept_changes=[{names}], or use another run.dir"
+    )
+
+
+def _of_entries(key: str, old: list[Any], new: list[Any], rows_known: bool) -> Iterator[Change]:
+    """Entries of data, without where their rows lie if it is known which rows they are."""
+    before, after = ([_plain(entry, key, rows_known) for entry in entries] for entries in (old, new))
+    weighted = any("weight" in entry for entry in (*before, *after))
+    if len(after) < len(before) or (len(after) > len(before) and (weighted or not rows_known)):
+        yield Change(key, old, new)
+        return
+    for number, (one, other) in enumerate(zip(before, after, strict=False)):
+        for name in sorted({*one, *other}):
+            if one.get(name) != other.get(name):
+                yield Change(f"{key}[{number}].{name}", one.get(name), other.get(name))
+
+
+def _plain(entry: Any, key: str, rows_known: bool) -> dict[str, Any]:
+    """What an entry says, defaults left out."""
+    default, told = parse_entry("", key), parse_entry(entry, key)
+    names = [name for name in vars(told) if name != "rows" and not (rows_known and name in _PLACES)]
+    return {name: getattr(told, name) for name in names if getattr(told, name) != getattr(default, name)}
+
+
+def _same(key: str, old: Any, new: Any) -> bool:
+    if key in ("model.init", "lora.init") and old is not None and new is not None:
+        return old == new or Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
+    if keys()[key].type == "list[str]":  # sets of names
+        return sorted(map(str, old or [])) == sorted(new)
+    return bool(old == new)
+
+
+def _has(tree: Mapping[str, Any], key: str) -> bool:
+    *sections, last = key.split(".")
+    for name in sections:
+        inner = tree.get(name)
+        if not isinstance(inner, Mapping):
+            return False
+        tree = inner
+    return last in tree
+
+
+def _value(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for name in key.split("."):
+        value = value[name]
+    return value
