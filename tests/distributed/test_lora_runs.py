@@ -120,7 +120,7 @@ def test_with_dropout_a_checkpoint_goes_on_to_the_bit(train: Train, pool: Pool, 
 
 def test_other_adapters_are_refused(train: Train, pool: Pool, tmp_path: Path) -> None:
     overrides = [*COMMON, "lora.rank=4", f"run.dir={copied(train('serial')['folder'], tmp_path / 'run')}"]
-    with pytest.raises(PoolError, match=r"another model \(lora.rank: 6 there, 4 here\)"):
+    with pytest.raises(PoolError, match=r"another recipe \(lora.rank: 6 there, 4 here\)"):
         pool.run(1, rank_tasks.train, overrides, RECIPE, SIZE)
 
 

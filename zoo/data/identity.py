@@ -4,9 +4,8 @@ Of rows in memory (JSONL) every one counts, in at most DIGESTS blocks one after 
 (data sets, parquet, tars) DIGESTS rows count, spread over the table, as far as READ_MB of media reach; of a stream its first
 rows and the one where the checkpoint stands (`zoo.data.streams`). Rows added behind the others leave all digests as they are.
 
-A row's digest holds its texts, weights and media: bytes that come with the row (of a tar, parquet, base64) in full, a file by
-its name and, of one row a digest, by its size; what is in files is not read. Folders above a root don't count, so data may
-move.
+A row's digest holds its texts, weights and media: bytes that come with the row (of a tar, parquet, base64) in full, a file or
+URL by its name alone, so a broken picture may be replaced. Folders above a root don't count, so data may move.
 
 Costs: some 6 microseconds for a row in memory (reading it takes 75), a read of DIGESTS rows of a table.
 """
@@ -91,7 +90,7 @@ def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
                 block.update(error.cause.encode())
                 continue
             left -= _bytes(row) if spread else 0
-            block.update(_content(row, sizes=place == first))
+            block.update(_content(row))
         yield block.hexdigest()
 
 
@@ -106,18 +105,18 @@ def _places(rows: int, spread: bool) -> list[tuple[int, int]]:
 
 def digest_of(row: Row | RowError) -> str:
     """Of a single row, or of one that can't be read."""
-    content = row.cause.encode() if isinstance(row, RowError) else _content(row, sizes=True)
+    content = row.cause.encode() if isinstance(row, RowError) else _content(row)
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
-def _content(row: Row, sizes: bool) -> bytes:
-    """What is taken for a row's content; `sizes`: those of files as well."""
-    media = [[_medium(one, row, sizes) for one in kind] for kind in (row.images, row.videos, row.audios)]
+def _content(row: Row) -> bytes:
+    """What is taken for a row's content."""
+    media = [list(map(_medium, kind)) for kind in (row.images, row.videos, row.audios)]
     plain = (row.messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
     return repr(plain).encode("utf-8", errors="surrogatepass")
 
 
-def _medium(medium: Medium, row: Row, sizes: bool) -> Any:
+def _medium(medium: Medium) -> Any:
     if isinstance(medium, Blob):
         return hashlib.blake2b(medium.data, digest_size=8).hexdigest()
     if isinstance(medium, Sound):
@@ -127,15 +126,7 @@ def _medium(medium: Medium, row: Row, sizes: bool) -> Any:
         return medium.image.size, medium.image.mode
     if is_url(medium) or medium.startswith("data:"):
         return medium
-    name = Path(medium).name if os.path.isabs(medium) else medium
-    return (name, _size(row.path(medium))) if sizes else name
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except (OSError, ValueError):
-        return -1
+    return Path(medium).name if os.path.isabs(medium) else medium
 
 
 def _bytes(row: Row) -> int:

@@ -127,5 +127,5 @@ def stopped(
     return UserError(
         f"{steps}, the last one step {step}: {bad.why}; none of them was applied, {kept}"
         f"`zoo inspect {run_dir / FOLDER / f'step_{step}.json'}` shows the rows; mend them, lower train.lr or "
-        f"train.clip_grad (run.accept_changes=[train] allows that), {more}; the same command goes on behind them"
+        f"train.clip_grad (run.accept_changes=[data,train] allows that), {more}; the same command goes on behind them"
     )

@@ -32,13 +32,15 @@ class Rows:
     Attributes:
         known: goes into state.json, by data.train and data.eval; {} on ranks but the first.
         sizes: rows of each part of data.train in the checkpoint, where rows have been added since; None where none have.
-        anew: whether the data begin anew, as other ones were allowed.
+        anew: whether the data begin anew, as more or fewer rows or another order were allowed.
+        others: whether other rows were allowed, so that what the checkpoint knows of their lengths is void.
         told: sentences for the person who watches.
     """
 
     known: dict[str, Any]
     sizes: list[int | None] | None = None
     anew: bool = False
+    others: bool = False
     told: list[str] = field(default_factory=list)
 
 
@@ -128,6 +130,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Re
     if saved is None:
         text = f"{checkpoint} is of an earlier zoo and does not say which rows it knew: only their number is compared"
         return Rows(known_rows(feed), anew=anew, told=[text])
+    others = False
     told: list[str] = []
     sizes: list[int | None] | None = None
     for key, source in _sources(feed):
@@ -140,9 +143,10 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Re
                     f"{key}: {why}, so the rows are not those of {checkpoint}; put them back, allow others with "
                     f"run.accept_changes=[{key}], or use another run.dir"
                 )
-            anew = anew or key == "data.train"
-            then = "; the data begin anew" if key == "data.train" else ""
-            told.append(f"{key}: {why}, which run.accept_changes allows{then}")
+            told.append(f"{key}: {why}, which run.accept_changes allows")
+            if key == "data.train":
+                others, anew = True, anew or [one.rows for one in before] != source.sizes
+                told[-1] += "; the data begin anew" if anew else "; they go on at the same place"
             continue
         grown = list(_grown(before, source))
         if grown:
@@ -152,7 +156,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Re
                     "; the epoch at hand goes on with the rows it began with, the new ones join in the next"
                 )
                 sizes = [one.rows for one in before]
-    return Rows(known_rows(feed), None if anew else sizes, anew, told)
+    return Rows(known_rows(feed), None if anew else sizes, anew, others, told)
 
 
 def _difference(

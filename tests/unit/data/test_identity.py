@@ -113,7 +113,7 @@ def test_a_large_table_is_known_by_some_of_its_rows(tmp_path: Path) -> None:
     assert difference(known, part[: len(part)]) is None  # rows that are held in a list are looked at alike
 
 
-def test_media_by_name_and_size_and_what_comes_with_rows_by_content(tmp_path: Path) -> None:
+def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path) -> None:
     row = {**item(1), "images": ["one.png"]}
     row["messages"] = [{"role": "user", "content": "<image>?"}, row["messages"][1]]
     for folder in ("a", "b"):
@@ -121,8 +121,16 @@ def test_media_by_name_and_size_and_what_comes_with_rows_by_content(tmp_path: Pa
         (tmp_path / folder / "one.png").write_bytes(PIXEL)
     known = of_part("rows", opened(str(tmp_path / "a" / "rows.jsonl")))
     assert difference(known, opened(path)) is None
-    (tmp_path / "b" / "one.png").write_bytes(PIXEL + b"more")
-    assert difference(known, opened(path)) is not None
+    (tmp_path / "b" / "two.png").write_bytes(PIXEL)
+    assert difference(known, opened(jsonl(tmp_path / "b", [{**row, "images": ["two.png"]}]))) is not None
+    away = str(tmp_path / "b" / "one.png")
+    absolute = of_part("rows", opened(jsonl(tmp_path / "c", [{**row, "images": [away]}])))
+    assert (
+        difference(
+            absolute, opened(jsonl(tmp_path / "d", [{**row, "images": [str(tmp_path / "a" / "one.png")]}]))
+        )
+        is None
+    )
 
     def rows(data: bytes) -> Any:
         return opened_entry(DataEntry(rows=[{**row, "images": [{"bytes": data, "path": None}]}]))
