@@ -26,6 +26,7 @@ from zoo.data.errors import RowError
 from zoo.data.refs import Blob, Medium, Picture, Sound, is_url
 from zoo.data.rows import Row
 
+FORM = 1  # what goes into a digest, and how many there are; rows known by another form can't be compared
 DIGESTS = 1024  # of a source's part, at most
 READ_MB = 128  # MiB of media that are read for the digests of a table
 

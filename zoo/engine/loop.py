@@ -184,7 +184,7 @@ class Run:
             if self.rows.anew:
                 self.loader.begin_anew(self.done)
             else:
-                void = {"corrected": []} if self.rows.others else {}
+                void: dict[str, Any] = {"corrected": []} if self.rows.others else {}
                 self.loader.load_state_dict({**self.state["data"], **void}, self.rows.sizes)
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss

@@ -13,7 +13,7 @@ from typing import Any
 from zoo.config.files import read_recipe
 from zoo.config.resume import Change, changes, refuse
 from zoo.config.schema import Recipe
-from zoo.data.identity import Known, difference, of_part
+from zoo.data.identity import FORM, Known, difference, of_part
 from zoo.data.source import SampleSource
 from zoo.data.streams import RowStream
 from zoo.engine.feed import Feed
@@ -58,7 +58,7 @@ def allowed_changes(
     """
     config = checkpoint / "config.yaml"
     saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
-    found = changes(saved, recipe, rows_known="known_rows" in state)
+    found = changes(saved, recipe, rows_known=_rows_known(state))
     seen = {change.key for change in found}
     of_model = _of_model(state["model"], model)
     found += [
@@ -86,7 +86,7 @@ def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]
 
 def known_rows(feed: Feed) -> dict[str, Any]:
     """What the rows of a run are known by, as plain values."""
-    return {
+    return {"form": FORM} | {
         key: [_known(name, part).as_dict() for name, part in zip(source.names, source.parts, strict=True)]
         for key, source in _sources(feed)
     }
@@ -117,6 +117,11 @@ def first_rows(feed: Feed, world: World) -> Rows:
     return Rows(known_rows(feed) if world.is_main else {})
 
 
+def _rows_known(state: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint says which rows it knew, as today's zoo can compare them."""
+    return bool((state.get("known_rows") or {}).get("form") == FORM)
+
+
 def _sources(feed: Feed) -> list[tuple[str, SampleSource]]:
     return [("data.train", feed.source), ("data.eval", feed.held_out)]
 
@@ -126,11 +131,10 @@ def _known(name: str, part: Any) -> Known:
 
 
 def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Recipe, *, anew: bool) -> Rows:
-    saved = state.get("known_rows")
-    if saved is None:
+    if not _rows_known(state):
         text = f"{checkpoint} is of an earlier zoo and does not say which rows it knew: only their number is compared"
         return Rows(known_rows(feed), anew=anew, told=[text])
-    others = False
+    saved, others = state["known_rows"], False
     told: list[str] = []
     sizes: list[int | None] | None = None
     for key, source in _sources(feed):

@@ -350,7 +350,9 @@ def test_rows_that_were_added_join_in_the_next_epoch(mode: str) -> None:
     if mode == "none":  # in order; the look-ahead of packed rows runs on over the epoch's end
         assert found[:50] == undisturbed
         assert sorted(found[50:110]) == sorted(f"x:{line}" for line in range(1, 61))
-    assert {f"x:{line}" for line in range(1, 51)} <= set(found[:80]) and set(found[:150]) == {f"x:{line}" for line in range(1, 61)}
+    assert {f"x:{line}" for line in range(1, 51)} <= set(found[:80]) and set(found[:150]) == {
+        f"x:{line}" for line in range(1, 61)
+    }
 
 
 def test_a_state_of_an_earlier_zoo_is_told() -> None:
