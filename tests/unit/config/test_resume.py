@@ -40,7 +40,7 @@ def test_every_fixed_key_is_compared(key: str) -> None:
     before = recipe()
     section, _, name = key.rpartition(".")
     old = getattr(getattr(before, section), name)
-    new = OTHER[key] if key in OTHER else old + 1
+    new = OTHER[key] if key in OTHER else old + 1 if isinstance(old, int) else old / 2 or 0.5
     after = before.replace({key: new})
     wrong = changes(asdict(before), after, rows_known=False)
     assert [change.key for change in wrong] == [key]
