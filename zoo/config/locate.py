@@ -24,9 +24,10 @@ ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
 _QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 # Files beside the weights that transformers reads. What is within a vocabulary, the tokenizers library bounds.
-SETTINGS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-SETTINGS += ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
-SETTINGS += ("generation_config.json",)
+SETTINGS = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "generation_config.json",
+)  # fmt: skip
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 MOST_VOCABULARY = 2**28
 _ITERATION = re.compile(r"iter_(\d+)")

@@ -123,7 +123,8 @@ def _rows_known(state: Mapping[str, Any]) -> bool:
 
 
 def _sources(feed: Feed) -> list[tuple[str, SampleSource]]:
-    return [("data.train", feed.source), ("data.eval", feed.held_out)]
+    held_out = [] if feed.held_out is None else [("data.eval", feed.held_out)]
+    return [("data.train", feed.source), *held_out]
 
 
 def _known(name: str, part: Any) -> Known:

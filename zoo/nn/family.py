@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,14 +17,11 @@ from zoo.nn.multimodal import RotaryShape
 from zoo.packing.cost import TowerCost
 
 # Keys that say how transformers is to compute and in what to hand it back, not what: zoo computes in its own ways.
-EXECUTION = ("return_dict", "output_hidden_states")
-EXECUTION += (
-    "attn_implementation",
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "output_attentions",
-)
-EXECUTION += ("experts_implementation", "_experts_implementation", "_experts_implementation_internal")
+EXECUTION = (
+    "return_dict", "output_hidden_states", "output_attentions",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_internal",
+    "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -187,10 +184,9 @@ def tower_config(part: Any) -> Any:
     return part
 
 
-@cache
-def _known(kind: Any) -> frozenset[str]:
+def _known(kind: Any) -> set[str]:
     """The keys that a transformers config has of its own, under either name."""
-    return frozenset({*(field.name for field in fields(kind)), *kind.attribute_map.values()})
+    return {*(field.name for field in fields(kind)), *kind.attribute_map.values()}
 
 
 def _as_read(part: Any, further: tuple[str, ...]) -> Any:
