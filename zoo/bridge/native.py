@@ -12,7 +12,6 @@ stands for itself.
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from zoo.bridge.parallel import Comm
 from zoo.bridge.record import check
 from zoo.bridge.safetensors_io import CheckpointError
 from zoo.config.locate import ABOUT
+from zoo.files import read_json
 
 CARRIED = "carried."
 FORMAT = 2  # 1 had no sums
@@ -29,10 +29,7 @@ FORMAT = 2  # 1 had no sums
 def read_about(folder: str | Path) -> dict[str, Any]:
     """What zoo.json says; CheckpointError for one of another format."""
     path = Path(folder) / ABOUT
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its JSON cannot be read ({error})") from None
+    about = read_json(path, error=CheckpointError)
     if not isinstance(about, dict) or about.get("format") not in (1, FORMAT):
         seen = about.get("format") if isinstance(about, dict) else None
         raise CheckpointError(f"{path}: format {seen!r}, wanted {FORMAT}; was it written by another zoo?")
