@@ -118,14 +118,14 @@ def _torch_settings() -> Callable[[], None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32)
+    fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
     threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def put_back() -> None:
         torch.use_deterministic_algorithms(strict, warn_only=warn)
         more.fill_uninitialized_memory = fill
-        cudnn.deterministic, cudnn.benchmark, cudnn.allow_tf32 = flags
+        cudnn.deterministic, cudnn.benchmark = flags
         torch.set_num_threads(threads)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
