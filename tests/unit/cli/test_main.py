@@ -116,7 +116,7 @@ def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
         "model.family: no family 'x'"
     )
 
-    def missing(_: Recipe) -> TrainResult:
+    def missing(_: Recipe, *, here: bool) -> TrainResult:
         raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
 
     monkeypatch.setattr(launch, "launch", missing)
@@ -130,7 +130,7 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
 ) -> None:
     seen: list[Recipe] = []
 
-    def fake(recipe: Recipe) -> TrainResult:
+    def fake(recipe: Recipe, *, here: bool) -> TrainResult:
         seen.append(recipe)
         return TrainResult(steps=1, losses=[1.0], checkpoint=None, run_dir="x")
 
@@ -163,16 +163,16 @@ def test_options_with_a_space(written: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Recipe) -> TrainResult:
+    def interrupted(_: Recipe, *, here: bool) -> TrainResult:
         return TrainResult(steps=1, losses=[], checkpoint="c", run_dir="x", interrupted=True)
 
-    def failed(_: Recipe) -> TrainResult:
+    def failed(_: Recipe, *, here: bool) -> TrainResult:
         raise launch.WorkerError(7)
 
-    def stopped(_: Recipe) -> TrainResult:
+    def stopped(_: Recipe, *, here: bool) -> TrainResult:
         raise KeyboardInterrupt
 
-    def mistaken(_: Recipe) -> TrainResult:
+    def mistaken(_: Recipe, *, here: bool) -> TrainResult:
         raise launch.WorkerError(2)
 
     told = "zoo: a rank of the run failed with exit code 7\n"
@@ -193,7 +193,7 @@ def test_other_ranks_print_no_headline_and_say_who_they_are(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
-        launch, "launch", lambda _: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
+        launch, "launch", lambda _, here: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
     )
     assert main(["train", f"recipe={NAME}"]) == 0
     assert capsys.readouterr().out == ""
