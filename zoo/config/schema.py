@@ -158,8 +158,8 @@ class TrainConfig:
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = "stop"  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
     bad_steps: int = number(3, 1, 10**6)  # bad steps in a row at which on_bad_step=stop ends the run
-    skip_limit: int = number(20, 1, 10**6)  # bad steps in a row after which on_bad_step=skip does as on_new_level says
-    on_new_level: str = "stop"  # stop | take: spikes' losses are the level from there on; not finite: stop
+    skip_limit: int = number(20, 1, 10**6)  # so many bad steps of the last 4 times as many end the run, or are a new level
+    on_new_level: str = "stop"  # stop | take: skip_limit spikes in a row are the level from there on; not finite: stop
     spike: float = number(10.0, 0, 1e9)  # a loss this many spreads above the median of good steps is bad; 0: never
     spike_after: int = number(100, 0, 10**6)  # good steps before the first spike is looked for
     aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
-from zoo.engine.guard import Bad
+from zoo.engine.guard import Bad, Guard
 from zoo.engine.world import World
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
@@ -113,14 +113,16 @@ def taken(step: int, level: float, train: TrainConfig) -> str:
 
 
 def stopped(
-    step: int, bad: Bad, in_a_row: int, saved: Path | None, run_dir: Path, train: TrainConfig
+    step: int, bad: Bad, guard: Guard, saved: Path | None, run_dir: Path, train: TrainConfig
 ) -> UserError:
     """Why the run ends, what is kept, and what can be done."""
-    steps = "1 bad step" if in_a_row == 1 else f"{in_a_row} bad steps in a row"
+    row = guard.row_ends
+    steps = f"{guard.in_a_row} bad steps in a row" if row else f"{guard.limit} bad steps of the last {guard.span}"
+    steps = "1 bad step" if row and guard.in_a_row == 1 else steps
     kept = f"the weights are those before them, saved in {saved}; " if saved else ""
-    if train.on_bad_step == "stop":
+    if row and train.on_bad_step == "stop":
         more = "raise train.bad_steps, or leave such steps out with train.on_bad_step=skip"
-    elif bad.cause == "spike" and train.on_new_level == "stop":
+    elif row and bad.cause == "spike" and train.on_new_level == "stop":
         more = "raise train.skip_limit, or train at the new level with train.on_new_level=take"
     else:
         more = "or raise train.skip_limit"

@@ -2,9 +2,10 @@
 
 A spike is a loss that lies above the median of the last WINDOW good steps by more than `train.spike` of their spreads
 (1.4826 median absolute deviations, which is a standard deviation where losses are normal) and by more than LEAST.
-Bad steps don't enter the window by themselves: under on_bad_step=skip, `train.skip_limit` spikes in a row are either the end
-of the run or become the window (`train.on_new_level`), so a level that has really shifted is not left out for ever. What is
-not finite is no level. The verdict follows from numbers that are the same on every rank.
+Bad steps don't enter the window by themselves, and no run leaves steps out for ever: `train.skip_limit` bad steps among
+the last SPAN * `train.skip_limit` are the end of it, however they lie between good ones. Where they are spikes in a row, the
+loss may have a new level: `train.on_new_level=take` makes these spikes the window, once in so many steps. What is not finite
+is no level. The verdict follows from numbers that are the same on every rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zoo.config.schema import TrainConfig
 from zoo.engine import adamw
 
 WINDOW = 128  # good steps that a spike is measured by
+SPAN = 4  # times train.skip_limit: the steps among which at most so many may be bad
 LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however steady it was
 
 
@@ -40,12 +42,18 @@ class Guard:
         self.in_a_row = 0
         self.new_level: float | None = None  # the median of losses that the last step has made the level
         self._spikes: list[float] = []  # losses of the spikes among those in a row
+        self._step = 0  # steps judged so far
+        self._bad_at: deque[int] = deque()  # those of the last SPAN * limit that were bad, but for a level's that was taken
+        self._level_at: int | None = None  # the one at which a level was taken last
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
 
     def judge(self, loss: float, grad_norm: float) -> Bad | None:
         """What is wrong with a step; None where it is good. Call it once a step."""
         found, self.new_level = self._verdict(loss, grad_norm), None
+        self._step += 1
+        while self._bad_at and self._bad_at[0] <= self._step - self.span:
+            self._bad_at.popleft()
         if found is None:
             self._good += 1
             self._window.append(loss)
@@ -53,6 +61,7 @@ class Guard:
         else:
             self.counts[found.cause] += 1
             self.in_a_row += 1
+            self._bad_at.append(self._step)
             if found.cause == "spike":
                 self._spikes.append(loss)
             if self.ends and self._shifted:
@@ -60,20 +69,38 @@ class Guard:
         return found
 
     @property
-    def ends(self) -> bool:
+    def limit(self) -> int:
+        """Bad steps among the last `span` ones that end a run."""
+        train = self.train
+        return max(train.bad_steps, train.skip_limit) if train.on_bad_step == "stop" else train.skip_limit
+
+    @property
+    def span(self) -> int:
+        """Steps that `limit` looks back on."""
+        return SPAN * self.limit
+
+    @property
+    def row_ends(self) -> bool:
         """Whether so many steps in a row were bad that the run is to stop."""
         train = self.train
         return self.in_a_row >= (train.bad_steps if train.on_bad_step == "stop" else train.skip_limit)
 
     @property
+    def ends(self) -> bool:
+        """Whether so many steps, in a row or of the last ones, were bad that the run is to stop."""
+        return self.row_ends or len(self._bad_at) >= self.limit
+
+    @property
     def _shifted(self) -> bool:
-        """Whether the bad steps in a row are a level to take: the recipe wants that, and all of them are spikes."""
+        """Whether the bad steps are a level to take: the recipe wants that, and all are spikes, in a row and not again."""
         train = self.train
         wanted = train.on_bad_step == "skip" and train.on_new_level == "take"
-        return wanted and len(self._spikes) == self.in_a_row
+        again = self._level_at is not None and self._level_at > self._step - self.span
+        return wanted and self.row_ends and len(self._spikes) == self.in_a_row and not again
 
     def _take_level(self) -> None:
-        self.new_level = median(self._spikes)
+        self.new_level, self._level_at = median(self._spikes), self._step
+        self._bad_at.clear()
         self._window = deque(self._spikes, maxlen=WINDOW)
         self._begin_row()
 
@@ -100,11 +127,14 @@ class Guard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values from which another guard goes on; a run that was stopped has all its bad steps in a row again."""
+        """Plain values from which another guard goes on; a run that was stopped may have as many bad steps again."""
         return {
             "counts": dict(self.counts),
             "in_a_row": 0 if self.ends else self.in_a_row,
             "spikes": [] if self.ends else list(self._spikes),
+            "step": self._step,
+            "bad_at": [] if self.ends else list(self._bad_at),
+            "level_at": self._level_at,
             "good": self._good,
             "window": list(self._window),
         }
@@ -114,6 +144,8 @@ class Guard:
         self.counts = Counter(state.get("counts", {}))
         self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
         self._spikes = list(state.get("spikes", []))
+        self._step, self._level_at = state.get("step", 0), state.get("level_at")
+        self._bad_at = deque(state.get("bad_at", []))
         self._window = deque(state.get("window", []), maxlen=WINDOW)
 
 

@@ -328,7 +328,7 @@ class Run:
             self._save(wait=True)
             self.saver.close()
             train = self.recipe.train
-            raise bad_steps.stopped(self.done, bad, self.guard.in_a_row, self.saved, self.folder, train)
+            raise bad_steps.stopped(self.done, bad, self.guard, self.saved, self.folder, train)
 
     def _fetch(self) -> Fetched:
         """The next step's micro-batches, the first of them on its way to the device.

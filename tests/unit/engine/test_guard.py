@@ -104,6 +104,52 @@ def test_what_is_not_finite_is_no_level(train: TrainConfig, place: int, loss: fl
     assert guard.ends
 
 
+@pytest.mark.parametrize("train", [SKIP, TAKE, TRAIN], ids=["skip", "take", "stop"])
+@pytest.mark.parametrize("pattern", ["ab", "aab", "abb", "aaab"])
+def test_losses_that_alternate_between_two_levels_end_the_run(train: TrainConfig, pattern: str) -> None:
+    train = replace(train, skip_limit=10)
+    guard = after(noisy(200), train)
+    for step in range(200):
+        guard.judge(7.0 if pattern[step % len(pattern)] == "b" else 2.0, 1.0)
+        if guard.ends:
+            break
+    assert guard.ends and guard.counts == {"spike": 10} and step < 40 and not guard.row_ends
+
+
+def test_rare_bad_steps_never_end_a_run() -> None:
+    guard = after(noisy(200), SKIP)
+    for step in range(1000):
+        guard.judge(7.0 if step % 5 == 0 else 2.0, 1.0)
+        assert not guard.ends
+    assert guard.counts == {"spike": 200}
+
+
+@pytest.mark.parametrize("low", [5, 11, 20, 29, 60, 129])
+def test_levels_that_change_again_and_again_are_not_taken_for_ever(low: int) -> None:
+    """Of any 4 * skip_limit steps at most about twice skip_limit are left out, or the run ends."""
+    guard, skipped = after(noisy(200), TAKE), []
+    for step in range(2000):
+        skipped.append(guard.judge(7.0 if step % (10 + low) < 10 else 2.0, 1.0) is not None)
+        if guard.ends:
+            break
+    assert sum(skipped) <= 20 + len(skipped) / 4
+
+
+def test_a_resumed_run_counts_the_last_steps_on() -> None:
+    first = after(noisy(200), SKIP)
+    for step in range(16):
+        first.judge((2.0, 7.0)[step % 2], 1.0)
+    second = Guard(SKIP)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for guard in (first, second):
+        ends = [guard.judge(loss, 1.0) is not None and guard.ends for loss in (2.0, 7.0, 2.0, 7.0)]
+        assert ends == [False, False, False, True]
+    assert second.state_dict() == first.state_dict()
+    third = Guard(SKIP)
+    third.load_state_dict(first.state_dict())
+    assert not third.ends and third.judge(7.0, 1.0) is not None and not third.ends
+
+
 def test_a_resumed_run_counts_on_towards_the_new_level() -> None:
     first = after(noisy(200), TAKE)
     for loss in noisy(6, 7.0):
