@@ -97,6 +97,7 @@ def expert_figures(config: Any, step: int, micro_batches: int) -> dict[str, floa
         track_names=names,
         num_layers=config.num_layers,
         moe_layer_freq=config.moe_layer_freq,
+        mtp_num_layers=config.mtp_num_layers,
         total_loss_dict=totals,
     )
     return {f"moe_{name}": float(value) for name, value in totals.items()}
