@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         DataConfig,
         EngineConfig,
         LogConfig,
+        LoraConfig,
         MachineConfig,
         ModelConfig,
         PackingConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "LogConfig",
+    "LoraConfig",
     "MachineConfig",
     "ModelConfig",
     "PackingConfig",
@@ -67,7 +69,7 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
-_SECTIONS = ("Data", "Engine", "Log", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
+_SECTIONS = ("Data", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Recipe": ("zoo.config.schema", "Recipe"),

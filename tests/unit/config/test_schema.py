@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from dataclasses import fields, is_dataclass
 
+import zoo
 from zoo.config.reference import keys, schema_help
-from zoo.config.schema import CHOICES
+from zoo.config.schema import CHOICES, Recipe
 
 
 def test_every_key_has_its_comment() -> None:
@@ -26,3 +28,11 @@ def test_choices_are_keys_and_hold_the_default() -> None:
 def test_composing_a_recipe_imports_no_torch() -> None:
     code = "import sys, zoo; zoo.load_recipe('qwen3_omni_sft'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_section_is_exported() -> None:
+    """A program builds a recipe of `zoo.DataConfig` and its like."""
+    for item in fields(Recipe):
+        if is_dataclass(item.default_factory):
+            assert getattr(zoo, item.default_factory.__name__) is item.default_factory
+            assert item.default_factory.__name__ in zoo.__all__
