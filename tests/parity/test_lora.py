@@ -162,7 +162,7 @@ def with_adapters(recipe: Any, world: Any) -> tuple[Zoo, Any]:
 
 def load(case: Case, folder: Path, world: Any, target: Path) -> Adapted:
     zoo, adapters = with_adapters(recipe_of(case, folder), world)
-    exported = lora_files.export_adapters(adapters, target, zoo.assembly, zoo.recipe, world)
+    exported = lora_files.export_adapters(adapters, target, zoo.assembly, zoo.recipe, world, steps=0)
     base = load_plain(folder)
     wrapped = peft.PeftModel.from_pretrained(base, exported, is_trainable=True).eval()
     plain = getattr(wrapped.base_model.model, "thinker", wrapped.base_model.model)
