@@ -41,10 +41,10 @@ def expanded(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
-def cache_folder(name: str) -> Path:
-    """Where zoo keeps what it can make again: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name)."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return expanded(base) / "zoo" / name
+def cache_folder(name: str) -> Path | None:
+    """Where zoo keeps what it can make again: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name); None without a home."""
+    base = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return None if str(base).startswith("~") else base / "zoo" / name
 
 
 def sync(path: Path) -> None:

@@ -15,6 +15,7 @@ from zoo.config.entries import parse_entry
 from zoo.config.reference import keys, shown_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.files import expanded
 
 # Keys that may change without a word, by what they are about.
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
@@ -138,7 +139,7 @@ def _plain(entry: Any, key: str, rows_known: bool) -> dict[str, Any]:
 
 def _same(key: str, old: Any, new: Any) -> bool:
     if key in ("model.init", "lora.init") and old is not None and new is not None:
-        return old == new or Path(old).expanduser().resolve() == Path(new).expanduser().resolve()
+        return old == new or expanded(old).resolve() == expanded(new).resolve()
     if keys()[key].type == "list[str]":  # sets of names
         return sorted(map(str, old or [])) == sorted(new)
     return bool(old == new)

@@ -27,8 +27,11 @@ def keep_kernels() -> None:
     if len(capabilities := gpu_capabilities()) != 1:
         return
     ((major, minor),) = capabilities
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
-        folder = cache_folder("flash_attention_4") / f"sm{major}{minor}"
+    cache = cache_folder("flash_attention_4")
+    if cache is None:
+        return
+    with contextlib.suppress(OSError):
+        folder = cache / f"sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

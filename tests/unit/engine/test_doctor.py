@@ -218,3 +218,15 @@ def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert verb.run(["recipe=llava_sft", "size=tiny", "hardware=cpu", "kernels=norm"]) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out and "mend: engine.precision=fp32" in out
+
+
+def test_without_a_home_nothing_is_kept(
+    recipe: Any, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert startup._record({}) is None
+    startup._keep(None, {})
+    assert not list(tmp_path.iterdir())

@@ -35,7 +35,7 @@ def check_kernels(recipe: Recipe) -> None:
     from zoo.engine.doctor.machine import machine
 
     kept = _record(_asked(recipe, machine()))
-    if kept.is_file():
+    if kept is not None and kept.is_file():
         return
     print(
         "zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...",
@@ -90,13 +90,16 @@ def _asked(recipe: Recipe, facts: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _record(asked: dict[str, Any]) -> Path:
+def _record(asked: dict[str, Any]) -> Path | None:
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    return cache_folder("doctor") / f"{digest}.json"
+    cache = cache_folder("doctor")
+    return None if cache is None else cache / f"{digest}.json"
 
 
-def _keep(path: Path, found: dict[str, Any]) -> None:
-    """Write under another name first; a folder that can't be written costs a check at the next start, no more."""
+def _keep(path: Path | None, found: dict[str, Any]) -> None:
+    """Write under another name first; a folder that is not there, or can't be written, costs a check at the next start."""
+    if path is None:
+        return
     beside = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
