@@ -79,9 +79,8 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
     a pattern of `allow` are returned as problems instead.
     """
     problems = [
-        f"{resolution.source[name]}: differs from {resolution.source[tied]}, which the config ties it to"
-        for name, tied in resolution.doubles.items()
-        if not _equal(reader, resolution.source[name], resolution.source[tied])
+        f"{resolution.source[name]}: differs from {resolution.source[resolution.doubles[name]]}, which the config ties it to"
+        for name in unequal(resolution, reader)
     ]
     refused = [problem for problem in problems if not is_allowed(problem, allow)]
     if refused:
@@ -99,6 +98,14 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
             flush=True,
         )
     return problems
+
+
+def unequal(resolution: Resolution, reader: SafetensorsFolder) -> list[str]:
+    """Published names of a tied model's stored heads that differ from the embedding they are tied to."""
+    source = resolution.source
+    return [
+        name for name, tied in resolution.doubles.items() if not _equal(reader, source[name], source[tied])
+    ]
 
 
 def _equal(reader: SafetensorsFolder, one: str, other: str) -> bool:

@@ -24,6 +24,10 @@ from zoo.errors import UserError
 def run(arguments: Sequence[str]) -> int:
     """Score, and write a line a row."""
     _, rest = split_flags(arguments, ())
+    named = [argument.removeprefix("--") for argument in rest]
+    rest = [
+        one.removeprefix("rows=") if one.startswith("rows=") else one for one in named
+    ]  # as zoo verify has it
     places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
     if len(places) != 2:
         raise UserError(

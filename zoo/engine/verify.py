@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Comm, SafetensorsFolder
+from zoo.bridge.load import unequal
 from zoo.bridge.mapping import Bridge, Entry
 from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.streams import of_expert
@@ -154,10 +156,11 @@ class _Side:
             for entry in resolution.entries.values()
             for part in entry.layout.all_names(entry.binding, plan.dims.experts)
         }
+        passed = resolution.passed - set(unequal(resolution, reader))  # the others hold nothing of their own
         others = {
             name.removeprefix(CARRIED) if own else name: actual
             for name, actual in resolution.source.items()
-            if actual not in used and name not in resolution.passed
+            if actual not in used and name not in passed
         }
         entries = {
             name: entry
@@ -272,6 +275,28 @@ def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bo
     return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
 
 
+def transformers_class(arch: Mapping[str, Any]) -> Any:
+    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[arch["model_type"]]
+    return getattr(transformers, f"{config.__name__.removesuffix('Config')}ForConditionalGeneration")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws no progress bars; as before at the end."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 @plain_fp32()
 @torch.no_grad()
 def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
@@ -281,7 +306,7 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     arch = read_arch(place.files)
     recipe = recipe_for_weights(str(place.folder), family_of(arch).name)
     processor = build.assemble(recipe).processor
-    (name,) = arch["architectures"]
+    kind = transformers_class(arch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options = {
         "dtype": torch.float32,
@@ -292,7 +317,8 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     if quantisation(arch):  # what such a folder holds is of bf16
         how = transformers.FineGrainedFP8Config(dequantize=True)
         options |= {"dtype": torch.bfloat16, "quantization_config": how}
-    whole = getattr(transformers, name).from_pretrained(place.folder, **options)
+    with _without_bars():
+        whole = kind.from_pretrained(place.folder, **options)
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
     found = []
     for row in read_rows(str(rows)):

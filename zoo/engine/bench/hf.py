@@ -22,6 +22,7 @@ from zoo.engine.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, fi
 from zoo.engine.bench.steps import kernels, memory
 from zoo.engine.runlog import environment
 from zoo.engine.startup import Startup
+from zoo.engine.verify import transformers_class
 from zoo.nn.flops import model_cost
 from zoo.nn.tuned import settle
 
@@ -111,16 +112,14 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 
 def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """transformers' model of the architecture, made on the device with random weights."""
-    import transformers
-
-    (name,) = recipe.model.arch["architectures"]
+    kind = transformers_class(recipe.model.arch)
     config._attn_implementation = "sdpa"
     torch.manual_seed(recipe.run.seed)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = getattr(transformers, name)(config)
+            model = kind(config)
     finally:
         torch.set_default_dtype(before)
     return model.train()
