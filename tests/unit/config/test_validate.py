@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from zoo.config import validate as module
-from zoo.config.compose import replace_in
+from zoo.config.compose import load_recipe, replace_in
 from zoo.config.schema import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from zoo.config.validate import num_experts, run_folder, text_config, validate
 from zoo.errors import ConfigError, UserError
@@ -91,6 +91,22 @@ def test_run_folder() -> None:
 def test_the_text_config_is_found_wherever_it_lies(arch: dict[str, Any]) -> None:
     assert text_config(arch) == TEXT
     assert num_experts(arch) == 6
+
+
+def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
+    stray = {"num_experts": 6, "num_local_experts": 6}
+    for arch in (
+        {"model_type": "qwen3_vl", "text_config": {**TEXT, **stray, "model_type": "qwen3_vl_text"}},
+        {"model_type": "qwen3_5", "text_config": {**TEXT, **stray}},
+    ):
+        assert num_experts(arch) == 0
+    moe = {"model_type": "qwen3_vl_moe", "text_config": {**TEXT, "model_type": "qwen3_vl_moe_text"}}
+    assert num_experts(moe) == 6
+    dense = load_recipe("qwen3_vl_sft", ["size=tiny", "model.arch.text_config.num_experts=6"])
+    tensor = validate(replace_in(dense, {"parallel.tp": 2, "train.global_batch": 8}), 2)
+    assert tensor.parallel.sp is False
+    with pytest.raises(ConfigError, match="the model has no experts"):
+        validate(replace_in(dense, {"parallel.ep": 2, "train.global_batch": 8}), 2)
 
 
 # --- refusals
