@@ -48,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def shard_bytes(text: str) -> int:
     """`5GB`, `200 MB` or a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B?)", text.strip().upper())
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMG]?B?)", text.strip().upper())
     count = (
         int(float(match[1]) * _UNITS[match[2] + "B" if match[2] in ("K", "M", "G") else match[2]])
         if match

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.cli.arguments import split_flags
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 
 if TYPE_CHECKING:
     from zoo.engine.verify import Verification
 
 _SHOWN = 20
+_MOST = 1000  # nats
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,9 +55,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        tolerance = float(text)
     except ValueError:
-        raise UserError(f"tolerance={text}: a number is wanted, such as 1e-3") from None
+        tolerance = -1.0
+    if not 0 <= tolerance <= _MOST:
+        raise UserError(f"tolerance={printable(text, 200)}: wanted a number from 0 to {_MOST}, such as 1e-3")
+    return tolerance
 
 
 def table(found: Verification) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from zoo.config.reference import shown_value
+from zoo.config.schema import number, outside
 from zoo.errors import ConfigError
 
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
@@ -24,10 +26,14 @@ class DataEntry:
     split: str | None = None  # which split; not needed where there is one
     format: str | None = None  # of the rows; default: told by their keys
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
-    weight: float | None = None  # share of the rows drawn, against the other entries' weights
-    epochs: float | None = None  # passes over these rows in one epoch of the run
-    held_out: float | None = None  # share of the rows kept for evaluation: training gets the others
-    seed: int = 0  # which rows those are
+    weight: float | None = number(
+        None, above=0, most=1e9
+    )  # share of the rows drawn, against the other entries' weights
+    epochs: float | None = number(None, above=0, most=1e6)  # passes over these rows in one epoch of the run
+    held_out: float | None = number(
+        None, above=0, below=1
+    )  # share of the rows kept for evaluation: training gets the others
+    seed: int = number(0, 0, 2**32 - 1)  # which rows those are
     stream: bool = False  # read in order, without knowing how many rows there are
     rows: Any = None  # rows as objects, for programs: a list of dicts, or a datasets.Dataset
 
@@ -48,6 +54,7 @@ def parse_entry(value: Any, key: str) -> DataEntry:
         ConfigError: an unknown key, a value of the wrong type, or keys that do not go together.
     """
     if isinstance(value, DataEntry):
+        _check(value, key)
         return value
     if isinstance(value, str):
         return DataEntry(path=value)
@@ -92,12 +99,8 @@ def _check(entry: DataEntry, key: str) -> None:
         near = get_close_matches(entry.format, FORMS, n=1, cutoff=0.4)
         hint = f"nearest: {near[0]}; " if near else ""
         raise ConfigError(f"{key}: format={entry.format}: no such format; {hint}there are {', '.join(FORMS)}")
-    for name in ("weight", "epochs"):
-        value = getattr(entry, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ConfigError(f"{key}: {name}={value:g} of {entry}: wanted a number above 0")
-    if entry.held_out is not None and not 0 < entry.held_out < 1:
-        raise ConfigError(f"{key}: held_out={entry.held_out:g} of {entry}: wanted a share between 0 and 1")
+    for name, value, bounds in outside(entry):
+        raise ConfigError(f"{key}: {name}={shown_value(value)} of {entry}: wanted a number {bounds}")
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
 

@@ -7,8 +7,8 @@ checks that involve more than one key are in :mod:`zoo.config.validate`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -48,6 +48,15 @@ def number(
 ) -> Any:
     """A field that holds a number within `Bounds`."""
     return field(default=default, metadata={"bounds": Bounds(least=least, most=most, **strict)})
+
+
+def outside(held: Any) -> Iterator[tuple[str, Any, Bounds]]:
+    """Name, number and bounds of every field of a dataclass, and of a tuple's numbers, that is out of bounds; not None's."""
+    for item in fields(held):
+        value, bounds = getattr(held, item.name), item.metadata.get("bounds")
+        for one in value if isinstance(value, tuple) else (value,):
+            if bounds is not None and one is not None and not bounds.hold(one):
+                yield item.name, one, bounds
 
 
 # A key, its default with the bounds of a number, and its meaning stay on one line.

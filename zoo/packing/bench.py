@@ -33,6 +33,17 @@ from zoo.packing.layout import PackedLayout
 GROWTH = (1, 2, 4)  # times the tokens
 
 
+BOUNDS = {  # of Options
+    "samples": (1, 10**6),
+    "shortest": (1, 10**8),
+    "longest": (1, 10**8),
+    "cp": (1, 10**4),
+    "threads": (1, 1024),
+    "repeats": (1, 10**6),
+    "seed": (0, 2**32 - 1),
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """What is measured: `samples` of `shortest` to `longest` tokens, for each context-parallel size in `cp`."""
@@ -47,8 +58,10 @@ class Options:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.samples, self.shortest, self.threads, self.repeats, *self.cp) < 1:
-            raise ValueError("samples, shortest, cp, threads and repeats must be at least 1")
+        for name, (least, most) in BOUNDS.items():
+            value = getattr(self, name)
+            if not all(least <= one <= most for one in (value if isinstance(value, tuple) else (value,))):
+                raise ValueError(f"{name}: wanted whole numbers from {least:,} to {most:,}")
         if self.longest < self.shortest:
             raise ValueError(f"longest={self.longest} is below shortest={self.shortest}")
 

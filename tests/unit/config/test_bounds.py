@@ -1,18 +1,24 @@
 """Every number of a recipe has bounds, whichever way it comes in, and what is outside of them is one sentence."""
 
 import json
+from dataclasses import fields, replace
 from itertools import product
 from typing import Any
 
 import pytest
 
+from zoo.cli.convert import shard_bytes
 from zoo.cli.show import _schema, _schema_entries
+from zoo.cli.verify import _number
 from zoo.config.compose import load_recipe
+from zoo.config.entries import DataEntry, parse_entry
 from zoo.config.reference import keys, show_value
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
 from zoo.config.tree import schema_tree, set_key
 from zoo.config.validate import validate
-from zoo.errors import ConfigError
+from zoo.engine.bench import balance, convert, data, saves, soak, train
+from zoo.errors import ConfigError, UserError
+from zoo.packing import bench as packing
 
 NUMBERS = [key for key, entry in keys().items() if "int" in entry.type or "float" in entry.type]
 SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(10**400)]
@@ -88,3 +94,45 @@ def test_the_schema_shows_them() -> None:
     assert f"{'':<22} from 0 to 4,294,967,295" in _schema().splitlines()
     entry = next(one for one in json.loads(json.dumps(_schema_entries())) if one["key"] == "train.beta1")
     assert entry["bounds"] == {"least": 0, "above": None, "most": None, "below": 1}
+
+
+def numbers(of: Any) -> list[str]:
+    """Fields of a dataclass that hold a number, or several."""
+    return [item.name for item in fields(of) if "int" in str(item.type) or "float" in str(item.type)]
+
+
+def test_every_number_of_a_data_entry_has_bounds() -> None:
+    assert numbers(DataEntry) == ["weight", "epochs", "held_out", "seed"]
+    for name, value in product(numbers(DataEntry), SENSELESS):
+        if name == "seed" and isinstance(value, float):
+            continue  # another type, refused as that
+        for entry in ({"path": "x", name: value}, DataEntry(path="x", **{name: value})):
+            with pytest.raises(ConfigError) as caught:
+                parse_entry(entry, "data.train")
+            message = str(caught.value)
+            assert message.startswith(f"data.train: {name}=") and ": wanted a number " in message
+            assert "\n" not in message and len(message) < 500
+
+
+@pytest.mark.parametrize("room", [balance, convert, data, saves, soak, train, packing])
+def test_every_number_of_a_bench_has_bounds(room: Any) -> None:
+    options = room.Options()
+    assert numbers(options) or room is saves
+    for name, value in product(numbers(options), [-1, 10**18, 10**5000, -(10**400)]):
+        several = isinstance(getattr(options, name), tuple)
+        with pytest.raises((UserError, ValueError), match=f"^{name}.*: wanted (a )?whole number") as caught:
+            replace(options, **{name: (1, value) if several else value})
+        assert len(str(caught.value)) < 500
+
+
+def test_a_tolerance_is_a_number_that_decides() -> None:
+    for text in ("nan", "inf", "-1", "x", "1e9"):
+        with pytest.raises(UserError, match=f"^tolerance={text}: wanted a number from 0"):
+            _number(text)
+    assert _number("1e-3") == 1e-3
+
+
+def test_a_shard_is_not_of_endless_size() -> None:
+    with pytest.raises(UserError, match="wanted a size such as 5GB"):
+        shard_bytes("9" * 400 + "GB")
+    assert shard_bytes("200 MB") == 200 * 10**6

@@ -33,7 +33,7 @@ def test_table_and_json_say_the_same(report: bench_data.Report) -> None:
 
 
 def test_a_number_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(UserError, match="steps=0: wanted a number above 0"):
+    with pytest.raises(UserError, match="steps=0: wanted a whole number from 1 to 1,000,000"):
         bench_data.run(bench_data.Options(steps=0))
 
 

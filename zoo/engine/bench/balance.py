@@ -18,8 +18,10 @@ from statistics import mean
 from typing import Any
 
 from zoo.config.compose import load_recipe
+from zoo.config.schema import number
 from zoo.data.sizes import SampleSize
 from zoo.engine import build
+from zoo.engine.bench import Bounded
 from zoo.engine.costs import training_cost
 from zoo.errors import UserError
 from zoo.packing import length_sets, plan_bins, share_out
@@ -28,17 +30,17 @@ BUDGETS = {"receipts": 8192, "llava-mix": 8192, "long-video": 32768}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is measured: `count` rows of each set on `ranks` ranks, each of which takes `bins` packed rows a step."""
 
     recipe: str = "qwen3_vl_sft"
     size: str = "2b"
-    count: int = 100_000
-    ranks: tuple[int, ...] = (8, 64)
-    bins: int = 1
-    align: int = 1
-    lookahead: int = 256
-    seed: int = 0
+    count: int = number(100_000, 1, 10**8)
+    ranks: tuple[int, ...] = number((8, 64), 1, 10**5)
+    bins: int = number(1, 1, 10**4)
+    align: int = number(1, 1, 10**6)
+    lookahead: int = number(256, 1, 10**6)
+    seed: int = number(0, 0, 2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,6 @@ class Way:
 
 def run(options: Options) -> dict[str, list[Way]]:
     """Set -> its ways; raises UserError for numbers that make no sense."""
-    if min(options.count, *options.ranks, options.bins, options.align, options.lookahead) < 1:
-        raise UserError("count, ranks, bins, align and lookahead must be at least 1")
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
     config = build.assemble(recipe).config
     cost, rows = training_cost(config, recipe), config.tower_costs()["vision"].rows_per_token

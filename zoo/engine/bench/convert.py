@@ -24,6 +24,8 @@ from torch import Tensor
 from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe
+from zoo.config.schema import number
+from zoo.engine.bench import Bounded
 from zoo.engine.blueprint import blueprint
 from zoo.errors import UserError
 
@@ -31,19 +33,17 @@ CHUNK = 16 * 2**20  # bytes of random data made at once
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is measured, and where."""
 
     recipe: str = "qwen3_vl_sft"
     size: str = "4b"
     folder: str = "."  # on the disk that is measured; needs four times the checkpoint's bytes
-    shard_mb: int = 2000  # most bytes of a weights file, in MB
+    shard_mb: int = number(2000, 1, 10**8)  # most bytes of a weights file, in MB
 
 
 def run(options: Options) -> dict[str, Any]:
     """Seconds, bytes a second and peak memory of each way; `ratio` is to the copy's rate."""
-    if options.shard_mb < 1:
-        raise UserError(f"shard_mb={options.shard_mb}: wanted a number above 0")
     with tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=options.folder) as name:
         folder = Path(name)
         largest = make(folder / "hf", options)

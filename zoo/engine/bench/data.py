@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zoo.config.compose import load_recipe
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, number
 from zoo.data.decoder import HERE, Decoder
 from zoo.data.defaults import with_defaults
 from zoo.data.errors import RowError
@@ -26,24 +26,24 @@ from zoo.data.loader import BatchLoader
 from zoo.data.source import SampleSource
 from zoo.data.workers import decoder_for
 from zoo.engine import build
+from zoo.engine.bench import Bounded
 from zoo.engine.costs import training_cost
-from zoo.errors import UserError
 
 MARKS = 10  # memory is read so often
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is measured."""
 
     recipe: str = "qwen3_vl_sft"
     size: str = "tiny"
     data: str = ""  # a JSONL file or bundled set; default: the recipe's data.train
-    rows: int = 500  # most rows that are measured and encoded one by one
-    samples: int = 2000  # samples that go through the loader while memory is watched
-    step_ms: int = 200  # length of the step that training is taken to have
-    steps: int = 20
-    cache_mb: int = 64  # data.cache_mb while memory is watched, so that the cache is full early
+    rows: int = number(500, 1, 10**8)  # most rows that are measured and encoded one by one
+    samples: int = number(2000, 1, 10**8)  # samples that go through the loader while memory is watched
+    step_ms: int = number(200, 1, 10**6)  # length of the step that training is taken to have
+    steps: int = number(20, 1, 10**6)
+    cache_mb: int = number(64, 1, 10**8)  # data.cache_mb while memory is watched: the cache is full early
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,6 @@ class Report:
 
 def run(options: Options) -> Report:
     """Measure; raises UserError for a recipe or rows that can't be used."""
-    for name in ("rows", "samples", "step_ms", "steps", "cache_mb"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name}={getattr(options, name)}: wanted a number above 0")
     recipe = load_recipe(options.recipe, [f"size={options.size}"])
     if options.data:
         recipe = replace(recipe, data=replace(recipe.data, train=[options.data]))

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zoo.config.schema import number
+from zoo.engine.bench import Bounded
 from zoo.errors import UserError
 
 PERIOD = 0.25  # seconds between two looks
@@ -34,15 +36,15 @@ SHORT_ROWS = {  # a step takes little, and whatever a step leaves behind shows a
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is run."""
 
     recipe: str = "qwen3_vl_sft"
     size: str = "tiny"
-    nproc: int = 1
-    steps: int = 10_000
-    every: int = 500  # steps between evaluations, and between saves
-    after: int = 1000  # steps that are not counted: caches fill, allocators settle
+    nproc: int = number(1, 1, 4096)
+    steps: int = number(10_000, 100, 10**9)
+    every: int = number(500, 1, 10**9)  # steps between evaluations, and between saves
+    after: int = number(1000, 1, 10**9)  # steps that are not counted: caches fill, allocators settle
     folder: str = "soak"  # where the run, soak.json and soak.png go
 
 
@@ -91,8 +93,8 @@ def run(options: Options, overrides: Sequence[str] = ()) -> Report:
     Raises:
         UserError: the steps are too few to see growth, or the run has failed.
     """
-    if options.steps < 2 * options.after or options.steps < 100:
-        raise UserError(f"steps={options.steps}: wanted 100 or more, and twice after={options.after}")
+    if options.steps < 2 * options.after:
+        raise UserError(f"steps={options.steps}: wanted at least twice after={options.after}")
     folder = Path(options.folder)
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

@@ -18,8 +18,9 @@ from typing import Any
 
 from zoo.config.compose import load_recipe
 from zoo.config.devices import gpu_count
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, number
 from zoo.config.validate import data_parallel, text_config
+from zoo.engine.bench import Bounded
 from zoo.engine.bench import profile as bench_profile
 from zoo.engine.bench.setting import Setting, as_dict, missing
 from zoo.engine.launch import WorkerError, run_task
@@ -33,18 +34,18 @@ SETTINGS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Bounded):
     """What is measured. Keys with a dot are the recipe's own."""
 
     recipe: str = "qwen35_vl_sft"
     size: str = "2b"
     settings: tuple[str, ...] = SETTINGS
     backends: tuple[str, ...] = ("torch", "te")
-    samples: int = 64  # a data-parallel rank
-    passes: int = 2  # over the samples, timed; one more warms up
-    longest: int = 2048  # most tokens of a sample
-    layers: int = 0  # of the decoder; 0: all
-    nproc: int = 1
+    samples: int = number(64, 1, 10**6)  # a data-parallel rank
+    passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
+    longest: int = number(2048, 1, 10**8)  # most tokens of a sample
+    layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
+    nproc: int = number(1, 1, 4096)
     out: str = ""  # file for the results
 
 
@@ -65,9 +66,6 @@ def run(
         UserError: options or overrides that make no sense.
         KeyboardInterrupt: stopped; what is there is written.
     """
-    for name in ("samples", "passes", "longest", "nproc"):
-        if getattr(options, name) < 1:
-            raise UserError(f"{name}={getattr(options, name)}: wanted a number above 0")
     recipe = bench_recipe(options, overrides)
     report: Line = {
         "bench": "train",
