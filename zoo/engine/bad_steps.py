@@ -117,7 +117,9 @@ def stopped(
 ) -> UserError:
     """Why the run ends, what is kept, and what can be done."""
     row = guard.row_ends
-    steps = f"{guard.in_a_row} bad steps in a row" if row else f"{guard.limit} bad steps of the last {guard.span}"
+    steps = (
+        f"{guard.in_a_row} bad steps in a row" if row else f"{guard.limit} bad steps of the last {guard.span}"
+    )
     steps = "1 bad step" if row and guard.in_a_row == 1 else steps
     kept = f"the weights are those before them, saved in {saved}; " if saved else ""
     if row and train.on_bad_step == "stop":

@@ -43,7 +43,7 @@ class Guard:
         self.new_level: float | None = None  # the median of losses that the last step has made the level
         self._spikes: list[float] = []  # losses of the spikes among those in a row
         self._step = 0  # steps judged so far
-        self._bad_at: deque[int] = deque()  # those of the last SPAN * limit that were bad, but for a level's that was taken
+        self._bad_at: deque[int] = deque()  # those of the last `span` that were bad, but for a taken level's
         self._level_at: int | None = None  # the one at which a level was taken last
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
