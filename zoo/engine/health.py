@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.verdict import Seen, birth, machine
+from zoo.engine.parent import birth, machine
+from zoo.engine.verdict import Seen
 from zoo.files import write_atomically
 
 _STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone

@@ -33,11 +33,12 @@ from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
 from zoo.engine.health import forget_health, write_health
 from zoo.engine.interrupts import INTERRUPTED, PREEMPTED, Interrupts
+from zoo.engine.parent import birth, machine
 from zoo.engine.phases import Phases
 from zoo.engine.resources import DISK
 from zoo.engine.runlock import RunLock
 from zoo.engine.runlog import append_event, has_ended
-from zoo.engine.verdict import Beat, Seen, Verdict, birth, describe, judge, machine
+from zoo.engine.verdict import Beat, Seen, Verdict, describe, judge
 from zoo.engine.world import World
 from zoo.errors import UserError, file_error
 

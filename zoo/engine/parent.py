@@ -1,4 +1,4 @@
-"""Processes that end soon after the one that started them is gone, even where that was killed. Imports no torch.
+"""Processes: what tells one from another, and ends one soon after that which started it is gone. Imports no torch.
 
 A :class:`Launcher` names itself to what it starts: its process id, its start time, and a pipe whose other end it alone holds.
 So what it started knows even where the launcher was gone before the first line of Python ran. A rank that torchrun, SLURM or
@@ -13,16 +13,44 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import zoo
 from zoo.engine.interrupts import LOST, heard
-from zoo.engine.verdict import birth
 
 LAUNCHER = "ZOO_LAUNCHER"  # environment: process id, start time ("-": not known), pipe and its inode
 _POLL_SECONDS = 2.0
 _DEAF_SECONDS = 30.0  # longest that a signal may go unheard where nobody waits for this process any more
 _watching: set[int] = set()  # process ids of this one, which a fork changes
+
+
+def machine() -> str:
+    """What process ids are counted in: this host and, in a container, its namespace."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{os.uname().nodename} {space}".strip()
+
+
+def birth(pid: int) -> str | None:
+    """When a process of this machine was started, in the kernel's units; None where it is no more (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:  # a system without /proc
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return ""
+    except OSError:
+        return ""
+    return None if fields[0] in "ZX" else fields[19]
 
 
 class Launcher:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from zoo.engine.verdict import birth, machine
+from zoo.engine.parent import birth, machine
 from zoo.errors import UserError
 
 LOCK = "run.lock"

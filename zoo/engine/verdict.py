@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -158,31 +157,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             spans.append([rank, rank])
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
-
-
-def machine() -> str:
-    """What process ids are counted in: this host and, in a container, its namespace."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return f"{os.uname().nodename} {space}".strip()
-
-
-def birth(pid: int) -> str | None:
-    """When a process of this machine was started, in the kernel's units; None where it is no more (or a zombie)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return None
-        try:  # a system without /proc
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return None
-        except PermissionError:
-            pass
-        return ""
-    except OSError:
-        return ""
-    return None if fields[0] in "ZX" else fields[19]

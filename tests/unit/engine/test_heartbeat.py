@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from zoo.engine.heartbeat import Watch
+from zoo.engine.parent import machine
 from zoo.engine.phases import Phases
 from zoo.engine.runlog import append_event
-from zoo.engine.verdict import Beat, Seen, Verdict, machine
+from zoo.engine.verdict import Beat, Seen, Verdict
 
 
 class Left(Exception):

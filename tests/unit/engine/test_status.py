@@ -10,8 +10,8 @@ import pytest
 
 from zoo.cli.main import main
 from zoo.engine.health import HEALTH
+from zoo.engine.parent import birth, machine
 from zoo.engine.status import read_status, told
-from zoo.engine.verdict import birth, machine
 
 RANK = {
     "rank": 0, "state": "alive", "step": 9, "phase": "data", "phase_seconds": 1.0, "silent_seconds": 0.2, "stuck_seconds": 0.3,

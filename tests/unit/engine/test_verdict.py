@@ -7,8 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from zoo.engine.parent import birth
 from zoo.engine.phases import Moment, where
-from zoo.engine.verdict import Beat, Seen, birth, describe, judge
+from zoo.engine.verdict import Beat, Seen, describe, judge
 
 
 def seen(
