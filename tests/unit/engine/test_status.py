@@ -100,8 +100,8 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert main(["show", str(path)]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"zoo: error: {path}") and said in err and err.count("\n") == 1
-    assert main(["show", "qwen3_omni_sft"]) == 2
-    assert "the recipe is given as recipe=qwen3_omni_sft" in capsys.readouterr().err
+    assert main(["show", "qwen3_omni_sft"]) == 0
+    assert "recipe: qwen3_omni_sft" in capsys.readouterr().out
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
