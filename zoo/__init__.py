@@ -29,12 +29,12 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from zoo.engine.convert import convert
-    from zoo.engine.launch import launch as train
-    from zoo.engine.planning import plan
-    from zoo.engine.result import TrainResult
-    from zoo.engine.score import score
-    from zoo.engine.verify import verify
+    from zoo.engine.launch.launcher import launch as train
+    from zoo.engine.planning.plan import plan
+    from zoo.engine.report.result import TrainResult
+    from zoo.engine.tools.convert import convert
+    from zoo.engine.tools.score import score
+    from zoo.engine.tools.verify import verify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -73,13 +73,13 @@ _SECTIONS = ("Data", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Pa
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Recipe": ("zoo.config.schema", "Recipe"),
-    "TrainResult": ("zoo.engine.result", "TrainResult"),
-    "convert": ("zoo.engine.convert", "convert"),
+    "TrainResult": ("zoo.engine.report.result", "TrainResult"),
+    "convert": ("zoo.engine.tools.convert", "convert"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
-    "plan": ("zoo.engine.planning", "plan"),
-    "score": ("zoo.engine.score", "score"),
-    "train": ("zoo.engine.launch", "launch"),
-    "verify": ("zoo.engine.verify", "verify"),
+    "plan": ("zoo.engine.planning.plan", "plan"),
+    "score": ("zoo.engine.tools.score", "score"),
+    "train": ("zoo.engine.launch.launcher", "launch"),
+    "verify": ("zoo.engine.tools.verify", "verify"),
 }
 
 
@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'zoo' has no attribute {name!r}")
     module, attribute = _WHERE[name]
-    from zoo.engine.untouched import untouched
+    from zoo.engine.distributed.process_state import untouched
 
     with untouched():  # what libraries have to say on import is left out
         return getattr(importlib.import_module(module), attribute)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zoo.engine.bench.plot import fill
+from zoo.bench.plot import fill
 
 HERE = Path(__file__).parent
 

@@ -19,8 +19,8 @@ from matplotlib import pyplot as plt
 
 import zoo
 from zoo.config.validate import validate
-from zoo.data.loader import BatchLoader, SampleSource
-from zoo.engine.build import assemble
+from zoo.data.loading.loader import BatchLoader, SampleSource
+from zoo.engine.model.build import assemble
 
 OUT = Path(__file__).with_name("packed_rows.svg")
 BUDGET, ROWS = 256, 3  # tokens of a packed row, packed rows drawn

@@ -1,6 +1,6 @@
 """The model: zoo's decoder, without towers."""
 
-from zoo.nn.decoder_config import transformer_config
+from zoo.nn.decoder.config import transformer_config
 from zoo.nn.multimodal import MultimodalModel
 
 

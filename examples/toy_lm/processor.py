@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from transformers import AutoTokenizer
 
-from zoo.data.processor import ChatMarkers, Processor
+from zoo.data.processors.processor import ChatMarkers, Processor
 from zoo.data.tokenizer import ROOT
 
 MARKERS = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.models.llava.config import LlavaConfig
 from zoo.models.llava.tower import Projector, Tower
-from zoo.nn.decoder_config import transformer_config
+from zoo.nn.decoder.config import transformer_config
 from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
 
 

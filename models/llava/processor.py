@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.data.processor import ChatMarkers, Processor, as_tensor
-from zoo.data.rows import Row
-from zoo.data.sizes import Headers
+from zoo.data.media.sizes import Headers
+from zoo.data.processors.processor import ChatMarkers, Processor, as_tensor
+from zoo.data.processors.vision import load_processor
+from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
-from zoo.data.vision import load_processor
 from zoo.errors import ConfigError
 from zoo.models.llava.config import LlavaConfig
 

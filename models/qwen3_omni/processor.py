@@ -1,6 +1,6 @@
 """Qwen3-Omni's processor: images, videos, speech and videos with their sound, as the thinker's towers take them.
 
-Media tensors of a sample (each joined along dim 0 over samples), beside those of `zoo.data.vision`:
+Media tensors of a sample (each joined along dim 0 over samples), beside those of `zoo.data.processors.vision`:
     video_second_per_grid (n,) float32, seconds of a temporal patch;
     input_features (frames, mel) float32, padding removed, and feature_lens (n,) int64, mel frames of each clip.
 """
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.data import vision
 from zoo.data.errors import RowError
-from zoo.data.processor import Processor, as_tensor
-from zoo.data.rows import Row
+from zoo.data.media.sizes import Headers
+from zoo.data.processors import vision
+from zoo.data.processors.processor import Processor, as_tensor
 from zoo.data.sample import Sample
-from zoo.data.sizes import Headers
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from zoo.data.timestamped import TimestampedProcessor
+from zoo.data.processors.timestamped import TimestampedProcessor
 
 build_processor = TimestampedProcessor.build

@@ -78,7 +78,7 @@ def last_event(folder: Path) -> dict[str, Any]:
     ("fault", "more", "code", "said", "reason"),
     [
         ("1 40 kill", (), 137, "rank 1 died, last seen after step ", "died"),
-        ("0 40 raise", (), 1, "rank 0 failed after step 39, in data at zoo/data/loader.py:", "failed"),
+        ("0 40 raise", (), 1, "rank 0 failed after step 39, in data at zoo/data/loading/loader.py:", "failed"),
         ("1 40 hang", ("run.hang_timeout=0.05",), 76, "rank 1 got no further for 3 s (run.hang_timeout) after step 39, in data", "hangs"),
         ("0 40 freeze", ("run.hang_timeout=0.05",), 76, "rank 0 gave no sign of life for 3 s, last seen after step ", "silent"),
     ],

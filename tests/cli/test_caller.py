@@ -18,7 +18,7 @@ import torch.distributed
 import megatron.core.dist_checkpointing.serialization, megatron.core.optimizer.distrib_optimizer
 import megatron.core.tensor_parallel.random, megatron.core.transformer.moe.token_dispatcher
 from torch.overrides import _get_current_function_mode_stack
-import zoo, zoo.engine.loop, zoo.engine.score, zoo.engine.convert, zoo.engine.launch
+import zoo, zoo.engine.train.trainer, zoo.engine.tools.score, zoo.engine.tools.convert, zoo.engine.launch.launcher
 
 ARGUMENTS = json.loads(sys.argv[1])
 FOLDER = sys.argv[2]
@@ -172,7 +172,7 @@ def test_groups_of_somebody_else_are_left_alone(tmp_path: Path, monkeypatch: pyt
     program = """
         import torch.distributed as dist
         from zoo.config.schema import Recipe
-        from zoo.engine.world import world
+        from zoo.engine.distributed.world import world
         from zoo.errors import UserError
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:

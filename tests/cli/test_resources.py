@@ -9,7 +9,7 @@ from support.commands import Zoo, logged, summary
 from support.disks import Disk, mounted, remount
 
 from zoo.config.locate import checkpoints
-from zoo.engine.saving import files
+from zoo.engine.checkpoint import integrity
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -97,7 +97,9 @@ def test_host_memory_that_is_used_up_is_told_with_the_planners_figures(zoo: Zoo,
     assert (
         "packing.budget=8192 would make it " in message and "engine.recompute=full would make it " in message
     )
-    assert not any(files.faults(found) for found in checkpoints(tmp_path / "run"))  # it may have come so far
+    assert not any(
+        integrity.faults(found) for found in checkpoints(tmp_path / "run")
+    )  # it may have come so far
     assert summary_is_missing(tmp_path / "run")
 
 

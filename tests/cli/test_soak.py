@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zoo.engine.bench.soak import Options, run, table
+from zoo.bench.soak import Options, run, table
 
 SMALL = (
     "model.arch.text_config.num_hidden_layers=1",

@@ -18,7 +18,7 @@ from support.rank_tasks import Layout, Plan, run_layouts
 from torch import Tensor
 
 from zoo.config.files import read_recipe
-from zoo.engine.build import assemble
+from zoo.engine.model.build import assemble
 from zoo.registry import get_family
 
 LIMIT = 2e-5

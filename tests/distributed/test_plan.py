@@ -11,7 +11,7 @@ from support.tiny import RECIPES
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning import model_of
+from zoo.engine.planning.plan import model_of
 from zoo.planner.memory import Memory, in_flight, memory
 
 ROW = ("packing.budget=1024", "data.augment=0", "data.train=digits:train", "data.eval=digits:heldout")

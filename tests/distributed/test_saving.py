@@ -15,7 +15,7 @@ from support import rank_tasks
 from support.pool import Pool, PoolError
 
 from zoo.config.locate import checkpoints
-from zoo.engine.saving import files
+from zoo.engine.checkpoint import integrity
 
 # Losses as test_training.py has them for this model; a state that is lost or shifted shows from 1e-3 on.
 FOLLOWED = {"loss": 5e-5, "mtp_loss": 5e-5, "grad_norm": 2e-4}
@@ -129,8 +129,8 @@ def go_on(pool: Pool, folder: Path, ranks: int = 2) -> list[int]:
 def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
     first, second = checkpoints(finished)
     for folder in (first, second):
-        assert not files.faults(folder)
-        names = set(json.loads((folder / files.MANIFEST).read_text())["files"])
+        assert not integrity.faults(folder)
+        names = set(json.loads((folder / integrity.MANIFEST).read_text())["files"])
         assert {
             ".metadata",
             "metadata.json",
@@ -181,7 +181,7 @@ def add(folder: Path) -> str:
 
 
 DAMAGE = {
-    "a bit": spoil_tensors, "cut short": cut_short, "no index": lose(".metadata"), "no sums": lose(files.MANIFEST),
+    "a bit": spoil_tensors, "cut short": cut_short, "no index": lose(".metadata"), "no sums": lose(integrity.MANIFEST),
     "one more": add,
 }  # fmt: skip
 
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path
     assert told["checkpoint"] == "iter_4" and str(newest / name) in told["why"] and told["step"] == 2
     assert (copied / "checkpoints" / "damaged_iter_4").is_dir()
     assert [path.name for path in checkpoints(copied)] == ["iter_4", "iter_6"]  # a new iter_4
-    assert not any(files.faults(path) for path in checkpoints(copied))
+    assert not any(integrity.faults(path) for path in checkpoints(copied))
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["in one", "in all"])
@@ -216,8 +216,8 @@ def test_damage_beside_the_weights_stops_no_run(
     told = {event["file"]: event["outcome"] for event in events if event.get("event") == "damaged_file"}
     assert told.keys() == {"hf/tokenizer.json", "hf/config.json"}
     assert all(("no whole copy" in outcome) == everywhere for outcome in told.values())
-    assert not files.faults(copied / "checkpoints" / "iter_6")
-    assert bool(files.faults(copied / "checkpoints" / "iter_4")) == everywhere
+    assert not integrity.faults(copied / "checkpoints" / "iter_6")
+    assert bool(integrity.faults(copied / "checkpoints" / "iter_4")) == everywhere
     pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 
 
@@ -303,8 +303,8 @@ def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: P
     newest, sprung = copied / "checkpoints" / "iter_4", tmp_path / "sprung"
     change, message = TRAPS[what]
     change(newest, Trap(sprung))
-    (newest / files.MANIFEST).unlink()
-    files.write_manifest(newest, {})
+    (newest / integrity.MANIFEST).unlink()
+    integrity.write_manifest(newest, {})
     if message is None:  # nothing reads that file
         assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]
     else:

@@ -1,6 +1,6 @@
 """Files of images, videos and sound of any bytes: decoded or refused, under the limits of a worker, which never ends by itself.
 
-A decoder that crashes would end its worker; that is a bad row too (tests/unit/data/test_workers.py), but none is known, so
+A decoder that crashes would end its worker; that is a bad row too (tests/unit/data/media/test_decoding_workers.py), but none is known, so
 the same worker must last.
 """
 
@@ -19,9 +19,9 @@ from PIL import Image
 from support.fuzz import CASE_SECONDS, fuzzed, mutated, within
 
 from zoo.data.errors import RowError
-from zoo.data.refs import Blob
-from zoo.data.rows import Row
-from zoo.data.workers import Workers
+from zoo.data.media.decoding_workers import Workers
+from zoo.data.sources.references import Blob
+from zoo.data.sources.rows import Row
 
 ROW_MB = 1024
 SECONDS = 8.0
@@ -133,8 +133,8 @@ def test_sounds(data: bytes, workers: Workers) -> None:
 @given(kind=st.sampled_from(["image", "video", "audio"]), data=st.data())
 def test_in_the_rank_itself(kind: str, data: Any) -> None:
     """With data.workers=0, and headers with any number of workers: no other error than a RowError."""
-    from zoo.data.decoder import HERE
-    from zoo.data.sizes import image_size
+    from zoo.data.media.decoder import HERE
+    from zoo.data.media.sizes import image_size
 
     medium = Blob(data.draw(mutated({"image": IMAGES, "video": VIDEOS, "audio": SOUNDS}[kind])), f"x.{kind}")
     row = Row(messages=(), source="x:1", root=Path())

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from support.fuzz import fuzzed, inside, memory_below, mutated, read_as_rows, within
 
 from zoo.config.entries import DataEntry
-from zoo.data.refs import Access
-from zoo.data.tables import open_table
+from zoo.data.sources.references import Access
+from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
 
 MEMORY_MB = 1024

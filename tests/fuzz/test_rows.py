@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from support.fuzz import fuzzed, inside, memory_below, mutated, within
 
 from zoo.data.errors import RowError
-from zoo.data.formats.choose import FORMATS
-from zoo.data.refs import Access
-from zoo.data.rows import Row, load_line, make_row
+from zoo.data.sources.formats.choose import FORMATS
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, load_line, make_row
 
 MEMORY_MB = 1024
 SAY = {"role": "user", "content": "Say 7."}

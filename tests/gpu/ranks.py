@@ -109,7 +109,7 @@ def prepare(case: Case, root: Path) -> Any:
     from support.rank_tasks import Layout, Plan
     from support.stacks import STACKS
 
-    from zoo.engine.build import assemble
+    from zoo.engine.model.build import assemble
 
     if case.kind == "run":
         return [*SHORT, *case.overrides, f"run.dir={root / case.name.replace(' ', '_').replace(':', '')}"]
@@ -145,10 +145,13 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     import torch.distributed as dist
     from support.rank_tasks import run_layouts, train
 
-    from zoo.engine.parent import end_with_parent
+    from zoo.engine.distributed.processes import end_with_parent
 
     end_with_parent()
-    for module in ("transformers.models", "zoo.engine.loop"):  # which cases would import in their time
+    for module in (
+        "transformers.models",
+        "zoo.engine.train.trainer",
+    ):  # which cases would import in their time
         importlib.import_module(module)
     destroy = dist.destroy_process_group
     (folder / f"ready.{first}.{rank}").touch()
@@ -307,7 +310,7 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
         )  # whose imports go on beside what stands here
         ahead = ThreadPoolExecutor(1)  # makes what later cases are given while ranks work on earlier ones
         try:
-            from zoo.engine.launch import free_port
+            from zoo.engine.launch.launcher import free_port
 
             everything = list(dict.fromkeys(each for case in cases for each in (*references(case), case)))
             tasks = [(case, ahead.submit(prepare, case, folder)) for case in everything]

@@ -10,7 +10,7 @@ from support.tiny import RECIPES
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.doctor.visit import visit
+from zoo.doctor.run_checks import visit
 
 BACKENDS = ["torch", *(["te"] if importlib.util.find_spec("transformer_engine") else [])]
 PUBLISHED = {

@@ -85,7 +85,7 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
 
 def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
     """The recipe's assembly, and its model with weights under mcore's DDP."""
-    from zoo.engine import build
+    from zoo.engine.model import build
 
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, here)
@@ -98,7 +98,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 copies, which keep what bf16 rounds off."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine import build
+    from zoo.engine.model import build
 
     overrides = [
         "size=tiny",
@@ -137,7 +137,7 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
     """By the matrix product itself on a GPU, and the same as those that autograd makes and DDP adds."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine import build
+    from zoo.engine.model import build
 
     overrides = ["size=tiny", "hardware=cpu", "engine.precision=bf16", f"run.dir={tmp_path}"]
     recipe = validate(load_recipe("qwen3_vl_sft", [*overrides, f"engine.backend={backend}"]), 1)

@@ -10,8 +10,8 @@ from support.engine import packed_batch, recipe_for
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
-from zoo.engine import build
-from zoo.nn import accumulate
+from zoo.engine.model import build
+from zoo.nn.decoder import weight_gradients
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -27,7 +27,7 @@ def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[i
     build.init_weights(chunks, assembly, recipe, world)
     build.freeze(chunks, recipe.model.freeze, assembly.family)
     (wrapped,) = build.wrap_ddp(chunks, recipe)
-    count = accumulate.accumulate_in_place(chunks) if in_place else 0
+    count = weight_gradients.accumulate_in_place(chunks) if in_place else 0
     step, examples = build.build_step(assembly, recipe, world), vision_examples(assembly.processor)
     wrapped.zero_grad_buffer()
     for name in ("image-long", "text-short"):
@@ -46,13 +46,13 @@ def test_the_gradient_is_the_same(
     overrides: tuple[str, ...], folder: Path, cpu_world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[torch.Tensor] = []
-    plain = accumulate._Products.wgrad_gemm_accum_fp32
+    plain = weight_gradients._Products.wgrad_gemm_accum_fp32
 
     def product(x: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
         made.append(total)
         plain(x, grad, total)
 
-    monkeypatch.setattr(accumulate._Products, "wgrad_gemm_accum_fp32", staticmethod(product))
+    monkeypatch.setattr(weight_gradients._Products, "wgrad_gemm_accum_fp32", staticmethod(product))
     _, wanted = summed(folder, cpu_world, *overrides, in_place=False)
     assert not made
     count, found = summed(folder, cpu_world, *overrides, in_place=True)
@@ -75,5 +75,5 @@ def test_linears_of_transformer_engine(fp8: str | None, trained: bool, found: in
     linear.config = SimpleNamespace(fp8=fp8)
     if trained:
         linear.weight.main_grad = torch.zeros(2, 2)
-    assert accumulate.accumulate_in_place([linear]) == found
+    assert weight_gradients.accumulate_in_place([linear]) == found
     assert (linear.fuse_wgrad_accumulation, linear.is_first_microbatch) == (bool(found), not found)

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import collate
-from zoo.data.source import SampleSource
-from zoo.engine import build
+from zoo.engine.model import build
 from zoo.nn.flops import model_cost
 from zoo.packing import PackedLayout
 

@@ -29,10 +29,11 @@ from support.vision_rows import vision_examples
 from support.weights import tensors
 from torch import Tensor
 
-from zoo.bridge.adapters import tensor_names, to_peft
-from zoo.engine import build, lora_files
-from zoo.engine.export import export
-from zoo.engine.lora import seed_dropout
+from zoo.bridge.peft import tensor_names, to_peft
+from zoo.engine.checkpoint import lora_files
+from zoo.engine.checkpoint.export import export
+from zoo.engine.model import build
+from zoo.engine.model.lora import seed_dropout
 from zoo.errors import UserError
 
 LOGITS, GRADIENTS = 4e-5, 2e-5

@@ -13,7 +13,7 @@ from support.engine import packed_batch, recipe_for
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
 
-from zoo.engine import build
+from zoo.engine.model import build
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallel
 
 
 def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
-    """New adapters (zoo.engine.lora.Adapters), B random, the same under any parallel layout."""
-    from zoo.engine import build
+    """New adapters (zoo.engine.model.lora.Adapters), B random, the same under any parallel layout."""
+    from zoo.engine.model import build
 
     adapters = build.attach_adapters(chunks, assembly, recipe, world)
     for one in adapters.held:

@@ -78,7 +78,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     from zoo.config.schema import PackingConfig, Recipe
-    from zoo.nn.decoder_config import transformer_config
+    from zoo.nn.decoder.config import transformer_config
     from zoo.registry import get_family
 
     family = get_family(CASES[case][0])

@@ -28,7 +28,7 @@ def recipe_for(folder: Path | str, *overrides: str, recipe: str = RECIPE, ranks:
 def single_process_world() -> Iterator[Any]:
     """zoo's world of one rank under gloo, whatever launcher variables the environment holds."""
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.engine.world import world
+    from zoo.engine.distributed.world import world
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -86,7 +86,7 @@ class Zoo:
     @classmethod
     def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
         """Weights of a Hugging Face folder, in training mode."""
-        from zoo.engine import build
+        from zoo.engine.model import build
 
         recipe = recipe_for(folder, *overrides)
         assembly = build.assemble(recipe)
@@ -96,7 +96,7 @@ class Zoo:
 
     def step(self, **packing: Any) -> Any:
         """The family's step; `packing` replaces keys of the recipe's packing section."""
-        from zoo.engine.build import build_step
+        from zoo.engine.model.build import build_step
 
         recipe = replace(self.recipe, packing=replace(self.recipe.packing, **packing))
         return build_step(self.assembly, recipe, self.world)
@@ -129,7 +129,7 @@ class Zoo:
 
     def published(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors by zoo's parameter names as those of the bridge's published Hugging Face names."""
-        from zoo.engine.build import model_dims
+        from zoo.engine.model.build import model_dims
 
         bridge, dims = self.assembly.family.load("bridge"), model_dims(self.assembly)
         out: dict[str, Tensor] = {}

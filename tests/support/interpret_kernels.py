@@ -17,6 +17,7 @@ from torch import Tensor
 import zoo.nn.kernels.gelu
 import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
+from zoo.nn.decoder.rotary import apply_rotary
 from zoo.nn.kernels.conv import causal_conv_silu
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
@@ -25,7 +26,6 @@ from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
 from zoo.nn.kernels.rotary import rotate, rotate_qkv
 from zoo.nn.kernels.swiglu import swiglu
-from zoo.nn.rotary import apply_rotary
 
 LENGTHS = (1, 2, 70, 40, 3)  # of segments: one token, fewer than the convolution sees, more than a tile
 

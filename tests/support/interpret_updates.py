@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.engine import single_process_world
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine import adamw, build, guard
+from zoo.engine.model import build
+from zoo.engine.train import adamw, bad_step_detector
 
 STEPS = 4
 
@@ -50,7 +51,7 @@ def updated(
             adamw.fuse(optimizer)
         for p in wrapped.parameters():
             p.main_grad.copy_(torch.randn(p.shape) * 10.0 ** (step - 2))  # type: ignore[attr-defined]  # some are clipped
-        guard.step_if(optimizer, scheduler, lambda norm, step=step: 0 <= step < STEPS)
+        bad_step_detector.step_if(optimizer, scheduler, lambda norm, step=step: 0 <= step < STEPS)
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
     (one,) = optimizer.chained_optimizers

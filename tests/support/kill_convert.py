@@ -17,7 +17,8 @@ from unittest.mock import patch
 
 from zoo.bridge import SafetensorsFolder
 from zoo.config.locate import look
-from zoo.engine import blueprint, convert
+from zoo.engine.model import meta_model
+from zoo.engine.tools import convert
 
 
 def whole(folder: Path, wanted: dict[str, int]) -> bool:
@@ -33,7 +34,7 @@ def whole(folder: Path, wanted: dict[str, int]) -> bool:
 
 def main(source: str, target: Path, kills: int) -> dict[str, int]:
     arch = json.loads((Path(source) / "config.json").read_text())
-    plan = blueprint.blueprint(arch)
+    plan = meta_model.blueprint(arch)
     random.seed(0)
     with patch.object(convert, "blueprint", lambda *_: plan):
         for _ in range(2):  # the second one finds everything in memory, as those to come

@@ -2,7 +2,7 @@
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
-everything; ranks go through zoo.engine.worker, as the launcher starts them. Losses and the rows that were trained on must
+everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. Losses and the rows that were trained on must
 be the same, and every checkpoint that is to be seen at any moment must be whole.
 """
 
@@ -20,16 +20,16 @@ from typing import Any, NoReturn
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import zoo.engine.loop  # noqa: F401  (for the forks)
+import zoo.engine.train.trainer  # noqa: F401  (for the forks)
 from support.commands import text_row, write_rows
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import checkpoints
-from zoo.data.loader import BatchLoader
-from zoo.engine import worker
-from zoo.engine.launch import free_port
-from zoo.engine.saving import files
-from zoo.engine.saving.choose import DAMAGED
+from zoo.data.loading.loader import BatchLoader
+from zoo.engine.checkpoint import integrity
+from zoo.engine.checkpoint.selection import DAMAGED
+from zoo.engine.launch import rank_main
+from zoo.engine.launch.launcher import free_port
 from zoo.registry import families
 
 STALE = 120.0  # seconds in which a run must get further
@@ -80,7 +80,7 @@ def _be_a_rank(config: Path, trace: Path) -> NoReturn:
     note_rows(trace)
     code = 1
     try:
-        code = worker.main([str(config)])
+        code = rank_main.main([str(config)])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -187,7 +187,7 @@ def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dic
         saving = any((killed / "checkpoints").glob(".partial-iter_*"))
         kill(children)
         for checkpoint in checkpoints(killed):
-            assert not files.faults(checkpoint), files.faults(checkpoint)
+            assert not integrity.faults(checkpoint), integrity.faults(checkpoint)
         after = len(steps_of(killed))
         seen["kills"] += 1
         seen["in a save" if saving else "with a new step" if after != before else "before a new step"] += 1

@@ -41,7 +41,7 @@ def train_poisoned(
 
     `states` is added: step -> `state_of` before and after it.
     """
-    from zoo.engine import loop
+    from zoo.engine.train import trainer as loop
 
     states: dict[int, tuple[Any, Any]] = {}
     forward_backward, train_step = loop.Run._forward_backward, loop.Run._train_step
@@ -71,7 +71,7 @@ def train_poisoned(
 
 def train_out_of_memory(rank: int, size: int, overrides: Sequence[str], culprit: int) -> dict[str, Any]:
     """`train`, where a rank's GPU has no memory left for the second step's forward pass, in torch's own words."""
-    from zoo.engine import loop
+    from zoo.engine.train import trainer as loop
 
     forward_backward = loop.Run._forward_backward
 

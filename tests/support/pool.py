@@ -3,7 +3,7 @@
     results = pool.run(4, function, *arguments)      # function(rank, size, *arguments) on ranks 0 to 3
 
 `function` is importable (it lives in `support`, say) and starts its own process groups through
-`zoo.engine.world.world`; each call gets the launcher's variables with a port of its own. What a rank raises is raised
+`zoo.engine.distributed.world.world`; each call gets the launcher's variables with a port of its own. What a rank raises is raised
 here with its traceback. After a failure, a death or a timeout the processes are replaced, so that no test inherits
 what another left behind.
 
@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.launch import free_port
+from zoo.engine.launch.launcher import free_port
 
 CALLS = 8  # after which the ranks are replaced: gloo leaves the threads of each call's groups behind
 START_SECONDS = 300.0  # imports of all ranks
@@ -49,7 +49,7 @@ _IMPORTED_ONCE = [
     "megatron.core.dist_checkpointing",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel",
-    "zoo.engine.loop",
+    "zoo.engine.train.trainer",
     "zoo.models.qwen35_vl.model",
     "zoo.models.qwen35_vl.processor",
     "zoo.models.qwen35_vl.step",

@@ -70,7 +70,7 @@ def run_step(rank: int, size: int, plan: Plan) -> Held:
 
 def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
     """`run_step` for each of the plan's layouts, one after the other on one model."""
-    from zoo.engine.world import world
+    from zoo.engine.distributed.world import world
 
     with world(_recipe(plan, plan.layouts[0], size)) as here:
         with _more_settings(dict(plan.transformer)):
@@ -80,7 +80,7 @@ def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
 
 def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
     """`run_layouts` with gradients reduced during the backward pass, as on a GPU, so many of them at once."""
-    from zoo.engine import build
+    from zoo.engine.model import build
 
     wrap = build.wrap_ddp
 
@@ -101,7 +101,7 @@ def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
 @contextmanager
 def _more_settings(settings: dict[str, Any]) -> Iterator[None]:
     """Decoders built meanwhile have these settings too, which no recipe of today reaches."""
-    from zoo.nn import decoder_config
+    from zoo.nn.decoder import config as decoder_config
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -122,7 +122,7 @@ class _Built:
     """A model under DDP, and what it was built from."""
 
     def __init__(self, recipe: Any, world: Any) -> None:
-        from zoo.engine import build
+        from zoo.engine.model import build
 
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)
@@ -132,7 +132,7 @@ class _Built:
         self.encoded = _count_encoded(chunks[0])
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:
-        from zoo.engine import build
+        from zoo.engine.model import build
 
         world, batches = self.world, _read(layout.batches)
         step = build.build_step(self.assembly, recipe, world)
@@ -152,7 +152,7 @@ class _Built:
     def held(self, loss: float, count: int) -> Held:
         """What this rank has now, after `count` micro-batches and a share of the loss."""
         from zoo.bridge.parallel import ShardInfo, model_parameters
-        from zoo.engine import build
+        from zoo.engine.model import build
 
         world = self.world
         parameters = model_parameters(self.wrapped)
@@ -255,11 +255,11 @@ def train(
     recipe_name: str = "qwen3_omni_sft",
     model_size: str = "tiny",
 ) -> dict[str, Any]:
-    """A run of a recipe through zoo.engine.loop.train; its losses and gradient norms."""
+    """A run of a recipe through zoo.engine.train.trainer.train; its losses and gradient norms."""
     import json
 
     from zoo.config.compose import load_recipe
-    from zoo.engine import loop
+    from zoo.engine.train import trainer as loop
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
     recipe = load_recipe(recipe_name, [*fixed, *overrides])
@@ -276,7 +276,7 @@ def train_with_small_files(
     import resource
 
     from zoo.config.compose import load_recipe
-    from zoo.engine import loop
+    from zoo.engine.train import trainer as loop
     from zoo.errors import UserError
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -308,7 +308,7 @@ def place(rank: int, size: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Enter a world and say what it is; for tests of the pool itself."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.world import world
+    from zoo.engine.distributed.world import world
 
     recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     with world(validate(recipe, size)) as here:
@@ -331,7 +331,7 @@ def misbehave(rank: int, size: int, how: str, culprit: int) -> int:
     import torch.distributed as dist
 
     from zoo.config.schema import EngineConfig, Recipe
-    from zoo.engine.world import world
+    from zoo.engine.distributed.world import world
 
     with world(Recipe(engine=EngineConfig(threads=1))):
         if rank == culprit:
@@ -357,7 +357,7 @@ def blueprint_sizes(
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Parameters of a size of a recipe, and the published names and shapes that they become."""
     from zoo.config.compose import load_recipe
-    from zoo.engine.blueprint import blueprint
+    from zoo.engine.model.meta_model import blueprint
 
     plan = blueprint(load_recipe(recipe, [f"size={model_size}"]).model.arch)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -373,7 +373,7 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     from unittest.mock import patch
 
     from zoo.config.compose import load_recipe
-    from zoo.engine import loop
+    from zoo.engine.train import trainer as loop
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
     with patch.object(loop.Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
@@ -397,10 +397,10 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from support.live import LiveBytes
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.interrupts import interrupts
-    from zoo.engine.loop import Run
-    from zoo.engine.startup import Startup
-    from zoo.engine.world import world
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.trainer import Run
     from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
@@ -439,10 +439,10 @@ def one_step(
     """Numbers of elements after one optimizer step of a run with adapters: what moved, and what has an optimizer state."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine import loop
-    from zoo.engine.interrupts import interrupts
-    from zoo.engine.startup import Startup
-    from zoo.engine.world import world
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train import trainer as loop
 
     recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
     with interrupts() as stop, world(validate(recipe, size)) as here:

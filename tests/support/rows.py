@@ -86,7 +86,7 @@ def make_examples(processor: Any) -> dict[str, Example]:
 
 def held_out() -> list[Any]:
     """The first held-out rows of the digits, some of every kind."""
-    from zoo.data.rows import read_rows
+    from zoo.data.sources.rows import read_rows
 
     return read_rows("digits:heldout")[:100]
 
@@ -96,7 +96,7 @@ def named_examples(
 ) -> dict[str, Example]:
     """The shortest and the longest of `rows` of each kind, then the mixtures, by their names."""
     import zoo.data.digits
-    from zoo.data.rows import parse_row
+    from zoo.data.sources.rows import parse_row
 
     root = Path(zoo.data.digits.__file__).parent
     examples = {}
@@ -110,7 +110,7 @@ def named_examples(
 
 
 def _seconds(processor: Any, row: Any) -> float:
-    from zoo.data.media import load_audio
+    from zoo.data.media.decode import load_audio
 
     return len(load_audio(row.path(row.audios[0]))) / processor.hf.feature_extractor.sampling_rate
 

@@ -46,7 +46,7 @@ def tile_examples(processor: Any) -> dict[str, Example]:
 def _example(
     processor: Any, folder: Path, name: str, texts: tuple[str, ...], videos: list[str], sizes: tuple[str, ...]
 ) -> Example:
-    from zoo.data.rows import parse_row
+    from zoo.data.sources.rows import parse_row
 
     roles = ("user", "assistant") * len(texts)
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
@@ -68,8 +68,8 @@ def draw(folder: Path, name: str, size: tuple[int, int], seed: int) -> str:
 def _videos() -> list[str]:
     """The two shortest videos of the digits that are as long, as transformers' model wants those of one call."""
     import zoo.data.digits
-    from zoo.data.media import load_video
-    from zoo.data.rows import read_rows
+    from zoo.data.media.decode import load_video
+    from zoo.data.sources.rows import read_rows
 
     root = Path(zoo.data.digits.__file__).parent
     names = [str(root / name) for row in read_rows("digits:heldout") for name in row.videos]

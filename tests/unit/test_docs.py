@@ -19,7 +19,7 @@ from zoo.cli.main import VERBS
 from zoo.cli.plan import KEYS as PLAN_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.reference import keys, sections
-from zoo.data.rows import KEYS, MEDIA, PLACEHOLDER
+from zoo.data.sources.rows import KEYS, MEDIA, PLACEHOLDER
 from zoo.registry import families
 
 REPO = Path(__file__).parents[2]

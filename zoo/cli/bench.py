@@ -69,7 +69,7 @@ from zoo.cli.arguments import split_flags, split_values
 from zoo.errors import UserError
 
 if TYPE_CHECKING:
-    from zoo.packing.bench import Options
+    from zoo.bench.packing import Options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def packing_options(arguments: Sequence[str]) -> Options:
     Raises:
         UserError: a key that it does not have, or a value that is none of its kind.
     """
-    from zoo.packing.bench import Options
+    from zoo.bench.packing import Options
 
     try:
         return Options(**_values(arguments, Options))
@@ -125,14 +125,14 @@ def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
 def _packing(arguments: Sequence[str], flags: set[str]) -> str:
     options = packing_options(arguments)
 
-    from zoo.packing import bench
+    from zoo.bench import packing as bench
 
     report = bench.run(options)
     return json.dumps(bench.as_dict(report), indent=2) if "--json" in flags else bench.table(report)
 
 
 def _balance(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine.bench import balance as bench
+    from zoo.bench import balance as bench
 
     options = bench.Options(**_values(arguments, bench.Options))
     report = bench.run(options)
@@ -144,14 +144,14 @@ def _balance(arguments: Sequence[str], flags: set[str]) -> str:
 
 
 def _data(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine.bench import data as bench_data
+    from zoo.bench import data as bench_data
 
     report = bench_data.run(bench_data.Options(**_values(arguments, bench_data.Options)))
     return json.dumps(bench_data.as_dict(report), indent=2) if "--json" in flags else bench_data.table(report)
 
 
 def _convert(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine.bench import convert as bench_convert
+    from zoo.bench import convert as bench_convert
 
     report = bench_convert.run(bench_convert.Options(**_values(arguments, bench_convert.Options)))
     return json.dumps(report, indent=2) if "--json" in flags else bench_convert.table(report)
@@ -163,7 +163,7 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     Raises:
         UserError: a key that it does not have, or a value that is none of its kind.
     """
-    from zoo.engine.bench.train import Options
+    from zoo.bench.train import Options
 
     overrides = [argument for argument in arguments if "." in argument.partition("=")[0]]
     return Options(**_values([a for a in arguments if a not in overrides], Options)), overrides
@@ -172,7 +172,7 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
 def _train(arguments: Sequence[str], flags: set[str]) -> str:
     options, overrides = train_options(arguments)
 
-    from zoo.engine.bench import train as bench
+    from zoo.bench import train as bench
 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)
@@ -186,14 +186,14 @@ def _train(arguments: Sequence[str], flags: set[str]) -> str:
 
 
 def _saves(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine.bench import saves as bench_saves
+    from zoo.bench import saves as bench_saves
 
     found = bench_saves.run(bench_saves.Options(**_values(arguments, bench_saves.Options)))
     return bench_saves.as_json(found) if "--json" in flags else bench_saves.table(found)
 
 
 def _soak(arguments: Sequence[str], flags: set[str]) -> str:
-    from zoo.engine.bench import soak as bench_soak
+    from zoo.bench import soak as bench_soak
 
     overrides = [text for text in arguments if "." in text.partition("=")[0]]
     own = [text for text in arguments if text not in overrides]
@@ -204,7 +204,7 @@ def _soak(arguments: Sequence[str], flags: set[str]) -> str:
 def _plot(arguments: Sequence[str], flags: set[str]) -> str:
     from pathlib import Path
 
-    from zoo.engine.bench import plot as bench_plot
+    from zoo.bench import plot as bench_plot
 
     _, given = split_values(arguments, ("results", "out"), "zoo bench plot results=FILE out=FILE", ())
     if set(given) != {"results", "out"}:

@@ -38,7 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     if "overwrite" in given:
         options["overwrite"] = flag("overwrite", given["overwrite"])
 
-    from zoo.engine.convert import convert, dtype_named
+    from zoo.engine.tools.convert import convert, dtype_named
 
     dtype = dtype_named(given["dtype"]) if "dtype" in given else None
     made = convert(source, target, dtype=dtype, quiet="--quiet" in flags, **options)

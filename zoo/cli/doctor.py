@@ -22,7 +22,7 @@ from zoo.errors import UserError
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
-    from zoo.engine.doctor.measure import Verdict
+    from zoo.doctor.measure import Verdict
 
 KERNELS = (
     "attention", "attention_padded", "convolution", "delta_rule", "gated_norm", "experts", "norm", "qk_norm", "rotary",
@@ -41,8 +41,8 @@ def run(arguments: Sequence[str]) -> int:
             raise UserError(f"kernels={name}: no such kernel; nearest: {', '.join(near)}")
     recipes = _recipes([text for text in rest if text not in own])
 
-    from zoo.engine.doctor.machine import machine
-    from zoo.engine.doctor.visit import visit
+    from zoo.doctor.machine import machine
+    from zoo.doctor.run_checks import visit
 
     quiet = "--json" in flags
     if not quiet:
@@ -71,8 +71,8 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
     from zoo.config.compose import load_recipe
     from zoo.config.files import recipe_names
     from zoo.config.validate import validate
-    from zoo.engine.doctor.startup import with_architecture
-    from zoo.engine.launch import prepare
+    from zoo.doctor.startup import with_architecture
+    from zoo.engine.launch.launcher import prepare
 
     if arguments:
         name, overrides = split_recipe(arguments, "zoo doctor recipe=NAME")

@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from zoo.config.compose import load_recipe
     from zoo.config.validate import alignment, validate
-    from zoo.engine.build import assemble
+    from zoo.engine.model.build import assemble
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page
     from zoo.inspection.picture import draw

@@ -32,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
 
     from zoo.config.compose import load_recipe
-    from zoo.engine.planning import plan
+    from zoo.engine.planning.plan import plan
     from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
@@ -50,7 +50,7 @@ def planned_ranks(recipe: Recipe) -> int:
         return machine.gpus * machine.nodes
     if recipe.nproc is not None:
         return recipe.nproc * machine.nodes
-    from zoo.engine.launch import world_size
+    from zoo.engine.launch.launcher import world_size
 
     return world_size(recipe)
 

@@ -36,8 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     given = [argument for argument in rest if argument not in places]
     out = [argument.partition("=")[2] for argument in given if argument.startswith("out=")]
 
-    from zoo.engine.launch import WorkerError
-    from zoo.engine.score import score
+    from zoo.engine.launch.launcher import WorkerError
+    from zoo.engine.tools.score import score
 
     try:
         path, file = places

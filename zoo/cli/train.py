@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted, 75 when it was preempted."""
-    from zoo.engine.interrupts import interrupts
+    from zoo.engine.distributed.signals import interrupts
 
     with interrupts():  # from the first second on
         return _run(arguments)
@@ -44,8 +44,8 @@ def _run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
-    from zoo.engine.launch import WorkerError, launch, prepare
-    from zoo.engine.startup import note_command
+    from zoo.engine.launch.launcher import WorkerError, launch, prepare
+    from zoo.engine.report.startup_time import note_command
 
     note_command()
     resolved = resolve(name, overrides)
@@ -72,8 +72,8 @@ def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
     """Write a batch script, after the checks that a run would make; hardware= says of how many nodes and GPUs."""
     from zoo.cli.plan import planned_ranks
     from zoo.config.validate import validate
-    from zoo.engine.settle import settled
-    from zoo.engine.slurm import write_template
+    from zoo.engine.launch.slurm import write_template
+    from zoo.engine.planning.plan_process import settled
 
     ranks = planned_ranks(recipe)
     recipe = validate(settled(recipe, ranks), ranks)
@@ -111,7 +111,7 @@ def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
 
 def _evaluation(recipe: Recipe) -> str:
     """On what a run evaluates, or why on nothing."""
-    from zoo.data.defaults import evaluated_on
+    from zoo.data.loading.defaults import evaluated_on
 
     names = evaluated_on(recipe.data)
     if names and recipe.train.eval_rows != 0:

@@ -8,9 +8,9 @@ from statistics import mean
 from typing import Any
 
 from zoo.config.schema import Recipe
+from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
-from zoo.data.source import SampleSource
-from zoo.engine.costs import training_cost
+from zoo.engine.planning.sample_costs import training_cost
 from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
 

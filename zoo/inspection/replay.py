@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.schema import Recipe
-from zoo.engine import bad_steps
-from zoo.engine.build import Assembly
+from zoo.engine.model.build import Assembly
+from zoo.engine.train import bad_step_records
 from zoo.errors import UserError
 from zoo.inspection.rows import PackedRow, packed_rows
 
@@ -25,8 +25,8 @@ class Step:
     @classmethod
     def read(cls, path: Path, number: int | None = None) -> Step:
         """A step's file, or step `number` of a run folder; raises UserError where there is none."""
-        file = path if number is None else path / bad_steps.FOLDER / f"step_{number}.json"
-        return cls(file, bad_steps.read(file))
+        file = path if number is None else path / bad_step_records.FOLDER / f"step_{number}.json"
+        return cls(file, bad_step_records.read(file))
 
     @property
     def run_dir(self) -> Path:

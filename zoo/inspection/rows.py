@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from zoo.config.schema import Recipe
-from zoo.data.defaults import with_defaults
-from zoo.data.loader import BatchLoader
+from zoo.data.loading.defaults import with_defaults
+from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
-from zoo.data.source import SampleSource
-from zoo.engine.build import Assembly
-from zoo.engine.costs import training_cost
+from zoo.engine.model.build import Assembly
+from zoo.engine.planning.sample_costs import training_cost
 
 MEDIA = ("image", "video", "audio")
 KINDS = ("prompt", *MEDIA, "label", "padding")  # what a token is; a label has a loss

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from zoo.config.validate import TE_IN_FP32
 from zoo.errors import ConfigError
-from zoo.nn.attention import SelfAttention, VarlenCoreAttention
-from zoo.nn.experts import GroupedExperts
-from zoo.nn.gated_delta_net import GatedDeltaNet, GatedRMSNorm
-from zoo.nn.norm import ResidualRMSNorm, RMSNorm
-from zoo.nn.router import Router
-from zoo.nn.swiglu import DenseMLP, SharedExperts
-from zoo.nn.widths import te_attention_takes, te_linears_take
+from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
+from zoo.nn.decoder.experts import GroupedExperts
+from zoo.nn.decoder.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
+from zoo.nn.decoder.router import Router
+from zoo.nn.decoder.swiglu import DenseMLP, SharedExperts
+from zoo.nn.kernels.widths import te_attention_takes, te_linears_take
 
 
 class TorchBackend(BackendSpecProvider):

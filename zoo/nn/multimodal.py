@@ -37,12 +37,12 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
-from zoo.nn.decoder import Decoder, Deepstack
+from zoo.nn.decoder.block import Decoder, Deepstack
+from zoo.nn.decoder.mtp import Ahead, MultiTokenPrediction
+from zoo.nn.decoder.rotary import Rotary
+from zoo.nn.decoder.router import track_layers
 from zoo.nn.kernels import fused
-from zoo.nn.mtp import Ahead, MultiTokenPrediction
-from zoo.nn.rotary import Rotary
-from zoo.nn.router import track_layers
-from zoo.nn.tower_share import GatherEncoded, sum_over_tensor_parallel
+from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
 
 
 @dataclass(frozen=True)

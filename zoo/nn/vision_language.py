@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe
-from zoo.nn.decoder_config import transformer_config
+from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
 from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
-from zoo.nn.tower_attention import use_varlen_attention
+from zoo.nn.towers.attention import use_varlen_attention
 
 
 class VisionLanguageModel(MultimodalModel):

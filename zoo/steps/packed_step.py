@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.nn.attention import SeqParams
-from zoo.nn.mtp import Ahead
+from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.multimodal import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.steps.claims import check_layout, check_media, check_positions
@@ -141,7 +141,7 @@ class PackedStep:
         mtp_weight: float = 0.0,
         encodes_media: bool = True,
     ) -> None:
-        """What a run gives its step; `zoo.engine.build.build_step` takes it from a recipe.
+        """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
 
         `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
@@ -169,7 +169,7 @@ class PackedStep:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
         """mcore's forward step: (model output, function from it to loss and figures).
 
-        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.loop`). A micro-batch may come prepared.
+        `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.train.trainer`). A micro-batch may come prepared.
         """
         batch = next(batches)
         if isinstance(batch, Prepared):
@@ -402,7 +402,7 @@ class PackedStep:
     def _ahead(
         self, parts: Parts, depth: int, index: Tensor, local: Tensor, shares: Mapping[str, Share]
     ) -> tuple[Ahead, Tensor]:
-        """What depth `depth` of multi-token prediction reads and predicts (`zoo.nn.mtp` shows it by an example), and its
+        """What depth `depth` of multi-token prediction reads and predicts (`zoo.nn.decoder.mtp` shows it by an example), and its
         labels' places in the caller's flattened batch."""
         rows = parts.input_ids.shape[0]
         there = (parts.token_index >= depth) & ~parts.padding_mask  # as somebody's token t + depth

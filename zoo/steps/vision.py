@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zoo.nn.grid_positions import GridTokens, grid_positions
 from zoo.packing import PackedLayout
+from zoo.steps.grid_positions import GridTokens, grid_positions
 from zoo.steps.media import MediaStream, frames
 from zoo.steps.packed_step import PackedStep
 

@@ -45,7 +45,9 @@ def sleep(seconds: float) -> Callable[[], None]:
     return lambda: time.sleep(float(os.environ.get("FAULT_SECONDS", seconds)))
 
 
-PRODUCE = "zoo.data.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
+PRODUCE = (
+    "zoo.data.loading.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
+)
 WRITER = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
 )
@@ -57,9 +59,9 @@ FAULTS = {
     "slow-data": Fault(PRODUCE, sleep(1.0)),
     "slow-tower": Fault("zoo.models.qwen3_omni.audio:AudioTower.forward", sleep(1.0)),
     "slow-network": Fault("megatron.core.distributed.finalize_model_grads:finalize_model_grads", sleep(1.0)),
-    "slow-rows": Fault("zoo.data.source:SampleSource._taken_row", sleep(0.5), calls=12),
-    "slow-eval": Fault("zoo.data.evaluation:encode_all", sleep(2.0), calls=4),
-    "slow-save": Fault("zoo.engine.saving.files:digest", sleep(1.0), calls=20),
+    "slow-rows": Fault("zoo.data.loading.sample_source:SampleSource._taken_row", sleep(0.5), calls=12),
+    "slow-eval": Fault("zoo.data.loading.evaluation:encode_all", sleep(2.0), calls=4),
+    "slow-save": Fault("zoo.engine.checkpoint.integrity:digest", sleep(1.0), calls=20),
     "slow-export": Fault("zoo.bridge.export_writer:ShardWriter.write", sleep(0.2), calls=40),
     "hang-save": Fault(WRITER, lambda: time.sleep(10_000), calls=1),
 }  # fmt: skip

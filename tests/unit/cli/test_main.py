@@ -15,8 +15,8 @@ from zoo.cli.main import VERBS, main
 from zoo.config import compose, validate
 from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe
-from zoo.engine import launch
-from zoo.engine.result import TrainResult
+from zoo.engine.launch import launcher
+from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
 
 NAME = "qwen3_omni_sft"
@@ -25,7 +25,7 @@ RECIPES = ", ".join(recipe_names())
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compose, validate, launch):
+    for module in (compose, validate, launcher):
         monkeypatch.setattr(module, "gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -119,7 +119,7 @@ def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
     def missing(_: Recipe, *, here: bool) -> TrainResult:
         raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
 
-    monkeypatch.setattr(launch, "launch", missing)
+    monkeypatch.setattr(launcher, "launch", missing)
     assert main(["train", f"recipe={NAME}"]) == 2
     assert capsys.readouterr().err == "zoo: error: rows.jsonl: no such file or folder\n"
 
@@ -134,7 +134,7 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
         seen.append(recipe)
         return TrainResult(steps=1, losses=[1.0], checkpoint=None, run_dir="x")
 
-    monkeypatch.setattr(launch, "launch", fake)
+    monkeypatch.setattr(launcher, "launch", fake)
     assert main(["train", *recipe, "nproc=2", "--parallel.ep=2", "train.steps=3"]) == 0
     assert capsys.readouterr().out == (
         "zoo: recipe qwen3_omni_sft | size tiny (no GPU is here; published: size=30b-a3b) | family qwen3_omni | "
@@ -167,13 +167,13 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         return TrainResult(steps=1, losses=[], checkpoint="c", run_dir="x", interrupted=True)
 
     def failed(_: Recipe, *, here: bool) -> TrainResult:
-        raise launch.WorkerError(7)
+        raise launcher.WorkerError(7)
 
     def stopped(_: Recipe, *, here: bool) -> TrainResult:
         raise KeyboardInterrupt
 
     def mistaken(_: Recipe, *, here: bool) -> TrainResult:
-        raise launch.WorkerError(2)
+        raise launcher.WorkerError(2)
 
     told = "zoo: a rank of the run failed with exit code 7\n"
     for fake, code, err in (
@@ -182,7 +182,7 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         (stopped, 130, "zoo: interrupted\n"),
         (mistaken, 2, ""),
     ):
-        monkeypatch.setattr(launch, "launch", fake)
+        monkeypatch.setattr(launcher, "launch", fake)
         assert main(["train", f"recipe={NAME}"]) == code
         assert capsys.readouterr().err == err
 
@@ -193,7 +193,7 @@ def test_other_ranks_print_no_headline_and_say_who_they_are(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(
-        launch, "launch", lambda _, here: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
+        launcher, "launch", lambda _, here: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
     )
     assert main(["train", f"recipe={NAME}"]) == 0
     assert capsys.readouterr().out == ""
@@ -244,7 +244,7 @@ def test_bench_packing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_names_of_the_package() -> None:
     assert zoo.load_recipe is compose.load_recipe
     assert zoo.Recipe is Recipe
-    assert zoo.train is launch.launch
+    assert zoo.train is launcher.launch
     assert zoo.TrainResult is TrainResult
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         zoo.nothing  # noqa: B018

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from zoo.bench import balance, convert, data, packing, saves, soak, train
 from zoo.cli.convert import shard_bytes
 from zoo.cli.show import _schema, _schema_entries
 from zoo.cli.verify import _number
@@ -16,9 +17,7 @@ from zoo.config.reference import keys, show_value
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
 from zoo.config.tree import schema_tree, set_key
 from zoo.config.validate import validate
-from zoo.engine.bench import balance, convert, data, saves, soak, train
 from zoo.errors import ConfigError, UserError
-from zoo.packing import bench as packing
 
 NUMBERS = [key for key, entry in keys().items() if "int" in entry.type or "float" in entry.type]
 SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(10**400)]

@@ -55,7 +55,7 @@ def test_a_model(
 def test_a_plan(
     out_of_reach: None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from zoo.engine.planning import as_planned
+    from zoo.engine.planning.plan import as_planned
 
     assert as_planned(Recipe(model=ModelConfig(family="llava", init="org/name"))) is None
     assert asked(capfd, caplog) == ""
@@ -67,7 +67,7 @@ def test_a_data_set(
 ) -> None:
     from datasets import config
 
-    from zoo.data.hub import load_hub
+    from zoo.data.sources.hub import load_hub
 
     with pytest.raises(
         UserError, match=f"^data.train=org/name: the data set can't be loaded: .*; {WORDS}so the cache"

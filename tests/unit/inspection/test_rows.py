@@ -11,7 +11,7 @@ import torch
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.build import assemble
+from zoo.engine.model.build import assemble
 from zoo.inspection.lengths import filling
 from zoo.inspection.rows import packed_rows
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zoo.nn.kernels import fused
-from zoo.nn.tuned import SETTINGS
+from zoo.nn.kernels.delta_rule_settings import SETTINGS
 
 SUPPORT = Path(__file__).parents[2] / "support"
 needs_triton = pytest.mark.skipif(

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.nn import lora
-from zoo.nn.lora import ExpertAdapter, LinearAdapter, Lowrank
+from zoo.nn.decoder import lora
+from zoo.nn.decoder.lora import ExpertAdapter, LinearAdapter, Lowrank
 
 WIDTH, RANK = 24, 3
 
@@ -99,7 +99,7 @@ def test_marks_of_the_weight_are_those_of_its_adapter() -> None:
 @pytest.fixture
 def tracker() -> Iterator[None]:
     """The tracker of random states as it was before, after."""
-    from zoo.engine import cpu_host
+    from zoo.engine.megatron import cpu_host
 
     cpu_host.install()
     tracker: Any = lora.get_cuda_rng_tracker()

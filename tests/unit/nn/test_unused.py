@@ -9,11 +9,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from zoo.errors import UserError
-from zoo.nn.attention import SelfAttention, VarlenCoreAttention
-from zoo.nn.gated_delta_net import GatedDeltaNet
-from zoo.nn.swiglu import DenseMLP
-from zoo.nn.tower_attention import tower_attention, use_varlen_attention
-from zoo.nn.unused import refuse_unused
+from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
+from zoo.nn.decoder.gated_delta_net import GatedDeltaNet
+from zoo.nn.decoder.swiglu import DenseMLP
+from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.towers.attention import tower_attention, use_varlen_attention
 
 X = torch.zeros(4, 1, 2, 8)
 MASK = torch.zeros(1, 1, 4, 4, dtype=torch.bool)

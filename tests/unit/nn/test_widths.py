@@ -10,8 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from zoo.errors import ConfigError
-from zoo.nn import attention, backend, experts, gated_delta_net, tower_attention, widths
-from zoo.nn.attention import VarlenCoreAttention
+from zoo.nn import backend
+from zoo.nn.decoder import attention, experts, gated_delta_net
+from zoo.nn.decoder.attention import VarlenCoreAttention
+from zoo.nn.kernels import widths
+from zoo.nn.towers import attention as tower_attention
 
 
 @pytest.mark.parametrize(

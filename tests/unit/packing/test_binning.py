@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zoo.packing import BinPacker, binning, length_sets, plan_bins, share_out
+from zoo.bench import length_sets
+from zoo.packing import BinPacker, binning, plan_bins, share_out
 
 MANY = settings(max_examples=60, deadline=None)
 BUDGET = 64

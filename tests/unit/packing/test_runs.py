@@ -6,7 +6,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zoo.packing import PackedLayout, bench, runs
+from zoo.bench import packing
+from zoo.packing import PackedLayout, runs
 
 ROADS = {"runs": (10**9, 0), "index": (0, 10**9)}  # FEW and LONG that leave no choice
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 19), st.integers(0, 4)), min_size=1, max_size=6)
@@ -116,5 +117,5 @@ def test_a_layout_without_its_batch_forgets_the_plans() -> None:
 
 
 def test_runs_move_fewer_bytes_than_an_index() -> None:
-    case = bench.measure(bench.Options(repeats=1), 2)
+    case = packing.measure(packing.Options(repeats=1), 2)
     assert case.together.bytes_ratio <= 0.8

@@ -13,7 +13,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.files import hardware_names, recipe_names, size_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
-from zoo.engine.planning import model_of, plan, refuse_misfit, settle_here
+from zoo.engine.planning.plan import model_of, plan, refuse_misfit, settle_here
 from zoo.errors import ConfigError
 from zoo.planner.layouts import room, settle
 from zoo.planner.memory import Model, memory
@@ -130,7 +130,7 @@ def small() -> Recipe:
 
 
 def test_what_cannot_fit_is_refused_with_the_mend(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.engine import planning
+    from zoo.engine.planning import plan as planning
 
     refuse_misfit(small, 1, 1)
     monkeypatch.setattr(planning, "host_memory", lambda *_: 0)

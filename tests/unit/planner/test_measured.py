@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import zoo
+from zoo.bench.receipts import receipts
+from zoo.bench.train import Options, bench_recipe
 from zoo.config.validate import validate
-from zoo.engine.bench.receipts import receipts
-from zoo.engine.bench.train import Options, bench_recipe
-from zoo.engine.planning import model_of
+from zoo.engine.planning.plan import model_of
 from zoo.planner.activations import Row
 from zoo.planner.memory import memory
 from zoo.registry import get_family

@@ -1,0 +1,49 @@
+"""`zoo bench balance`: packed rows are full, ranks have as much to do, and planning is quick, on every length set."""
+
+import json
+
+import pytest
+
+from zoo.bench import balance as bench
+from zoo.bench import length_sets
+from zoo.errors import UserError
+
+OPTIONS = bench.Options(count=30_000)
+SECONDS = 10  # of a core, that planning a million rows may take
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, list[bench.Way]]:
+    return bench.run(OPTIONS)
+
+
+@pytest.mark.parametrize("name", length_sets.SETS)
+def test_rows_are_full_and_ranks_even(name: str, report: dict[str, list[bench.Way]]) -> None:
+    dealt, by_tokens, by_cost = report[name]
+    assert by_cost.unfilled < 0.02
+    for ranks in OPTIONS.ranks:
+        assert by_cost.worst[ranks] < 0.05
+        assert by_cost.worst[ranks] < by_tokens.worst[ranks] < dealt.worst[ranks]
+        assert by_cost.worst99[ranks] >= by_cost.worst[ranks]
+    assert dealt.worst[64] > 0.2
+    seconds = by_cost.seconds
+    for _ in range(4):  # beside other work a core is slower: it waits for memory
+        if seconds >= SECONDS:
+            seconds = min(seconds, bench.run(OPTIONS)[name][2].seconds)
+    assert seconds < SECONDS
+
+
+def test_table_and_json_say_the_same(report: dict[str, list[bench.Way]]) -> None:
+    tree = json.loads(json.dumps(bench.as_dict(OPTIONS, report)))
+    text = bench.table(OPTIONS, report)
+    assert list(tree["sets"]) == list(length_sets.SETS) and tree["options"]["count"] == 30_000
+    way = tree["sets"]["receipts"][2]
+    line = next(line for line in text.splitlines() if line.startswith("receipts, by cost"))
+    assert f"{way['unfilled']:.2%}" in line and f"{way['worst']['64']:.1%}" in line
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UserError, match="bins=0: wanted a whole number from 1 to"):
+        bench.run(bench.Options(bins=0))
+    with pytest.raises(UserError, match="count=500: too few rows for a step of 8 ranks"):
+        bench.run(bench.Options(count=500))

@@ -1,0 +1,173 @@
+"""Adapters' names, tensors and config in PEFT's format, and what a recipe's targets mean."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.peft import (
+    Target,
+    candidates,
+    check_config,
+    choose,
+    match,
+    means,
+    peft_config,
+    tensor_names,
+    to_peft,
+    to_zoo,
+)
+from zoo.bridge.transforms import Dims
+from zoo.errors import UserError
+from zoo.registry import families
+
+DIMS = Dims(heads=6, kv_heads=2, head_dim=5, experts=4, linear_keys=8, linear_values=12, linear_value_heads=4)
+LAYER = "decoder.layers.3"
+SHAPES = {  # of the whole weights
+    "qwen3_vl": {
+        f"{LAYER}.self_attention.linear_qkv.weight": (50, 7),
+        f"{LAYER}.self_attention.linear_proj.weight": (7, 30),
+        f"{LAYER}.mlp.linear_fc1.weight": (18, 7),
+        f"{LAYER}.mlp.experts.weight1": (4, 22, 7),
+        f"{LAYER}.mlp.experts.weight2": (4, 7, 11),
+        "vision.blocks.0.attn.qkv.weight": (9, 3),
+    },
+    "qwen35_vl": {
+        f"{LAYER}.self_attention.linear_qkv.weight": (80, 7),
+        f"{LAYER}.self_attention.in_proj.weight": (48, 7),
+        f"{LAYER}.self_attention.out_proj.weight": (7, 12),
+        f"{LAYER}.mlp.shared_experts.linear_fc1.weight": (18, 7),
+    },
+}
+
+
+def of(family: str, config: dict[str, Any] | None = None) -> list[Target]:
+    return candidates(SHAPES[family], families()[family].load("bridge"), config or {})
+
+
+def all_of(family: str) -> list[Target]:
+    there = of(family)
+    names = [name for target in there for name in target.modules]
+    targets = (
+        ["all-linear", ".*experts.gate_up_proj", ".*experts.down_proj"]
+        if family == "qwen3_vl"
+        else ["all-linear"]
+    )
+    return choose(there, targets, names)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_tensors_there_and_back_to_the_bit(family: str) -> None:
+    for target in all_of(family):
+        shape, rank = SHAPES[family][target.zoo], 3
+        experts = shape[:1] if target.stacked else ()
+        a = torch.randn(*experts, (1 if experts else len(target.named)) * rank, shape[-1])
+        b = torch.randn(*shape[:-1], rank)
+        pairs = to_peft(target, a, b, DIMS)
+        assert len(pairs) == len(target.named)
+        again = to_zoo(target, pairs, shape, DIMS)
+        assert torch.equal(again[0], a) and torch.equal(again[1], b)
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_product_is_that_of_the_published_weights(family: str) -> None:
+    """B A of each published part, joined as the weights are, is what zoo's rows give."""
+    for target in all_of(family):
+        if target.stacked:
+            continue
+        shape, rank = SHAPES[family][target.zoo], 3
+        a, b = torch.randn(len(target.named) * rank, shape[-1]), torch.randn(shape[0], rank)
+        products = [pb @ pa for pa, pb in to_peft(target, a, b, DIMS)]
+        wanted = target.entry.layout.transform.to_zoo(products, DIMS)
+        owner = target.owner(shape, DIMS)
+        rows = torch.stack([b[i] @ a.chunk(len(products))[part] for i, part in enumerate(owner.tolist())])
+        assert torch.allclose(rows, wanted, atol=1e-5)
+
+
+def test_a_part_that_is_not_targeted_has_no_rows() -> None:
+    there = of("qwen3_vl")
+    names = [name for target in there for name in target.modules]
+    (qkv,) = choose(there, ["k_proj"], names)
+    assert qkv.chosen == (False, True, False)
+    owner = qkv.owner((50, 7), DIMS)
+    assert (owner == 0).sum() == 10 and (owner == -1).sum() == 40
+    _, b = to_zoo(qkv, [(torch.ones(2, 7), torch.ones(10, 2))], (50, 7), DIMS)
+    assert torch.equal(b.any(dim=1), owner == 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "meant"),
+    [
+        ("all-linear", "model.layers.0.mlp.down_proj", True),
+        ("all-linear", "model.layers.0.mlp.experts.down_proj", False),
+        ("down_proj", "model.layers.0.mlp.down_proj", True),
+        ("down_proj", "model.layers.0.mlp.experts.down_proj", False),
+        ("experts.down_proj", "model.layers.0.mlp.experts.down_proj", True),
+        ("mlp.down_proj", "model.layers.0.mlp.down_proj", True),
+        ("proj", "model.layers.0.mlp.down_proj", False),
+        (r".*layers\.[02]\..*_proj", "model.layers.2.mlp.up_proj", True),
+        (r".*layers\.[02]\..*_proj", "model.layers.1.mlp.up_proj", False),
+        ("*", "model.layers.1.mlp.up_proj", False),
+        ("gate_proj", "model.layers.0.mlp.shared_expert.gate_proj", True),
+    ],
+)
+def test_what_a_target_means(target: str, name: str, meant: bool) -> None:
+    assert means(target, name) == meant
+
+
+def test_a_target_without_a_linear_names_the_nearest() -> None:
+    names = [name for target in of("qwen3_vl") for name in target.modules]
+    with pytest.raises(UserError, match=r"lora.targets=qproj: .*nearest: .*q_proj"):
+        choose([], ["o_proj", "qproj"], names)
+    with pytest.raises(UserError, match=r"nearest: .*experts.gate_up_proj"):
+        choose([], ["gate_up_proj"], names)
+
+
+def test_names_are_those_of_modules_in_transformers() -> None:
+    bridge = families()["llava"].load("bridge")
+    tower, layer = "vision.encoder.layers.0.mlp.fc1.weight", f"{LAYER}.self_attention.linear_proj.weight"
+    found = {t.zoo: t.modules for t in candidates([tower, layer, "projector.linear_1.weight"], bridge, {})}
+    assert found == {
+        tower: ("model.vision_tower.encoder.layers.0.mlp.fc1",),
+        layer: ("model.language_model.layers.3.self_attn.o_proj",),
+        "projector.linear_1.weight": ("model.multi_modal_projector.linear_1",),
+    }
+    omni = families()["qwen3_omni"].load("bridge")
+    for kind, prefix in (("qwen3_omni_moe", "thinker."), ("qwen3_omni_moe_thinker", "")):
+        (target,) = candidates([layer], omni, {"model_type": kind})
+        assert target.modules == (f"{prefix}model.layers.3.self_attn.o_proj",)
+
+
+def test_stacked_parameters_are_named_as_peft_nests_them() -> None:
+    first, second = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+    module = "base_model.model.model.layers.0.mlp.experts"
+    assert tensor_names([first, second], {first, second}) == [
+        (f"{module}.base_layer.lora_A.weight", f"{module}.base_layer.lora_B.weight"),
+        (f"{module}.lora_A.weight", f"{module}.lora_B.weight"),
+    ]
+    assert tensor_names([first], {first})[0][0] == f"{module}.lora_A.weight"
+
+
+def test_config() -> None:
+    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.1, "base": "org/name"}
+    plain = peft_config(["a.q_proj", "a.up_proj"], [], experts=False, **options)
+    assert (plain["target_modules"], plain["target_parameters"]) == (["a.q_proj", "a.up_proj"], None)
+    assert (plain["r"], plain["lora_alpha"], plain["lora_dropout"]) == (8, 16, 0.1)
+    assert json.loads(json.dumps(plain))["base_model_name_or_path"] == "org/name"
+    sparse = peft_config(["a.q_proj", "a.up_proj"], ["a.experts.down_proj"], experts=True, **options)
+    assert sparse["target_modules"] == ["a.q_proj"] and sparse["lora_dropout"] == 0.0
+    assert sparse["target_parameters"] == ["a.experts.down_proj", "a.up_proj.weight"]
+    check_config(plain, "here", 8, 16.0)
+    for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"peft_type": "IA3"}, {"r": 4}):
+        with pytest.raises(UserError, match="here: "):
+            check_config({**plain, **change}, "here", 8, 16.0)
+
+
+def test_what_does_not_match_is_one_report() -> None:
+    with pytest.raises(BridgeError) as caught:
+        match({"a": (1, 2), "b": (3,)}, {"a", "c"}, {"a": (2, 1)}, "there")
+    message = str(caught.value)
+    for words in ("a: shape [1, 2], wanted [2, 1]", "c: missing", "b: extra"):
+        assert words in message

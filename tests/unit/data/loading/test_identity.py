@@ -1,0 +1,174 @@
+"""Rows are known by digests: what was changed is found and named, what was added is growth, where they lie is all one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.config.entries import DataEntry, parse_entry
+from zoo.data.loading.identity import DIGESTS, difference, of_part
+from zoo.data.sources.references import Access
+from zoo.data.sources.streams import open_stream
+from zoo.data.sources.tables import open_table
+
+PIXEL = b"\x89PNG one"
+
+
+def item(number: int) -> dict[str, Any]:
+    asked, told = f"What is {number}?", f"It is {number}."
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+    return {"messages": messages, "weight": 1.0}
+
+
+def jsonl(folder: Path, items: list[dict[str, Any]]) -> str:
+    folder.mkdir(exist_ok=True)
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in items), encoding="utf-8")
+    return str(path)
+
+
+def parquet(folder: Path, items: list[dict[str, Any]]) -> str:
+    datasets = pytest.importorskip("datasets")
+    folder.mkdir(exist_ok=True)
+    datasets.Dataset.from_list(items).to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+def saved(folder: Path, items: list[dict[str, Any]]) -> str:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(items).save_to_disk(folder / "saved")
+    return str(folder / "saved")
+
+
+def tar(folder: Path, items: list[dict[str, Any]]) -> str:
+    import io
+    import tarfile
+
+    folder.mkdir(exist_ok=True)
+    with tarfile.open(folder / "rows.tar", "w") as file:
+        for number, one in enumerate(items):
+            data = json.dumps(one).encode()
+            info = tarfile.TarInfo(f"{number:05}.json")
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return str(folder / "rows.tar")
+
+
+KINDS = {"jsonl": jsonl, "parquet": parquet, "saved": saved, "tar": tar}
+Write = Callable[[Path, list[dict[str, Any]]], str]
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def opened(path: str) -> Any:
+    return open_table(
+        parse_entry(path, ""), lambda folder: Access(folder), fail, evaluation=False, key="data.train"
+    )
+
+
+@pytest.mark.parametrize("write", KINDS.values(), ids=KINDS)
+def test_what_changed_is_found_and_named(write: Write, tmp_path: Path) -> None:
+    items = [item(number) for number in range(20)]
+    known = of_part("rows", opened(write(tmp_path / "a", items)))
+    assert difference(known, opened(write(tmp_path / "moved", items))) is None
+    assert difference(known, opened(write(tmp_path / "grown", [*items, item(20)]))) is None
+    for name, changed, row in (
+        ("text", [*items[:7], item(99), *items[8:]], 8),
+        ("order", [*items[:3], items[4], items[3], *items[5:]], 4),
+        ("gone", [*items[:11], *items[12:]], 12),
+        ("before", [item(20), *items], 1),
+        ("weight", [*items[:5], {**items[5], "weight": 2.0}, *items[6:]], 6),
+    ):
+        why = difference(known, opened(write(tmp_path / name, changed)))
+        assert why is not None and f":{row} is not the row that stood there" in why, (name, why)
+    shorter = opened(write(tmp_path / "short", items[:19]))
+    assert difference(known, shorter) == "19 rows are there, and 20 were"
+    assert difference(known, shorter, fewer=True) is None
+
+
+def test_every_row_of_a_large_file_counts(tmp_path: Path) -> None:
+    count = 5 * DIGESTS + 3
+    items = [item(number) for number in range(count)]
+    known = of_part("rows", opened(jsonl(tmp_path / "a", items)))
+    assert len(known.digests) == DIGESTS
+    assert difference(known, opened(jsonl(tmp_path / "b", [*items, *items]))) is None
+    for place in (0, 1, 1234, 2 * DIGESTS + 1, count - 1):
+        why = difference(
+            known, opened(jsonl(tmp_path / "c", [*items[:place], item(-1), *items[place + 1 :]]))
+        )
+        assert why is not None and "rows.jsonl:" in why, place
+
+
+def test_a_large_table_is_known_by_some_of_its_rows(tmp_path: Path) -> None:
+    items = [item(number) for number in range(3 * DIGESTS)]
+    known = of_part("rows", opened(parquet(tmp_path / "a", items)))
+    assert known.spread and len(known.digests) == DIGESTS
+    assert difference(known, opened(parquet(tmp_path / "b", [*items, item(-1)]))) is None
+    assert difference(known, opened(parquet(tmp_path / "c", [item(-1), *items]))) is not None
+    part = opened(parquet(tmp_path / "d", [*items, item(-1)]))
+    assert difference(known, part[: len(part)]) is None  # rows that are held in a list are looked at alike
+
+
+def test_media_files_by_name_and_what_comes_with_rows_by_content(tmp_path: Path) -> None:
+    row = {**item(1), "images": ["one.png"]}
+    row["messages"] = [{"role": "user", "content": "<image>?"}, row["messages"][1]]
+    for folder in ("a", "b"):
+        path = jsonl(tmp_path / folder, [row])
+        (tmp_path / folder / "one.png").write_bytes(PIXEL)
+    known = of_part("rows", opened(str(tmp_path / "a" / "rows.jsonl")))
+    assert difference(known, opened(path)) is None
+    (tmp_path / "b" / "two.png").write_bytes(PIXEL)
+    assert difference(known, opened(jsonl(tmp_path / "b", [{**row, "images": ["two.png"]}]))) is not None
+    away = str(tmp_path / "b" / "one.png")
+    absolute = of_part("rows", opened(jsonl(tmp_path / "c", [{**row, "images": [away]}])))
+    assert (
+        difference(
+            absolute, opened(jsonl(tmp_path / "d", [{**row, "images": [str(tmp_path / "a" / "one.png")]}]))
+        )
+        is None
+    )
+
+    def rows(data: bytes) -> Any:
+        return opened_entry(DataEntry(rows=[{**row, "images": [{"bytes": data, "path": None}]}]))
+
+    known = of_part("rows", rows(PIXEL))
+    assert difference(known, rows(PIXEL)) is None and difference(known, rows(PIXEL[:-1] + b"f")) is not None
+
+
+def opened_entry(entry: DataEntry) -> Any:
+    return open_table(entry, lambda folder: Access(folder), fail, evaluation=False, key="data.train")
+
+
+def stream(path: str) -> Any:
+    return open_stream(
+        DataEntry(path=path, stream=True), lambda folder: Access(folder), evaluation=False, key="data.train"
+    )
+
+
+@pytest.mark.parametrize("count", [10, 300])
+@pytest.mark.parametrize("write", [jsonl, parquet], ids=["jsonl", "parquet"])
+def test_a_stream_is_known_by_its_first_rows_and_where_it_stands(
+    count: int, write: Write, tmp_path: Path
+) -> None:
+    items = [item(number) for number in range(count)]
+    first = stream(write(tmp_path / "a", items))
+    for place in range(210):
+        first[place]
+    first.forget(200)
+    state = json.loads(json.dumps(first.state(200)))
+    assert stream(write(tmp_path / "same", items)).difference(state) is None
+    assert stream(write(tmp_path / "grown", [*items, item(-1)])).difference(state) is None
+    why = stream(write(tmp_path / "b", [*items[:3], item(-1), *items[4:]])).difference(state)
+    assert why is not None and ":4 is not the row that stood there" in why
+    again = stream(write(tmp_path / "same2", items))
+    assert again.difference(state) is None
+    again.load(state)
+    assert [again[200 + n].messages for n in range(9)] == [first[200 + n].messages for n in range(9)]
+    if count == 300:  # behind the first rows, up to the place
+        at = state[0]
+        changed = [*items[:at], item(-1), *items[at + 1 :]]
+        assert "where the checkpoint stands" in str(stream(write(tmp_path / "c", changed)).difference(state))

@@ -1,0 +1,327 @@
+import wave
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from zoo.data.errors import RowError
+from zoo.data.media import decode as module
+from zoo.data.media.decode import load_audio, load_image, load_video
+
+
+def test_image_is_rgb_and_upright(tmp_path):
+    pixels = np.zeros((4, 8), np.uint8)
+    pixels[0, 0] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees clockwise
+    Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
+    image = load_image(tmp_path / "x.png")
+    assert (image.mode, image.size) == ("RGB", (4, 8))
+    assert image.getpixel((3, 0)) == (255, 255, 255)
+
+
+def test_truncated_image_is_named(media, tmp_path):
+    (tmp_path / "x.png").write_bytes((media / "a.png").read_bytes()[:500])
+    with pytest.raises(RowError, match=r"x\.png can't be used: .*truncated") as caught:
+        load_image(tmp_path / "x.png")
+    assert caught.value.cause == "corrupt_media"
+
+
+def test_file_that_is_no_image_is_named(tmp_path):
+    (tmp_path / "x.png").write_text("hello")
+    with pytest.raises(RowError, match="cannot identify image"):
+        load_image(tmp_path / "x.png")
+
+
+def test_decompression_bomb_is_refused(media, monkeypatch):
+    monkeypatch.setattr(module, "MAX_PIXELS", 1000)
+    with pytest.raises(RowError, match="96 x 64 pixels, over the limit of 1000"):
+        load_image(media / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with pytest.raises(RowError, match="decompression bomb"):
+        load_image(media / "a.png")
+
+
+@pytest.mark.parametrize("load", [load_image, lambda path: load_video(path, 2, 8), load_audio])
+def test_missing_file(load, tmp_path):
+    with pytest.raises(RowError, match=r"no file .*gone") as caught:
+        load(tmp_path / "gone")
+    assert caught.value.cause == "missing_file"
+
+
+def test_video_frames_follow_the_rate(make, tmp_path):
+    make.video(tmp_path / "x.mp4", [16 + 10 * i for i in range(20)], fps=10)  # 2 s
+    frames, fps = load_video(tmp_path / "x.mp4", 2.0, 768)
+    assert (frames.shape, frames.dtype, fps) == ((4, 3, 32, 64), torch.uint8, 2.0)
+    means = frames.float().mean((1, 2, 3))
+    torch.testing.assert_close(means, torch.tensor([16.0, 66.0, 116.0, 166.0]), atol=4, rtol=0)
+
+
+def test_long_video_is_thinned_evenly_and_says_its_rate(make, tmp_path):
+    make.video(tmp_path / "x.mp4", [16 + 10 * i for i in range(20)], fps=10)
+    frames, fps = load_video(tmp_path / "x.mp4", 10.0, 5)
+    assert (len(frames), fps) == (5, 2.5)
+    means = frames.float().mean((1, 2, 3))
+    torch.testing.assert_close(means, torch.tensor([16.0, 56.0, 96.0, 136.0, 176.0]), atol=4, rtol=0)
+
+
+def test_short_video_is_held(make, tmp_path):
+    make.video(tmp_path / "x.mp4", [200], fps=10)
+    frames, fps = load_video(tmp_path / "x.mp4", 2.0, 768)
+    assert (len(frames), fps) == (2, 2.0)
+    assert torch.equal(frames[0], frames[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "rate"),
+    [
+        ("x.wav", "pcm_s16le", 16000),
+        ("x.wav", "pcm_f32le", 16000),
+        ("x.wav", "pcm_s16le", 44100),
+        ("x.flac", "flac", 16000),
+        ("x.ogg", "libopus", 48000),
+        ("x.mp3", "libmp3lame", 44100),
+    ],
+)
+@pytest.mark.parametrize("layout", ["mono", "stereo"])
+def test_audio_formats(make, tmp_path, name, codec, rate, layout):
+    make.audio(tmp_path / name, make.tone(0.5, rate), codec, rate, layout)
+    sound = load_audio(tmp_path / name)
+    assert sound.dtype == np.float32
+    assert sound.ndim == 1
+    assert abs(len(sound) - 8000) < 1300  # lossy codecs pad
+    assert np.abs(np.fft.rfft(sound[2000:6000])).argmax() == pytest.approx(110, abs=1)  # 440 Hz
+
+
+def test_exact_samples_of_a_wav(make, tmp_path):
+    make.audio(tmp_path / "x.wav", make.tone(0.5))
+    np.testing.assert_allclose(load_audio(tmp_path / "x.wav"), make.tone(0.5), atol=1e-4)
+
+
+def test_sound_track_of_a_video(media):
+    assert len(load_audio(media / "spoken.mp4")) == pytest.approx(3 * 16000, abs=2100)
+
+
+@pytest.mark.parametrize(
+    ("load", "name", "words"),
+    [
+        (load_audio, "silent.mp4", "it has no audio track"),
+        (lambda path: load_video(path, 2, 8), "a.wav", "it has no video track"),
+        (load_audio, "rows.jsonl", "Invalid data"),
+        (lambda path: load_video(path, 2, 8), "rows.jsonl", "Invalid data"),
+    ],
+)
+def test_unfit_files_are_named(media, load, name, words):
+    with pytest.raises(RowError, match=words) as caught:
+        load(media / name)
+    assert str(media / name) in str(caught.value)
+    assert caught.value.cause == "corrupt_media"
+
+
+def test_empty_track_is_refused(tmp_path):
+    with wave.open(str(tmp_path / "x.wav"), "wb") as file:
+        file.setparams((1, 2, 16000, 0, "NONE", ""))
+    with pytest.raises(RowError, match="empty"):
+        load_audio(tmp_path / "x.wav")
+
+
+def test_cut_off_video_is_refused(media, tmp_path):
+    data = (media / "silent.mp4").read_bytes()
+    (tmp_path / "x.mp4").write_bytes(data[: len(data) // 3])
+    with pytest.raises(RowError, match=r"x\.mp4 can't be used"):
+        load_video(tmp_path / "x.mp4", 2, 8)
+
+
+# ---------------------------------------------------------------- images that are good ones
+
+
+RAMP = np.linspace(0, 255, 64).round().astype(np.uint8).reshape(8, 8)
+COLOURS = np.stack([RAMP, RAMP[::-1], np.full_like(RAMP, 60)], axis=-1)
+
+
+def shown(path) -> np.ndarray:
+    image = load_image(path)
+    assert image.mode == "RGB"
+    return np.asarray(image).astype(int)
+
+
+def test_cmyk(tmp_path):
+    Image.fromarray(COLOURS).convert("CMYK").save(tmp_path / "x.jpg", quality=100, subsampling=0)
+    Image.fromarray(COLOURS).convert("CMYK").save(tmp_path / "x.tif")
+    assert np.abs(shown(tmp_path / "x.tif") - COLOURS).max() <= 1
+    assert np.abs(shown(tmp_path / "x.jpg") - COLOURS).max() <= 12
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.tif", "x.pgm"])
+def test_grey_of_16_bits_is_scaled_and_not_cut_off(tmp_path, name):
+    Image.fromarray(RAMP.astype(np.uint16) * 257).save(tmp_path / name)
+    assert np.array_equal(shown(tmp_path / name), np.repeat(RAMP[..., None], 3, axis=-1))
+
+
+def test_colours_of_16_bits(tmp_path):
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = (COLOURS.astype(">u2") * 257).astype(">u2")
+    data = b"".join(b"\0" + row.tobytes() for row in rows)
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    (tmp_path / "x.png").write_bytes(
+        b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    )
+    assert np.abs(shown(tmp_path / "x.png") - COLOURS).max() <= 1
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.webp", "x.tif"])
+def test_what_is_transparent_shows_white(tmp_path, name):
+    """Black letters on nothing are the commonest such image, and black on black where alpha is dropped."""
+    alpha = np.where(np.arange(8) < 4, 255, 0).astype(np.uint8)[:, None].repeat(8, 1)
+    Image.fromarray(np.dstack([COLOURS // 2, alpha])).save(tmp_path / name, lossless=True)
+    pixels = shown(tmp_path / name)
+    assert (pixels[4:] == 255).all() and np.array_equal(pixels[:4], COLOURS[:4] // 2)
+
+
+def test_transparent_grey_and_palette(tmp_path):
+    mask = (np.arange(64).reshape(8, 8) < 32).astype(np.uint8)
+    Image.fromarray(np.dstack([RAMP, mask * 255]), "LA").save(tmp_path / "grey.png")
+    pixels = shown(tmp_path / "grey.png")
+    assert (pixels[4:] == 255).all() and np.array_equal(pixels[:4, :, 0], RAMP[:4])
+    image = Image.fromarray(mask, "P")
+    image.putpalette([0, 0, 0, 10, 20, 30])
+    image.save(tmp_path / "palette.png", transparency=0)
+    pixels = shown(tmp_path / "palette.png")
+    assert (pixels[4:] == 255).all() and (pixels[:4] == [10, 20, 30]).all()
+
+
+def test_half_transparent_is_mixed_with_white(tmp_path):
+    Image.new("RGBA", (4, 4), (0, 0, 0, 128)).save(tmp_path / "x.png")
+    assert np.abs(shown(tmp_path / "x.png") - 127).max() <= 1
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+def test_every_exif_orientation(tmp_path, turn):
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    picture = Image.fromarray(np.repeat(np.repeat(COLOURS[:, :6], 8, 0), 8, 1))
+    picture.save(tmp_path / "x.png", exif=exif)
+    with Image.open(tmp_path / "x.png") as stored:
+        wanted = ImageOps.exif_transpose(stored)
+    assert load_image(tmp_path / "x.png").size == ((48, 64) if turn < 5 else (64, 48))
+    assert np.array_equal(shown(tmp_path / "x.png"), np.asarray(wanted).astype(int))
+
+
+def test_one_bit_and_palette(tmp_path):
+    Image.fromarray(RAMP > 100).save(tmp_path / "x.png")
+    assert set(np.unique(shown(tmp_path / "x.png"))) == {0, 255}
+
+
+@pytest.mark.parametrize("name", ["x.gif", "x.webp", "x.png"])
+def test_an_animation_shows_its_first_frame(tmp_path, name):
+    """However many frames follow, and however often it is to be repeated."""
+    frames = [Image.new("RGB", (16, 16), (shade, shade, shade)) for shade in range(0, 250, 5)]
+    frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], loop=0, lossless=True)
+    assert shown(tmp_path / name).max() <= 2
+
+
+def test_an_endless_gif_as_a_video_ends(tmp_path):
+    frames = [Image.new("RGB", (16, 16), (shade, shade, shade)) for shade in (0, 80, 160, 240)]
+    frames[0].save(tmp_path / "x.gif", save_all=True, append_images=frames[1:], loop=0, duration=500)
+    taken, fps = load_video(tmp_path / "x.gif", 2.0, 8)
+    assert fps == 2.0 and taken.float().mean((1, 2, 3)).round().tolist() == [0, 80, 160, 240]
+
+
+# ---------------------------------------------------------------- long videos, bytes, sound
+
+
+def write_long(path, frames: int, keys: int, fps: int = 25) -> None:
+    """Grey frames that say their number (x 10 modulo 256), with a key frame every `keys`."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(
+            "libx264", rate=fps, options={"g": str(keys), "crf": "10", "preset": "ultrafast"}
+        )
+        stream.width = stream.height = 32
+        stream.pix_fmt = "yuv420p"
+        for number in range(frames):
+            pixels = np.full((32, 32, 3), number * 10 % 256, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+
+
+@pytest.mark.parametrize("name", ["x.mp4", "x.mkv", "x.ts"])
+@pytest.mark.parametrize("keys", [25, 60])
+def test_jumps_to_key_frames_change_nothing(tmp_path, monkeypatch, name, keys):
+    write_long(tmp_path / name, 1500, keys)
+    found, fps = load_video(tmp_path / name, 2.0, 9)
+    monkeypatch.setattr(module, "JUMP", 1e9)
+    wanted, _ = load_video(tmp_path / name, 2.0, 9)
+    assert torch.equal(found, wanted) and fps == pytest.approx(9 / 60)
+
+
+def test_a_video_of_very_many_frames_is_thinned_in_a_moment(tmp_path):
+    """Frames between are neither decoded nor held: a hundred thousand of them here."""
+    import time
+
+    import av
+
+    write_long(tmp_path / "x.mkv", 50, 50)
+    with av.open(str(tmp_path / "x.mkv")) as given, av.open(str(tmp_path / "long.mkv"), "w") as made:
+        packets = [packet for packet in given.demux(video=0) if packet.pts is not None]
+        stream = made.add_stream_from_template(given.streams.video[0])
+        for again in range(2000):
+            for packet in packets:
+                copy = av.Packet(bytes(packet))
+                copy.stream, copy.time_base, copy.is_keyframe = stream, packet.time_base, packet.is_keyframe
+                copy.pts = copy.dts = packet.pts + again * 2000
+                made.mux(copy)
+    began = time.monotonic()
+    frames, fps = load_video(tmp_path / "long.mkv", 2.0, 16)
+    assert len(frames) == 16 and fps == pytest.approx(16 / 4000, rel=0.01)
+    assert time.monotonic() - began < 10
+
+
+def test_too_many_pixels_of_a_video_are_refused(media, monkeypatch):
+    monkeypatch.setattr(module, "MAX_VIDEO_MB", 0)
+    with pytest.raises(RowError, match=r"4 frames of 64 x 32 pixels are over 0 MiB; lower data\.max_frames"):
+        load_video(media / "silent.mp4", 2.0, 8)
+
+
+def test_bytes_in_the_place_of_files(media):
+    from zoo.data.sources.references import Blob
+
+    for name, load in (
+        ("a.png", lambda source: np.asarray(load_image(source))),
+        ("silent.mp4", lambda source: load_video(source, 2.0, 8)[0].numpy()),
+        ("a.wav", load_audio),
+        ("b.flac", load_audio),
+        ("spoken.mp4", load_audio),
+    ):
+        assert np.array_equal(load(Blob((media / name).read_bytes(), name)), load(media / name))
+
+
+@pytest.mark.parametrize("rate", [8000, 16000, 22050, 44100])
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int16])
+def test_sound_as_an_array(make, rate, kind):
+    from zoo.data.sources.references import Sound
+
+    wave_ = make.tone(0.5, rate)
+    samples = wave_ if kind is not np.int16 else np.round(wave_ * 32767).astype(np.int16)
+    for array in (samples.astype(kind), np.stack([samples] * 2).astype(kind)):
+        found = load_audio(Sound(array, rate, "x"))
+        assert found.dtype == np.float32 and abs(len(found) - 8000) < 50
+        assert np.abs(np.fft.rfft(found[2000:6000])).argmax() == pytest.approx(110, abs=1)
+
+
+def test_a_stream_s_wav_has_no_length_and_is_read_to_its_end(make, tmp_path):
+    make.audio(tmp_path / "x.wav", make.tone(0.5))
+    data = bytearray((tmp_path / "x.wav").read_bytes())
+    at = data.index(b"data") + 4
+    data[at : at + 4] = b"\xff" * 4
+    (tmp_path / "y.wav").write_bytes(data)
+    np.testing.assert_allclose(load_audio(tmp_path / "y.wav"), make.tone(0.5), atol=1e-4)

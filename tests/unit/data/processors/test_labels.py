@@ -1,0 +1,219 @@
+"""Labels and their weights: what they say is what the assistant says, under the templates of all families."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unicodedata import normalize
+
+import pytest
+import torch
+from support import templates
+from support.tile_rows import draw
+from support.tiny_llava import tiny_config
+from support.tiny_omni import PROCESSOR_ARCH
+
+from zoo.data.processors.labels import words_begin
+from zoo.data.processors.processor import Processor
+from zoo.data.sample import IGNORE, Sample
+from zoo.data.sources.rows import Row, RowError
+from zoo.models.llava.processor import LlavaProcessor
+from zoo.models.llava.processor import build_processor as build_llava
+from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen3_vl.processor import build_processor as build_vl
+from zoo.models.qwen35_vl.processor import build_processor as build_qwen35
+
+VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
+END = "<|im_end|>"
+
+
+def with_template(processor: Any, template: str | None) -> Processor:
+    if template is not None:
+        processor.hf.chat_template = template
+    return processor
+
+
+def llava(kind: str, template: str) -> Processor:
+    made = with_template(build_llava(tiny_config(kind)), template)
+    return LlavaProcessor(made.hf, made.config)
+
+
+# Family and template -> the processor, and what of an answer's words the template writes.
+def same(words: str) -> str:
+    return words
+
+
+FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
+    "bundled": (lambda: build_vl(VISION), same),
+    "qwen3_vl instruct": (lambda: with_template(build_vl(VISION), templates.INSTRUCT), same),
+    "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
+    "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
+    "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
+    "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda words: " " + words.rstrip()),
+    "llava next, mistral": (
+        lambda: llava("llava_next", templates.MISTRAL),
+        lambda words: " " + words.rstrip(),
+    ),
+    "llava onevision": (lambda: llava("llava_onevision", templates.ONEVISION), same),
+}
+ANSWERS = {
+    "plain": ["It is 12.40."],
+    "turns": ["Yes.", "No.", "Both, in a way."],
+    "the same words again": ["Yes.", "Yes.", "Yes."],
+    "role markers": ["USER: no ASSISTANT: yes", "assistant\nim_start", "[INST] x [/INST]", "<<SYS>>"],
+    "trailing spaces": ["so  ", "so\n", "so \n\n"],
+    "leading spaces": ["  indented", "\ttab", " one"],
+    "tools": ['<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<tool_response>3</tool_response>"],
+    "code": ["```python\ndef f():\n    return '\\n'\n```", "{% raw %}{{ x }}{% endraw %}", "a\r\nb"],
+    "letters": ["Zażółć gęślą jaźń 漢字 🙂🏳️‍🌈", "e\u0301 ﷽", "\u200b.\u200b"],
+    "of one letter": ["7", "!", "a"],
+}  # fmt: skip
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[Processor, Callable[[str], str]]:
+    make, writes = FAMILIES[request.param]
+    return make(), writes
+
+
+def encode(processor: Processor, row: Row, **options: Any) -> Sample:
+    return processor.encode(row, video_fps=2.0, max_frames=8, **options)
+
+
+def spoken(processor: Processor, sample: Sample) -> str:
+    labelled = sample.labels != IGNORE
+    assert torch.equal(sample.labels[labelled], sample.input_ids[labelled])
+    return processor.tokenizer.decode(sample.labels[labelled], clean_up_tokenization_spaces=False)
+
+
+def conversation(answers: list[str], system: str | None = "Be brief. ", question: str = "And?") -> Row:
+    turns = [turn for answer in answers for turn in (("user", question), ("assistant", answer))]
+    return Row((*((("system", system),) if system else ()), *turns), source="x:1")
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+@pytest.mark.parametrize("system", [None, "Be brief. "], ids=["", "system"])
+def test_labels_say_what_the_assistant_says(
+    family: tuple[Processor, Callable[[str], str]], kind: str, system: str | None
+) -> None:
+    processor, writes = family
+    sample = encode(processor, conversation(ANSWERS[kind], system))
+    assert spoken(processor, sample) == normalize(
+        "NFC",  # as the tokenizer does
+        "".join(writes(answer) + END for answer in ANSWERS[kind]),
+    )
+
+
+@pytest.mark.parametrize("kind", ["plain", "role markers", "tools"])
+def test_what_the_user_says_is_never_learnt(
+    family: tuple[Processor, Callable[[str], str]], kind: str
+) -> None:
+    processor, writes = family
+    row = conversation(["one", "two"], ANSWERS[kind][0], ANSWERS[kind][-1])
+    assert spoken(processor, encode(processor, row)) == writes("one") + END + writes("two") + END
+
+
+def test_an_image_between_answers_has_no_label(
+    family: tuple[Processor, Callable[[str], str]], tmp_path: Path
+) -> None:
+    processor, writes = family
+    images = tuple(draw(tmp_path, name, (64, 64), 0) for name in ("a", "b"))
+    turns = (("user", "<image>What?"), ("assistant", "A."), ("user", "<image>And?"), ("assistant", "B. "))
+    sample = encode(processor, Row(turns, images=images, root=tmp_path))
+    assert spoken(processor, sample) == writes("A.") + END + writes("B. ") + END
+
+
+THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl thinking", "qwen3_omni", "qwen35_vl"])
+def test_thinking_is_learnt_where_the_template_writes_it(name: str) -> None:
+    """In the last answer as the row has it; in earlier ones the template leaves it away."""
+    processor = FAMILIES[name][0]()
+    sample = encode(processor, conversation([THOUGHT, THOUGHT]))
+    assert spoken(processor, sample) == f"Four.{END}{THOUGHT}{END}"
+    tight = encode(processor, conversation(["<think>Two.</think>Four."]))
+    assert spoken(processor, tight) == f"<think>\nTwo.\n</think>\n\nFour.{END}"
+
+
+def test_a_block_that_the_template_adds_is_not_learnt() -> None:
+    processor = FAMILIES["qwen35_vl"][0]()
+    sample = encode(processor, conversation(["Four.", "Five."]))
+    text = processor.tokenizer.decode(sample.input_ids)
+    assert text.endswith("<think>\n\n</think>\n\nFive.<|im_end|>\n") and text.count("<think>") == 1
+    assert spoken(processor, sample) == f"Four.{END}Five.{END}"
+
+
+def test_a_template_with_other_words_is_refused() -> None:
+    processor = with_template(build_vl(VISION), templates.INSTRUCT.replace("said(m.content)", "'no'"))
+    with pytest.raises(
+        RowError, match=r"x:1: the chat template writes 'no' where the row says 'Four\.'"
+    ) as caught:
+        encode(processor, conversation(["Four."]))
+    assert caught.value.cause == "labels"
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "begin"),
+    [
+        ("ab", "ab", 0),
+        ("x\n\nab", " ab ", 3),
+        ("a  b", "a b", 0),
+        ("b", "<t>a</t>b", 0),
+        ("q a  b", "a b", 2),
+    ],
+)
+def test_where_words_begin(body: str, words: str, begin: int) -> None:
+    assert words_begin(body, words) == begin
+
+
+# ---------------------------------------------------------------- which labels
+
+
+def test_only_the_last_answer(family: tuple[Processor, Callable[[str], str]]) -> None:
+    processor, writes = family
+    sample = encode(processor, conversation(["one", "two"]), labels="last")
+    assert spoken(processor, sample) == writes("two") + END
+
+
+def test_all_of_the_text_but_no_medium(
+    family: tuple[Processor, Callable[[str], str]], tmp_path: Path
+) -> None:
+    processor, _ = family
+    row = Row(
+        (("user", "<image>What?"), ("assistant", "A.")),
+        images=(draw(tmp_path, "a", (64, 64), 0),),
+        root=tmp_path,
+    )
+    sample = encode(processor, row, labels="all")
+    left_out = set(sample.input_ids[sample.labels == IGNORE].tolist())
+    assert left_out and left_out <= processor.media_ids
+
+
+def test_a_plain_text_is_learnt_whole(family: tuple[Processor, Callable[[str], str]]) -> None:
+    processor, _ = family
+    sample = encode(processor, Row((), text="Once upon a time.", kind="text", weight=0.5))
+    ids = processor.tokenizer("Once upon a time.")["input_ids"]
+    assert sample.input_ids.tolist() == [*ids, processor.tokenizer.eos_token_id]
+    assert torch.equal(sample.labels, sample.input_ids)
+    assert sample.weights is not None and sample.weights.tolist() == [0.5] * sample.length
+    with pytest.raises(RowError, match=r"text contains '<\|im_end\|>'"):
+        encode(processor, Row((), text="a <|im_end|>"))
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_weights_of_row_and_messages(family: tuple[Processor, Callable[[str], str]]) -> None:
+    processor, writes = family
+    turns = (("user", "And?"), ("assistant", "one"), ("user", "And?"), ("assistant", "two"))
+    row = Row(turns, weight=0.5, weights=(1.0, 4.0, 1.0, 0.0))
+    sample = encode(processor, row)
+    assert spoken(processor, sample) == writes("one") + END
+    assert sample.weights is not None
+    assert set(sample.weights.tolist()) == {0.0, 2.0}
+    assert torch.equal(sample.weights > 0, sample.labels != IGNORE)
+    assert sample.label_weight == 2.0 * sample.num_labels
+    plain = encode(processor, Row(turns))
+    assert plain.weights is None and plain.label_weight == plain.num_labels
+    silent = encode(processor, Row(turns, weight=0.0))
+    assert silent.num_labels == 0 and silent.label_weight == 0.0

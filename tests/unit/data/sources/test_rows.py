@@ -1,0 +1,107 @@
+import json
+import pickle
+
+import pytest
+
+from zoo.data.sources.rows import Row, RowError, parse_row, read_rows
+from zoo.errors import UserError
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
+
+
+def parse(root, **changes) -> Row:
+    return parse_row(json.dumps({**GOOD, **changes}), "train.jsonl:3", root)
+
+
+def turns(user: str, assistant: str = "ho") -> list[dict]:
+    return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+
+
+def test_reads_each_kind_with_paths_relative_to_the_file(media):
+    rows = {row.kind: row for row in read_rows(media / "rows.jsonl")}
+    assert rows["image"].images == ("a.png",)
+    assert rows["image"].path("a.png") == media / "a.png"
+    assert rows["image"].messages == (("user", "<image>Read."), ("assistant", "7"))
+    assert rows["video"].videos == ("silent.mp4",)  # the singular key
+    assert rows["audio_in_video"].use_audio_in_video
+    assert rows["multi_image"].source == f"{media}/rows.jsonl:4"
+
+
+def test_blank_lines_are_skipped_and_lines_keep_their_numbers(tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"\n{json.dumps(GOOD)}\n\n{json.dumps(GOOD)}")
+    assert [row.source.rpartition(":")[2] for row in read_rows(tmp_path / "x.jsonl")] == ["2", "4"]
+
+
+def test_a_bundled_set_is_found_by_name():
+    rows = read_rows("digits:heldout")
+    assert rows[0].source == "digits:heldout:1"
+    assert {row.kind for row in rows} >= {"image", "audio", "video", "text"}
+
+
+@pytest.mark.parametrize(
+    ("line", "cause", "words"),
+    [
+        ('{"messages": [}', "bad_json", "column 15"),
+        (b'{"kind": "\xff"}', "bad_json", "UTF-8 at byte 10"),
+        ("[1]", "bad_json", "JSON list"),
+        ("{}", "bad_row", "'messages' is missing"),
+        ({"messages": []}, "bad_row", "'messages' is []"),
+        ({"image_s": []}, "bad_row", "did you mean 'images'"),
+        ({"zzz": 1}, "bad_row", "known keys: messages"),
+        ({"messages": turns("hi", "  ")}, "bad_row", "messages[1] is an empty assistant"),
+        ({"messages": turns("hi")[:1]}, "bad_row", "no message has role 'assistant'"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "bad_row", "role 'bot'; wanted: system, user"),
+        ({"messages": [{"role": "user"}]}, "bad_row", "['role']"),
+        ({"messages": [{"role": "user", "content": 3}]}, "bad_row", "type int"),
+        ({"images": "a.png"}, "bad_row", "a list of paths is wanted"),
+        ({"images": ["a.png"], "image": "a.png"}, "bad_row", "both 'image' and 'images'"),
+        ({"kind": 3}, "bad_row", "kind is 3; a str"),
+        ({"use_audio_in_video": True}, "bad_row", "no video"),
+        ({"messages": turns("<image> <image>"), "images": ["a.png"]}, "placeholder_mismatch", "2 <image> in the messages but 1 in 'images'"),
+        ({"videos": ["v.mp4"]}, "placeholder_mismatch", "0 <video> in the messages but 1"),
+        ({"messages": turns("<audio>"), "audio": "gone.wav"}, "missing_file", "gone.wav"),
+    ],
+)  # fmt: skip
+def test_a_bad_row_says_what_and_where(tmp_path, line, cause, words):
+    with pytest.raises(RowError) as caught:
+        if isinstance(line, dict):
+            parse(tmp_path, **line)
+        else:
+            parse_row(line, "train.jsonl:3", tmp_path)
+    assert caught.value.cause == cause
+    assert words in str(caught.value)
+    assert str(caught.value).startswith("train.jsonl:3: ")
+    assert isinstance(caught.value, UserError)
+
+
+def test_bad_rows_can_be_collected(tmp_path):
+    (tmp_path / "x.jsonl").write_text(f"{{\n{json.dumps(GOOD)}\n[]\n")
+    bad = []
+    rows = read_rows(tmp_path / "x.jsonl", on_bad=bad.append)
+    assert len(rows) == 1
+    assert [error.source.rpartition(":")[2] for error in bad] == ["1", "3"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("digits:trian", "did you mean digits:train?"),
+        ("gone.jsonl", "bundled sets: digits:train"),
+        ("naver-clova-ix/cord-v2", "{hub: naver-clova-ix/cord-v2}"),
+    ],
+)
+def test_an_unknown_spec_names_what_there_is(spec, words):
+    with pytest.raises(UserError, match="neither a file nor a bundled set") as caught:
+        read_rows(spec)
+    assert words in str(caught.value)
+
+
+def test_an_empty_file_is_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="has no rows"):
+        read_rows(tmp_path / "x.jsonl")
+
+
+def test_row_error_survives_pickling():
+    error = pickle.loads(pickle.dumps(RowError("a:1", "overlong", "too long")))
+    assert (error.source, error.cause, str(error)) == ("a:1", "overlong", "a:1: too long")

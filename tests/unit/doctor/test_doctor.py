@@ -1,0 +1,232 @@
+"""The doctor: its references against loops, a wrong kernel is seen, what is found is kept, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.cli import doctor as verb
+from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
+from zoo.doctor import checks, inputs, machine, references, run_checks, startup
+from zoo.doctor.measure import Check, Trial, examine
+from zoo.errors import UserError
+from zoo.nn.decoder import attention, gated_delta_net
+from zoo.packing import PackedLayout
+
+
+def test_the_delta_rule_token_by_token() -> None:
+    torch.manual_seed(0)
+    lengths, width = (70, 1, 9), 6
+    layout = PackedLayout.from_lengths(lengths, align=4)
+    total = layout.total
+    q, k = (torch.randn(total, 2, width, dtype=torch.float64) for _ in range(2))
+    v = torch.randn(total, 4, 5, dtype=torch.float64)
+    decay, beta = -torch.rand(total, 4, dtype=torch.float64), torch.rand(total, 4, dtype=torch.float64)
+    wanted = torch.zeros(total, 4, 5, dtype=torch.float64)
+    for start, stop in inputs.spans(layout):
+        state = torch.zeros(4, width, 5, dtype=torch.float64)
+        for t in range(start, stop):
+            key, query = (
+                (x[t] / (x[t].square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(2, 0)
+                for x in (k, q)
+            )
+            state = state * decay[t].exp()[:, None, None]
+            correction = beta[t][:, None] * (v[t] - torch.einsum("gkv,gk->gv", state, key))
+            state = state + torch.einsum("gk,gv->gkv", key, correction)
+            wanted[t] = torch.einsum("gkv,gk->gv", state, query) / width**0.5
+    found = references.delta_rule(q, k, v, decay, beta, inputs.spans(layout))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_ragged_rows_fit_and_have_padding_between() -> None:
+    for budget, align in ((4096, 16), (100_000, 16), (512, 24), (20, 16)):
+        layout = inputs.ragged(budget, align)
+        assert layout.total <= max(min(budget, inputs.MOST_TOKENS), layout.padded_lengths[0])
+        assert layout.lengths != layout.padded_lengths
+    assert sum(checks._uneven(7, 100)) == 100 and 0 in checks._uneven(7, 100)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    return validate(
+        load_recipe("qwen35_vl_moe_sft", ["size=tiny-moe", "hardware=cpu", f"run.dir={tmp_path}"]), 1
+    )
+
+
+def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run_checks.visit([recipe])
+    assert found.right
+    names = {verdict.check.name for _, verdict in found.verdicts}
+    assert names == set(verb.KERNELS) - {"audio_attention"}
+
+    def leaking(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
+        whole = PackedLayout.from_lengths([layout.total])
+        return original(x, weight, whole)
+
+    original = gated_delta_net.causal_convolution
+    monkeypatch.setattr(gated_delta_net, "causal_convolution", leaking)
+    monkeypatch.setattr(
+        attention, "sdpa", lambda q, k, v, scale, causal, mask=None: v.repeat_interleave(2, 1)
+    )
+    again = run_checks.visit([recipe], only=("convolution", "attention", "norm"))
+    assert {verdict.check.name for _, verdict in again.verdicts if not verdict.right} == {
+        "convolution",
+        "attention",
+    }
+    assert not again.right
+    json.dumps(again.as_dict(), allow_nan=False)
+
+
+def test_what_a_kernel_raises_or_leaves_undefined_is_told() -> None:
+    x = torch.ones(3)
+
+    def verdict(kernel: Any) -> Any:
+        return examine(
+            Check("norm", "k", "3", "fp32", 1e-3, "mend", lambda: Trial(kernel, lambda x: x, {"x": x}))
+        )
+
+    def refuse(x: Tensor) -> Tensor:
+        raise RuntimeError("no kernel image")
+
+    assert verdict(lambda x: x * 1.0).right
+    assert verdict(refuse).problem == "RuntimeError: no kernel image"
+    undefined = verdict(lambda x: x * torch.tensor([1.0, 1.0, float("nan")]))
+    assert not undefined.right and undefined.as_dict()["errors"]["out"] is None
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """As if there were a GPU, for the start-up check alone."""
+    monkeypatch.setattr(startup, "gpu_count", lambda: 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "zoo" / "doctor"
+
+
+def test_the_check_before_training_is_made_once(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    startup.check_kernels(recipe)
+    (kept,) = gpu.glob("*.json")
+    assert json.loads(kept.read_text())["right"] is True
+    names = {kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]}
+    assert "attention" in names and "attention_padded" not in names
+    assert "kernels are right" in capsys.readouterr().out
+    startup.check_kernels(recipe)
+    assert capsys.readouterr().out == "", "nothing is done twice"
+    other = recipe.replace({"engine.recompute": "full", "packing.budget": 512})
+    startup.check_kernels(other)
+    assert len(list(gpu.glob("*.json"))) == 2, "other shapes are checked by themselves"
+
+
+def test_a_wrong_kernel_stops_the_run_with_the_mend(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gated_delta_net, "chunked_delta_rule", lambda q, k, v, decay, beta, lengths: v * beta[..., None]
+    )
+    with pytest.raises(UserError, match=r"the kernel delta_rule \(torch\) is wrong on this GPU: .*; mend: "):
+        startup.check_kernels(recipe)
+    assert not list(gpu.glob("*.json"))
+    startup.check_kernels(recipe.replace({"engine.doctor": False}))
+
+
+def test_nothing_is_done_without_a_gpu(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(startup, "gpu_count", lambda: 0)
+    startup.check_kernels(recipe)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "wrong"),
+    [
+        ("3.3.1", 9, False),
+        ("3.4.0", 9, True),
+        ("3.6.0", 9, True),
+        ("3.7.0", 9, True),
+        ("3.7.1", 9, False),
+        ("3.6.0", 8, False),
+        ("3.6.0", 10, False),
+    ],
+)
+def test_the_miscompiled_delta_rule_is_refused(
+    triton: str, capability: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta_net, "version", lambda name: triton)
+    monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    gated_delta_net.fla_fault.cache_clear()
+    x = torch.zeros(1)
+    try:
+        if wrong:
+            with pytest.raises(
+                UserError, match=r"pip install 'triton>=3.7.1', or set engine.delta_rule=torch"
+            ):
+                gated_delta_net.delta_rule_kernel(x)
+        else:
+            assert gated_delta_net.delta_rule_kernel(x) == "fla"
+        assert gated_delta_net.delta_rule_kernel(x, "torch") == "torch"
+        with torch.no_grad():
+            assert gated_delta_net.delta_rule_kernel(x) == "fla", "the forward pass is right"
+    finally:
+        gated_delta_net.fla_fault.cache_clear()
+
+
+def test_te_is_not_given_heads_it_gets_wrong() -> None:
+    from types import SimpleNamespace
+
+    from zoo.nn.backend import TEBackend, TorchBackend, core_attention
+
+    class Named(TEBackend):
+        def core_attention(self) -> type:
+            return str
+
+    for width, backend, wanted in (
+        (256, Named(), attention.VarlenCoreAttention),
+        (128, Named(), str),
+        (256, TorchBackend(), attention.VarlenCoreAttention),
+    ):
+        assert core_attention(SimpleNamespace(kv_channels=width), backend) is wanted  # type: ignore[arg-type]
+
+
+def test_a_cudnn_that_pytorch_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a Transformer Engine built for another: PyTorch raises where it is asked for the version."""
+
+    def version() -> int:
+        raise RuntimeError(
+            "cuDNN version incompatibility: compiled against 9.19, found 9.14. PyTorch comes with its own."
+        )
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert machine._cudnn() == "cuDNN version incompatibility: compiled against 9.19, found 9.14"
+
+
+def test_the_verb(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verb.run(["recipe=llava_sft", "size=tiny", "hardware=cpu", "kernels=norm,loss", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [kernel["kernel"] for kernel in found["kernels"]] == ["norm", "loss"]
+    with pytest.raises(UserError, match="nearest: attention"):
+        verb.run(["recipe=llava_sft", "kernels=atention"])
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, *rest: x)
+    assert verb.run(["recipe=llava_sft", "size=tiny", "hardware=cpu", "kernels=norm"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out and "mend: engine.precision=fp32" in out
+
+
+def test_without_a_home_nothing_is_kept(
+    recipe: Any, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert startup._record({}) is None
+    startup._keep(None, {})
+    assert not list(tmp_path.iterdir())

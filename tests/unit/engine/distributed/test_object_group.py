@@ -1,0 +1,94 @@
+"""What a rank reads from a file must be what all ranks have read: two ranks whose files differ, as on a stale network folder."""
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from zoo.engine.launch.launcher import run_ranks
+
+HEAD = """
+import os, sys
+from datetime import timedelta
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank, folder = dist.get_rank(), Path(sys.argv[1])
+"""
+
+
+def ranks(text: str, folder: Path) -> int:
+    return run_ranks([sys.executable, "-c", HEAD + textwrap.dedent(text), str(folder)], 2, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
+    text = """
+        from types import SimpleNamespace
+        from zoo.engine.train.trainer import Run
+        from zoo.engine.distributed.object_group import agreed
+        mine = folder / str(rank)  # each rank sees a folder of its own
+        mine.mkdir()
+        if rank == 0:
+            (mine / "summary.json").write_text('{"steps": 4}')
+        run = SimpleNamespace(folder=mine, done=4, total_steps=4, recipe=SimpleNamespace(export=False))
+        run._was_completed = lambda: Run._was_completed(run)
+        assert Run._is_complete(run) and Run._was_completed(run) == (rank == 0)
+        run.recipe.run = SimpleNamespace(resume=True)
+        if rank == 1:
+            (mine / "checkpoints" / "iter_2").mkdir(parents=True)
+            (mine / "checkpoints" / "iter_2" / "state.json").write_text("{}")
+        assert Run._choose_checkpoint(run).folder is None
+        run.recipe.run.resume = False
+        assert Run._choose_checkpoint(run).folder is None
+        try:
+            agreed(lambda: (folder / ("no" if rank == 0 else ".")).stat())
+        except FileNotFoundError:
+            (folder / f"raised{rank}").touch()
+    """
+    assert ranks(text, tmp_path) == 0
+    assert (tmp_path / "raised0").exists() and (tmp_path / "raised1").exists()
+
+
+def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path) -> None:
+    """`model.init` is a run that trains on: a rank that looks later would take a newer one."""
+    text = """
+        from zoo.engine import build
+        init = folder / str(rank)
+        for step in range(1, 2 + rank):
+            (init / "checkpoints" / f"iter_{step}").mkdir(parents=True)
+            (init / "checkpoints" / f"iter_{step}" / "state.json").write_text("{}")
+        from zoo.config.locate import look
+        from zoo.engine.distributed.object_group import agreed
+        seen = []
+        family = type("Family", (), {"load": lambda self, part: self, "from_folder": lambda self, f: seen.append(f) or self,
+                                     "hf": None, "__call__": lambda self, *a: None})()
+        build.get_family = lambda name: family
+        from zoo.config.schema import ModelConfig, Recipe
+        found = build.assemble(Recipe(model=ModelConfig(family="x", init=str(init))))
+        assert found.source.folder == folder / "0" / "checkpoints" / "iter_1", found.source
+    """
+    assert ranks(text, tmp_path) == 0
+
+
+def test_ranks_with_different_recipes_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = """
+        from zoo.config.schema import Recipe, TrainConfig
+        from zoo.engine.distributed.object_group import refuse_different
+        from zoo.errors import UserError
+        refuse_different(Recipe(nproc=rank))
+        try:
+            refuse_different(Recipe(train=TrainConfig(lr=0.1 + rank)))
+        except UserError as error:
+            (folder / str(rank)).write_text(str(error))
+    """
+    assert ranks(text, tmp_path) == 0, capfd.readouterr()
+    said = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    assert said[0] == said[1] and said[0].startswith("train.lr: rank 0 has 0.1 and rank 1 has 1.1; ")
+    assert os.listdir(tmp_path)

@@ -1,0 +1,44 @@
+"""How many CPU threads a rank takes beside a GPU; what its operations run on here is a CPU all the same."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.config import devices
+from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
+from zoo.engine.distributed import world as place
+from zoo.engine.distributed.world import world
+from zoo.engine.model import build
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_steps", "on_weights"), [((), 1, 12), (("engine.threads=3",), 3, 3)]
+)
+def test_one_thread_beside_a_gpu(
+    overrides: tuple[str, ...], in_steps: int, on_weights: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu", *overrides]), 1)
+    for module in (devices, place):
+        monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    monkeypatch.setattr(devices, "cores", lambda: 12)
+    for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    loaded_with: list[int] = []
+    monkeypatch.setattr(build, "load_hf", lambda *_: loaded_with.append(torch.get_num_threads()))
+    monkeypatch.setattr(build, "model_dims", lambda _: None)
+    source = SimpleNamespace(kind="hf", weights=None)
+    assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with world(recipe) as here:
+            assert torch.get_num_threads() == in_steps
+            build.init_weights([], assembly, recipe, here)
+            assert loaded_with == [on_weights]
+            assert torch.get_num_threads() == in_steps
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,61 @@
+"""The live line on a terminal of any width: nothing wraps, and step, loss and ETA are always there."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import termios
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.engine.report import run_log
+from zoo.engine.report.run_log import Progress
+
+FIGURES = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
+           "data_wait": 0.12}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by 3 seconds each time that it is read."""
+    now = count(0.0, 3.0)
+    monkeypatch.setattr(run_log.time, "monotonic", lambda: next(now))
+
+
+def shown(width: int, figures: dict[str, Any], total: int) -> str:
+    """What a terminal of that many columns gets of one step."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with os.fdopen(slave, "w") as stream:
+        progress = Progress(total, figures["step"] - 1, 10, stream)
+        assert progress.live
+        progress.step(figures)
+        text = os.read(master, 10_000).decode()
+    os.close(master)
+    assert text.startswith("\r\x1b[2K")
+    return text.removeprefix("\r\x1b[2K")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
+    line = shown(width, FIGURES, 99_999)
+    assert len(line) < width
+    assert line.startswith("step 12345/99999  loss 2.3457  ")
+    assert re.search(r"  ETA 73:(02:4[2-9]|02:5\d|03:\d\d)$", line)  # 87,654 times what the clock says of 3 s
+    assert ("real tokens/s" in line) == (width >= 80)
+    assert ("pad 3.1%  data 12%" in line) == (width >= 120)
+
+
+def test_a_very_narrow_terminal_does_not_wrap() -> None:
+    assert len(shown(20, FIGURES, 99_999)) == 19
+
+
+def test_a_file_gets_all_of_it(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as stream:
+        Progress(99_999, FIGURES["step"] - 1, 10, stream).step(FIGURES)
+    line = (tmp_path / "log").read_text()
+    assert "real tokens/s  pad 3.1%  data 12%  ETA " in line

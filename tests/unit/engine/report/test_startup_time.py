@@ -1,0 +1,41 @@
+"""Seconds from the command to the first step, by phase."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from zoo.cli.main import main
+from zoo.engine.report.startup_time import STARTED, Startup, process_start
+
+
+def test_a_process_began_before_now_and_not_long_ago() -> None:
+    assert 0 < time.time() - process_start() < 3600
+
+
+def test_phases_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(STARTED, str(time.time() - 2.0))
+    startup = Startup("imports")
+    assert STARTED not in os.environ, "a program's next run began later"
+    time.sleep(0.05)
+    startup.mark("weights", nbytes=10**8)
+    assert startup.phases["imports"] == pytest.approx(2.0, abs=0.1)
+    assert 0.04 < startup.phases["weights"] < 0.5 and 0.2 < startup.rates["weights"] < 2.5
+    assert startup.seconds == pytest.approx(sum(startup.phases.values()), abs=0.05)
+
+
+def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    code = main(
+        ["train", "recipe=qwen35_vl_sft", "size=tiny", "hardware=cpu", "nproc=1", "train.steps=2", "train.eval_rows=2",
+         f"run.dir={folder}", "export=false", "log.tensorboard=false"]
+    )  # fmt: skip
+    assert code == 0
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    (found,) = [line for line in lines if line.get("event") == "startup"]
+    phases = ["imports", "checks", "process group", "data", "model", "weights", "optimizer", "first step"]
+    assert list(found["phases"]) == phases and found["step"] == 1
+    assert found["seconds"] == pytest.approx(sum(found["phases"].values()), abs=0.2)
+    assert "s from the command to the end of the first step: imports" in capsys.readouterr().out

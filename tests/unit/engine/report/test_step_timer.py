@@ -1,0 +1,49 @@
+"""Slow steps and their causes, from the parts that ranks have measured."""
+
+import pytest
+import torch
+
+from zoo.engine.report.step_timer import PARTS, Spans, StepTimes
+
+
+def judged(seconds: float, *ranks: list[float]) -> dict | None:
+    times = StepTimes(torch.device("cpu"), 3.0)
+    for _ in range(6):
+        assert times.judge(1.0, [[0.1, 0.1, 0.2, 0.0]] * len(ranks)) is None
+    return times.judge(seconds, list(ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds", "cause", "rank"),
+    [
+        ([[0.1, 0.1, 0.2, 0.0], [3.1, 0.1, 0.2, 0.0]], 4.0, "data", 1),
+        ([[0.1, 3.1, 0.2, 0.0], [0.1, 0.1, 3.2, 0.0]], 4.0, "tower", 0),  # the other waits in the exchange
+        ([[0.1, 0.1, 3.2, 0.0], [0.1, 0.1, 3.3, 0.0]], 4.0, "network", None),
+        ([[0.1, 0.1, 0.2, 5.0], [0.1, 0.1, 0.2, 5.0]], 1.0, "save", None),
+        ([[0.1, 0.1, 0.2, 0.0], [0.1, 0.1, 0.2, 0.0]], 4.0, "compute", None),
+    ],
+)
+def test_the_cause(ranks: list[list[float]], seconds: float, cause: str, rank: int | None) -> None:
+    told = judged(seconds, *ranks)
+    assert told is not None
+    assert (told["cause"], told.get("rank"), told["median"]) == (cause, rank, 1.0)
+    assert {f"{part}_seconds" for part in PARTS} <= set(told)
+
+
+def test_what_is_not_slow() -> None:
+    assert judged(2.9, [0.1, 0.1, 0.2, 0.0]) is None
+    assert StepTimes(torch.device("cpu"), 3.0).judge(100.0, [[0.0] * 4]) is None  # nothing to compare with
+    off = StepTimes(torch.device("cpu"), 0.0)
+    assert [off.judge(seconds, [[0.0] * 4]) for seconds in (*[1.0] * 9, 100.0)] == [None] * 10
+
+
+def test_spans_are_recorded_within_steps_alone() -> None:
+    spans = Spans(torch.device("cpu"))
+    spans.start("tower")
+    spans.stop("tower")
+    assert spans.take() == {}
+    spans.active = True
+    for _ in range(2):
+        spans.start("tower")
+        spans.stop("tower")
+    assert list(spans.take()) == ["tower"] and spans.take() == {}

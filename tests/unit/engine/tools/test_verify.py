@@ -1,0 +1,70 @@
+"""Checkpoints that are nearly alike, and configs that leave out what transformers writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+
+from zoo.cli.main import main
+from zoo.config.compose import load_recipe
+from zoo.engine.tools.verify import transformers_class, verify
+
+HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
+
+
+def with_head(folder: Path, add: float) -> Path:
+    """A tied checkpoint that stores its head too."""
+    file = write_tiny_qwen3_vl(folder, tied=True) / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone() + add}, file, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_tied_head_that_differs_is_found(tmp_path: Path) -> None:
+    plain = write_tiny_qwen3_vl(tmp_path / "plain", tied=True)
+    same, other = with_head(tmp_path / "same", 0.0), with_head(tmp_path / "other", 1.0)
+    assert verify(plain, same).equal
+    for a, b, status in ((plain, other, "missing in A"), (other, same, "missing in B")):
+        found = verify(a, b)
+        assert not found.equal
+        assert [(one.name, one.status) for one in found.tensors if one.status != "equal"] == [(HEAD, status)]
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["Qwen3VLModel"], ["BertModel", "GPT2Model"]])
+def test_transformers_model_is_that_of_the_model_type(
+    architectures: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_tiny_qwen3_vl(tmp_path / "hf")
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("architectures", None)
+    file.write_text(
+        json.dumps(config if architectures is None else config | {"architectures": architectures})
+    )
+    rows = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]
+    rows.write_text(json.dumps({"messages": turns}) + "\n")
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    found = verify(folder, folder, rows=rows)
+    assert found.equal and found.compared_rows[0]["labels"] > 0
+    assert "Loading weights" not in capfd.readouterr().err, "no progress bars of transformers"
+    assert transformers.utils.logging.is_progress_bar_enabled() == bars
+
+
+def test_every_recipe_has_a_model_of_transformers() -> None:
+    for name in ("llava_sft", "llava_onevision_sft", "qwen35_vl_moe_sft", "qwen3_omni_sft"):
+        arch = load_recipe(name, ["hardware=cpu"]).model.arch
+        model = transformers_class(arch)
+        assert (
+            issubclass(model, transformers.GenerationMixin)
+            and model.config_class.model_type == arch["model_type"]
+        )
+
+
+def test_score_takes_its_rows_as_verify_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", str(tmp_path / "nowhere"), "rows=digits:heldout"]) == 2
+    assert "of CHECKPOINT and ROWS given" not in capfd.readouterr().err

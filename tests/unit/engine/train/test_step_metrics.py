@@ -1,0 +1,41 @@
+"""Figures of a step."""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe import moe_logging
+
+from zoo.engine.train.step_metrics import expert_figures
+from zoo.nn.decoder.router import track_layers
+
+
+@pytest.fixture(autouse=True)
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A tracker of the test's own, on one rank."""
+    monkeypatch.setattr(moe_logging.MoEMetricsTracker, "_sync_metrics", lambda *_, **__: None)
+    moe_logging.destroy_moe_metrics_tracker()
+    yield
+    moe_logging.destroy_moe_metrics_tracker()
+
+
+@pytest.mark.parametrize(
+    ("layers", "freq", "mtp"), [(2, 1, None), (2, 1, 1), (3, [0, 1, 1], 2), (4, [0, 1, 0, 1], None)]
+)
+def test_balance_is_a_mean_over_all_layers_with_experts(layers: int, freq: Any, mtp: int | None) -> None:
+    """Layers of multi-token prediction are among them."""
+    config: Any = SimpleNamespace(
+        num_layers=layers, mtp_num_layers=mtp, num_moe_experts=4, moe_layer_freq=freq, moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=0.0,
+    )  # fmt: skip
+    track_layers(config)
+    sparse = [n + 1 for n in range(layers) if not isinstance(freq, list) or freq[n]]
+    total, micro_batches = layers + (mtp or 0), 3
+    tracker = moe_logging.get_moe_metrics_tracker()
+    for _ in range(micro_batches):
+        for layer in [*sparse, *range(layers + 1, total + 1)]:
+            tracker.record("load_balancing_loss", torch.tensor(1.25), layer, total)
+    found = expert_figures(config, 1, micro_batches)
+    assert found == {"moe_load_balancing_loss": pytest.approx(1.25)}

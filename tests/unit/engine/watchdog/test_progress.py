@@ -1,0 +1,141 @@
+import gc
+import itertools
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.engine.checkpoint import integrity
+from zoo.engine.watchdog.progress import Phases
+
+
+class Activations:
+    """What a function holds."""
+
+
+def test_a_look_at_other_threads_keeps_nothing_of_theirs_alive() -> None:
+    phases, places = Phases(), []
+
+    def forward() -> weakref.ref[Activations]:
+        held = Activations()
+        watching = threading.Thread(target=lambda: places.append(phases.moment()))
+        watching.start()
+        watching.join()
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        held = forward()
+        assert len(places) == 1
+        assert held() is None, "a frame of the training thread outlives its function"
+    finally:
+        gc.enable()
+
+
+STOP = threading.Event()
+
+
+def signs_of_life(phase: str, thread: str, work: Callable[[Phases], None]) -> list[int]:
+    """A rank's progress, looked at every 0.3 s while its main thread waits in a join for a thread of that name."""
+    phases, found = Phases(), []
+    phases.enter(phase)
+    working = threading.Thread(target=work, args=(phases,), name=thread, daemon=True)
+    over = threading.Event()
+
+    def watch() -> None:
+        time.sleep(0.3)  # by then the main thread waits
+        phases.moment()
+        for _ in range(6):
+            time.sleep(0.3)
+            found.append(phases.moment().progress)
+        over.set()
+
+    working.start()
+    threading.Thread(target=watch, daemon=True).start()
+    over.wait()
+    STOP.set()
+    working.join()
+    STOP.clear()
+    return found
+
+
+def write_much(folder: Path) -> None:
+    """A large file, a piece at a time, from one and the same line."""
+    with (folder / "large").open("wb", buffering=0) as file:
+        while not STOP.is_set():
+            file.write(bytes(2**16)), time.sleep(0.05)
+
+
+@pytest.mark.parametrize("work", ["write", "digest", "copy", "files", "manifest"])
+def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "large").write_bytes(bytes(2**22))
+    source = tmp_path / "hf"
+    source.mkdir()
+    for number in range(40):
+        (source / str(number)).touch()
+    plain = integrity.digest
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.1)
+        return plain(given[0]) if len(given) == 1 else None
+
+    def make(folder: Path) -> None:
+        for number in range(40):
+            (folder / str(number)).touch()
+
+    def forever(step: Callable[[], Any]) -> None:
+        while not STOP.is_set():
+            step(), time.sleep(0.1)
+
+    if work == "files":
+        monkeypatch.setattr(integrity, "sync", slow)
+    elif work == "manifest":
+        monkeypatch.setattr(integrity, "digest", slow)
+    doing: dict[str, Callable[[Phases], None]] = {
+        "write": lambda _: write_much(tmp_path),
+        "digest": lambda _: forever(lambda: plain(tmp_path / "large")),
+        "copy": lambda _: forever(lambda: shutil.copyfile(tmp_path / "large", tmp_path / "copy")),
+        "files": lambda phases: integrity.Kept(make).write(tmp_path / "kept", phases.tick),
+        "manifest": lambda phases: integrity.write_manifest(source, {}, phases.tick),
+    }
+    found = signs_of_life("save", "zoo-save", doing[work])
+    assert all(later > earlier for earlier, later in itertools.pairwise(found)), found
+
+
+@pytest.mark.parametrize(("phase", "thread"), [("save", "zoo-save"), ("data", "zoo-data"), ("eval", "x")])
+def test_one_that_hangs_shows_no_sign(phase: str, thread: str) -> None:
+    found = signs_of_life(phase, thread, lambda _: STOP.wait(60) and None)
+    assert len({*found}) == 1, found
+
+
+def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
+    phases = Phases()
+    phases.enter("save")
+    go = threading.Event()
+    waiting: Any = iter(go.wait, True)
+    thread = threading.Thread(target=integrity.remove, args=(waiting,), name="zoo-save", daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    place = phases.moment().place
+    go.set()
+    thread.join()
+    assert place.startswith("zoo/engine/checkpoint/integrity.py:"), place
+
+
+def test_rows_that_are_read_are_signs_of_life() -> None:
+    """The first batch: the main thread waits for the one that prepares data, which waits for a slow reader."""
+    from zoo.data.loading.sample_source import SampleSource
+
+    ticks: list[int] = []
+    source: Any = SampleSource.__new__(SampleSource)
+    source._tick = lambda: ticks.append(1)
+    source.row = lambda visit: type("Row", (), {"media": frozenset()})()
+    source.processor = type("Processor", (), {"modalities": ("text",)})()
+    for visit in range(3):
+        source._taken_row(visit)
+    assert len(ticks) == 3

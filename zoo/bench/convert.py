@@ -1,0 +1,147 @@
+"""`zoo bench convert`: how fast, and in how much memory, a checkpoint of a published size goes to zoo and back.
+
+The checkpoint is synthetic: the published names and shapes of the size, with random bytes. A plain copy of its files on the
+same disk, in the same run, is what the rates are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bench.options import Bounded
+from zoo.bridge import ExportWriter, Planned, ShardWriter
+from zoo.bridge.progress import size as in_words
+from zoo.config.compose import load_recipe
+from zoo.config.schema import number
+from zoo.engine.model.meta_model import blueprint
+from zoo.errors import UserError
+
+CHUNK = 16 * 2**20  # bytes of random data made at once
+
+
+@dataclass(frozen=True)
+class Options(Bounded):
+    """What is measured, and where."""
+
+    recipe: str = "qwen3_vl_sft"
+    size: str = "4b"
+    folder: str = "."  # on the disk that is measured; needs four times the checkpoint's bytes
+    shard_mb: int = number(2000, 1, 10**8)  # most bytes of a weights file, in MB
+
+
+def run(options: Options) -> dict[str, Any]:
+    """Seconds, bytes a second and peak memory of each way; `ratio` is to the copy's rate."""
+    with tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=options.folder) as name:
+        folder = Path(name)
+        largest = make(folder / "hf", options)
+        count = sum(file.stat().st_size for file in (folder / "hf").iterdir())
+        began = time.monotonic()
+        subprocess.run(["cp", "-r", folder / "hf", folder / "copy"], check=True)
+        copied = time.monotonic() - began
+        shutil.rmtree(folder / "copy")
+        report: dict[str, Any] = {
+            "recipe": options.recipe,
+            "size": options.size,
+            "bytes": count,
+            "largest_tensor": largest,
+            "shard_bytes": options.shard_mb * 10**6,
+            "cp": {"seconds": copied, "rate": count / copied},
+        }
+        for way, source, target in (("to_zoo", "hf", "zoo"), ("to_hf", "zoo", "back")):
+            found = _measured(folder / source, folder / target, options)
+            found |= {"rate": count / found["seconds"], "ratio": copied / found["seconds"]}
+            report[way] = found
+        return report
+
+
+def make(folder: Path, options: Options) -> int:
+    """Write the synthetic checkpoint in bf16; returns the bytes of its largest tensor."""
+    arch = load_recipe(options.recipe, [f"size={options.size}"]).model.arch
+    plan = blueprint(arch)
+    planned = [
+        Planned(name, tuple(shape), torch.bfloat16)
+        for zoo_name, entry in plan.bridge.publish(plan.parameters).items()
+        if entry.rule.writes(plan.dims)
+        for name, shape in entry.hf_shapes(tuple(plan.parameters[zoo_name].shape), plan.dims).items()
+    ]
+    need, free = 4 * sum(tensor.nbytes for tensor in planned), shutil.disk_usage(folder.parent).free
+    if need > free:
+        raise UserError(
+            f"{folder.parent}: {in_words(free)} are free, {in_words(need)} are needed; give folder=..."
+        )
+    writer = ExportWriter(folder)
+    writer.begin()
+    shards = ShardWriter(writer.partial, planned, shard_bytes=options.shard_mb * 10**6)
+    some = torch.randn(CHUNK // 2).to(torch.bfloat16)
+    for tensor in shards.order:
+        shards.write(tensor.name, _random(tensor, some))
+    (writer.partial / "config.json").write_text(json.dumps(arch))
+    writer.commit(shards.shards)
+    return max(tensor.nbytes for tensor in planned)
+
+
+def _random(tensor: Planned, some: Tensor) -> Iterator[Tensor]:
+    left = tensor.nbytes // 2
+    while left:
+        yield some[: min(left, len(some))]
+        left -= min(left, len(some))
+
+
+def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
+    """A conversion in a process of its own."""
+    command = [
+        sys.executable,
+        "-m",
+        "zoo.bench.convert",
+        str(source),
+        str(target),
+        str(options.shard_mb),
+    ]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report in a few lines."""
+    lines = [
+        f"{report['recipe']} size={report['size']}: {in_words(report['bytes'])}, largest tensor "
+        f"{in_words(report['largest_tensor'])}, shards of {in_words(report['shard_bytes'])}",
+        f"{'cp':<8} {report['cp']['seconds']:>8.1f} s  {in_words(report['cp']['rate'])}/s",
+    ]
+    for way in ("to_zoo", "to_hf"):
+        found = report[way]
+        lines.append(
+            f"{way:<8} {found['seconds']:>8.1f} s  {in_words(found['rate'])}/s  {found['ratio']:.2f} of cp; peak memory "
+            f"{in_words(found['peak'])}, {in_words(found['peak'] - found['start'])} over that after the imports"
+        )
+    return "\n".join(lines)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _main() -> None:
+    from zoo.engine.tools.convert import convert
+
+    source, target, shard_mb = sys.argv[1:]
+    start, began = _peak(), time.monotonic()
+    convert(source, target, shard_bytes=int(shard_mb) * 10**6, quiet=True)
+    print(json.dumps({"seconds": time.monotonic() - began, "peak": _peak(), "start": start}))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,218 @@
+"""`zoo bench data`: how fast a recipe's data come, whether training would wait for them, and what memory they keep.
+
+Four figures: rows measured a second of one core (from texts and headers of files), samples a second of one core that decodes,
+resizes and tokenizes them, the share of a step of `step_ms` that is spent waiting for its batches, which the recipe's
+`data.workers` help to decode, and how the process's memory changes while so many samples go through the loader.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.bench.options import Bounded
+from zoo.config.compose import load_recipe
+from zoo.config.schema import Recipe, number
+from zoo.data.errors import RowError
+from zoo.data.loading.defaults import with_defaults
+from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.media.decoder import HERE, Decoder
+from zoo.data.media.decoding_workers import decoder_for
+from zoo.engine.model import build
+from zoo.engine.planning.sample_costs import training_cost
+
+MARKS = 10  # memory is read so often
+
+
+@dataclass(frozen=True)
+class Options(Bounded):
+    """What is measured."""
+
+    recipe: str = "qwen3_vl_sft"
+    size: str = "tiny"
+    data: str = ""  # a JSONL file or bundled set; default: the recipe's data.train
+    rows: int = number(500, 1, 10**8)  # most rows that are measured and encoded one by one
+    samples: int = number(2000, 1, 10**8)  # samples that go through the loader while memory is watched
+    step_ms: int = number(200, 1, 10**6)  # length of the step that training is taken to have
+    steps: int = number(20, 1, 10**6)
+    cache_mb: int = number(64, 1, 10**8)  # data.cache_mb while memory is watched: the cache is full early
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `zoo bench data` shows.
+
+    Attributes:
+        rows: in the source.
+        known: share of the rows whose size was told without encoding.
+        measured: rows a second of one core whose size was found out.
+        encoded: samples a second of one core, decoded in this process.
+        tokens: tokens of those.
+        workers: processes that decode for the loader; 0: none but this one.
+        prepared_ms: milliseconds that a step's batches take to prepare, first step aside.
+        wait: share of the steps' time spent waiting, first step aside.
+        first_s: seconds until the first batches.
+        samples: that went through the loader while memory was watched.
+        memory: MiB in use by the process at each tenth of them, before the first as well.
+    """
+
+    options: Options
+    rows: int
+    known: float
+    measured: float
+    encoded: float
+    tokens: float
+    workers: int
+    prepared_ms: float
+    wait: float
+    first_s: float
+    samples: int
+    memory: list[float]
+
+    @property
+    def growth(self) -> float:
+        """MiB by which memory grew over the last half, when caches are full."""
+        return self.memory[-1] - self.memory[MARKS // 2]
+
+
+def run(options: Options) -> Report:
+    """Measure; raises UserError for a recipe or rows that can't be used."""
+    recipe = load_recipe(options.recipe, [f"size={options.size}"])
+    if options.data:
+        recipe = replace(recipe, data=replace(recipe.data, train=[options.data]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _run(options, recipe)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(options: Options, recipe: Recipe) -> Report:
+    assembly = build.assemble(recipe)
+    processor = assembly.processor
+
+    def source(decoder: Decoder = HERE, **changed: Any) -> SampleSource:
+        data = with_defaults(replace(recipe.data, **changed))
+        more: dict[str, Any] = {"augment": data.augment, "blank": data.blank_answers, "seed": recipe.run.seed}
+        more |= {"budget": recipe.packing.budget, "decoder": decoder}
+        return SampleSource.open(data.train, processor, data, **more)
+
+    decoder = decoder_for(recipe.data, 1)
+
+    def loader(prefetch: bool, **changed: Any) -> BatchLoader:
+        cost = training_cost(assembly.config, recipe)
+        return BatchLoader(source(decoder, **changed), recipe, cost=cost, prefetch=prefetch)
+
+    rows = source()
+    some = range(min(options.rows, len(rows)))
+    known, measured = _measure(rows, some)
+    encoded, tokens = _encode(source(), some)
+    first, prepared, wait = _wait(loader(prefetch=True), options)
+    samples, memory = _watch(BatchLoader(source(cache_mb=options.cache_mb), recipe), options.samples)
+    decoder.close()
+    workers = getattr(decoder, "count", 0)
+    return Report(
+        options, len(rows), known, measured, encoded, tokens, workers, prepared, wait, first, samples, memory
+    )
+
+
+def _measure(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]:
+    """Share of rows known without encoding, and those a second."""
+    if source.strength:  # only encoding tells what a random change gives
+        return 0.0, 0.0
+    data, known = source.data, 0
+    began = time.process_time()
+    for visit in visits:
+        try:
+            size = source.processor.measure(
+                source.rows[visit], video_fps=data.video_fps, max_frames=data.max_frames
+            )
+        except RowError:
+            continue
+        known += size is not None
+    return known / len(visits), len(visits) / (time.process_time() - began)
+
+
+def _encode(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]:
+    """Samples and tokens a second."""
+    tokens = 0
+    began = time.process_time()
+    for visit in visits:
+        sample = source.sample(visit)
+        tokens += 0 if sample is None else sample.length
+    seconds = time.process_time() - began
+    return len(visits) / seconds, tokens / seconds
+
+
+def _wait(loader: BatchLoader, options: Options) -> tuple[float, float, float]:
+    """Seconds to the first batches, milliseconds to prepare a later step, and share of the steps spent waiting."""
+    began = time.perf_counter()
+    loader.next_step()
+    first = time.perf_counter() - began
+    waited = 0.0
+    began = time.perf_counter()
+    for _ in range(options.steps):
+        time.sleep(options.step_ms / 1e3)
+        asked = time.perf_counter()
+        loader.next_step()
+        waited += time.perf_counter() - asked
+    share = waited / (time.perf_counter() - began)
+    began = time.perf_counter()
+    for _ in range(options.steps):
+        loader.next_step()
+    prepared = (time.perf_counter() - began) / options.steps * 1e3
+    loader.close()
+    return first, prepared, share
+
+
+def _watch(loader: BatchLoader, samples: int) -> tuple[int, list[float]]:
+    """Samples that went through, and memory at each tenth of them, between two steps, with no batch held."""
+    memory, seen = [_memory()], 0
+    while len(memory) <= MARKS:
+        seen += sum(len(batch.lengths) for batch in loader.next_step())
+        while len(memory) <= MARKS and seen >= samples * len(memory) / MARKS:
+            memory.append(_memory())
+    loader.close()
+    return seen, memory
+
+
+def _memory() -> float:
+    """MiB that this process holds in memory."""
+    gc.collect()
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # macOS counts bytes
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """The report as JSON takes it."""
+    return asdict(report) | {"growth": report.growth}
+
+
+def table(report: Report) -> str:
+    """The report in a few lines."""
+    options = report.options
+    measured = f"{report.measured:,.0f} a second of a core from texts and headers, which told {report.known:.0%} of them"
+    lines = [
+        f"{options.recipe} size={options.size}: {report.rows} rows",
+        f"rows measured     {measured if report.measured else 'by encoding them: data.augment changes their sizes'}",
+        f"samples encoded   {report.encoded:,.0f} a second of a core ({report.tokens:,.0f} tokens)",
+        f"first step        after {report.first_s:.1f} s, with {report.workers} decoding workers",
+        f"later steps       {report.prepared_ms:.0f} ms to prepare; of steps of {options.step_ms} ms, "
+        f"{report.wait:.1%} of the time is spent waiting",
+        f"memory            {report.memory[0]:.0f} MiB before, {report.memory[MARKS // 2]:.0f} at half, "
+        f"{report.memory[-1]:.0f} after {report.samples} samples: {report.growth:+.1f} in the second half",
+    ]
+    return "\n".join(lines)

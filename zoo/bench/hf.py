@@ -1,0 +1,141 @@
+"""One setting of `zoo bench train` under transformers alone: what a plain training script does on one GPU.
+
+The same architecture from random weights, in bf16 with SDPA attention; batches padded to the longest or to a width;
+AdamW in one fused kernel, in bf16 as the weights are (no fp32 copy of them, so less memory and less arithmetic than zoo's);
+gradients clipped at 1. Batches come from pinned memory, as zoo's do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from typing import Any
+
+import torch
+
+from zoo.bench.profile import profile
+from zoo.bench.receipts import receipts, with_pixels
+from zoo.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.bench.steps import kernels, memory
+from zoo.config.schema import Recipe
+from zoo.data.sample import IGNORE, collate_padded
+from zoo.engine.model import build
+from zoo.engine.report.run_log import environment
+from zoo.engine.report.startup_time import Startup
+from zoo.engine.tools.verify import transformers_class
+from zoo.nn.flops import model_cost
+from zoo.nn.kernels.delta_rule_settings import settle
+
+
+def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+    """Figures of the setting; {"oom": True} where the GPU's memory doesn't suffice."""
+    try:
+        return _measure(recipe, given)
+    except torch.OutOfMemoryError as error:
+        return {"oom": True, "why": str(error).partition(". ")[0], "environment": environment()}
+
+
+def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+    startup = Startup("imports")
+    if torch.cuda.is_available():
+        settle()  # the delta rule has the same settings on both sides
+    setting = Setting(**given["setting"])
+    assembly = build.assemble(recipe)
+    config = assembly.config
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    samples = receipts(config, given["samples"], given["longest"])
+    bins = setting.bins(samples, 1, [])
+    batches = [
+        _batch([with_pixels(samples[i], config) for i in rows], config, setting.width, dtype) for rows in bins
+    ]
+    startup.mark("data")
+    model = _model(recipe, config.hf, device, dtype)
+    startup.mark("model")
+    accepted = inspect.signature(model.forward).parameters
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.train.lr, weight_decay=recipe.train.weight_decay, fused=on_gpu
+    )
+    warm = -(-max(LEAST_WARM, len(bins)) // len(bins)) * len(bins)
+    steps = -(-max(LEAST_TIMED, given["passes"] * len(bins)) // len(bins)) * len(bins)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    times: list[float] = []
+    losses: list[float] = []
+    norm = torch.zeros(())
+
+    def train_step() -> None:
+        nonlocal norm
+        began = time.perf_counter()
+        batch = {
+            name: x.to(device, non_blocking=True)
+            for name, x in batches[len(times) % len(bins)].items()
+            if name in accepted
+        }
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.train.clip_grad)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(float(loss.detach()))
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+
+    train_step()
+    startup.mark("first step")
+    while len(times) < warm + steps:
+        train_step()
+    cost = model_cost(config, 0)
+    timed = []
+    for place, ms in enumerate(times[warm:]):
+        rows = [samples[i] for i in bins[place % len(bins)]]
+        width = batches[place % len(bins)]["input_ids"].numel()
+        timed.append(Timed(ms, len(rows), sum(s.length for s in rows), width, train_flops(cost, rows)))
+    return {
+        **figures(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
+        **memory(on_gpu),
+        "loss": losses[-1],
+        "losses": [round(loss, 4) for loss in losses],
+        "grad_norm": float(norm),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "startup_s": startup.seconds,
+        "startup": startup.phases,
+        "warm_s": round(sum(times[:warm]) / 1e3, 2),
+        "warm_steps": warm,
+        "kernels": {**kernels([]), "core_attention": f"transformers' {setting.backend}"},
+        **({"profile": profile(train_step)} if given["profile"] else {}),
+        "environment": environment(),
+    }
+
+
+def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """transformers' model of the architecture, made on the device with random weights."""
+    kind = transformers_class(recipe.model.arch)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(recipe.run.seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model.train()
+
+
+def _batch(samples: list[Any], config: Any, width: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' models, in pinned memory where there is a GPU."""
+    made = collate_padded(samples, pad_to=width)
+    assert made.attention_mask is not None
+    batch = {
+        "input_ids": made.input_ids,
+        "attention_mask": made.attention_mask.long(),
+        "labels": made.labels,
+        "pixel_values": made.media["pixel_values"].to(dtype),
+        "image_grid_thw": made.media["image_grid_thw"],
+        "mm_token_type_ids": (made.input_ids == config.root.image_token_id).long(),
+    }
+    assert int((made.labels != IGNORE).sum()) > 0
+    return {name: x.pin_memory() for name, x in batch.items()} if torch.cuda.is_available() else batch

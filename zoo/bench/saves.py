@@ -1,0 +1,95 @@
+"""`zoo bench saves`: what a run's saves cost its steps, from its `train.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zoo.engine.report.result import records
+from zoo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Whose saves."""
+
+    run: str = "runs/demo"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Times in milliseconds, medians but for the shares. `beside`: steps during which a save was being written."""
+
+    saves: int
+    save_every: int  # steps from one save to the next
+    step_ms: float  # of steps that nothing was written beside
+    beside_ms: float
+    steps_beside: int
+    stall_ms: float  # that training waits for a save
+    write_ms: float  # from then until it is published
+    share_of_step: float  # stall_ms / step_ms
+    share_of_run: float  # of all time: stalls, and what steps beside a save took longer than the others
+
+
+def run(options: Options) -> Report:
+    """Raises UserError where the run has too few steps and saves to tell."""
+    folder = Path(options.run)
+    if not (folder / "train.jsonl").is_file():
+        raise UserError(f"run={folder}: no train.jsonl there; give the folder of a run")
+    return report(list(records(folder)))
+
+
+def report(lines: list[dict[str, Any]]) -> Report:
+    """From the lines of a log, in order."""
+    steps = {line["step"]: line["step_ms"] for line in lines if "event" not in line}
+    steps.pop(min(steps, default=0), None)  # the first one warms up
+    last, saves, beside = 0, [], set()
+    for line in lines:
+        if "event" not in line:
+            last = line["step"]
+        elif line["event"] == "save" and "stall_ms" in line and last > line["step"]:
+            saves.append(line)
+            beside |= {step for step in range(line["step"] + 1, last + 1) if step in steps}
+    away = [ms for step, ms in steps.items() if step not in beside]
+    if len(saves) < 2 or not away or not beside:
+        raise UserError(
+            "too little to tell: wanted two saves with steps behind them, and steps that no save was written beside; "
+            "run longer, or with a larger train.save_every"
+        )
+    plain = statistics.median(away)
+    stalls = [save["stall_ms"] for save in saves]
+    slower = sum(steps[step] - plain for step in beside)
+    apart = [b["step"] - a["step"] for a, b in pairwise(saves)]
+    return Report(
+        saves=len(saves),
+        save_every=int(statistics.median(apart)),
+        step_ms=plain,
+        beside_ms=statistics.median(steps[step] for step in beside),
+        steps_beside=len(beside),
+        stall_ms=statistics.median(stalls),
+        write_ms=statistics.median(save["write_ms"] for save in saves),
+        share_of_step=statistics.median(stalls) / plain,
+        share_of_run=(sum(stalls) + slower) / (sum(steps.values()) + sum(stalls)),
+    )
+
+
+def table(found: Report) -> str:
+    """For people."""
+    rows = {
+        f"a step, of {found.steps_beside} with a save beside it": f"{found.beside_ms:,.1f} ms",
+        "a step, of the others": f"{found.step_ms:,.1f} ms",
+        f"a save stalls training ({found.saves} saves)": f"{found.stall_ms:,.1f} ms, {found.share_of_step:.1%} of a step",
+        "and is published after": f"{found.write_ms:,.1f} ms",
+        f"all of it, at a save every {found.save_every} steps": f"{found.share_of_run:.1%} of the run's time",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
+
+
+def as_json(found: Report) -> str:
+    """For machines."""
+    return json.dumps(asdict(found), indent=2)

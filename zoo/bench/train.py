@@ -1,0 +1,224 @@
+"""`zoo bench train`: full training steps on the same samples, packed and padded, under zoo's backends and under transformers.
+
+Each setting runs in processes of its own, so that memory and failures are its own. Its figures are printed and written
+down as soon as they are there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zoo.bench import profile as bench_profile
+from zoo.bench.options import Bounded
+from zoo.bench.setting import Setting, as_dict, missing
+from zoo.config.compose import load_recipe
+from zoo.config.devices import gpu_count
+from zoo.config.schema import Recipe, number
+from zoo.config.validate import data_parallel, text_config
+from zoo.engine.launch.launcher import WorkerError, run_task
+from zoo.errors import UserError
+from zoo.files import write_atomically
+
+SETTINGS = (
+    "hf:4", "hf:2x2048", "padded:4", "padded:8", "padded:2x2048",
+    "packed:2", "packed:4", "packed:8", "packed:16", "packed:32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options(Bounded):
+    """What is measured. Keys with a dot are the recipe's own."""
+
+    recipe: str = "qwen35_vl_sft"
+    size: str = "2b"
+    settings: tuple[str, ...] = SETTINGS
+    backends: tuple[str, ...] = ("torch", "te")
+    samples: int = number(64, 1, 10**6)  # a data-parallel rank
+    passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
+    longest: int = number(2048, 1, 10**8)  # most tokens of a sample
+    layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
+    nproc: int = number(1, 1, 4096)
+    out: str = ""  # file for the results
+
+
+Line = dict[str, Any]
+
+
+def run(
+    options: Options,
+    overrides: Sequence[str] = (),
+    tell: Callable[[Line], None] = print,
+    profile: bool = False,
+) -> Line:
+    """Measure every setting; `tell` gets the figures of each, and `options.out` holds all that are there.
+
+    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.bench.profile`).
+
+    Raises:
+        UserError: options or overrides that make no sense.
+        KeyboardInterrupt: stopped; what is there is written.
+    """
+    recipe = bench_recipe(options, overrides)
+    report: Line = {
+        "bench": "train",
+        "command": shlex.join(["zoo", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "recipe": options.recipe,
+        "size": options.size,
+        "layers": options.layers or None,
+        "samples": options.samples,
+        "longest": options.longest,
+        "overrides": list(overrides),
+        "environment": None,
+        "lines": [],
+    }
+    for setting in _all(options):
+        line = {**as_dict(setting), **_measure(setting, recipe, options, profile)}
+        report["environment"] = line.pop("environment", None) or report["environment"]
+        report["lines"].append(line)
+        tell(line)
+        if options.out:
+            write_atomically(Path(options.out), json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def _all(options: Options) -> list[Setting]:
+    """The settings in order, zoo's under each backend."""
+    found = []
+    for text in options.settings:
+        setting = Setting.parse(text)
+        if setting.number > options.samples and setting.way != "row":
+            raise UserError(f"settings={text}: a micro-batch of it takes more than samples={options.samples}")
+        if (setting.way == "row" and setting.number < options.longest) or (
+            setting.width is not None and setting.width < options.longest
+        ):
+            raise UserError(f"settings={text}: a sample may have longest={options.longest} tokens")
+        if setting.way == "hf":
+            if options.nproc == 1:
+                found.append(setting)
+            continue
+        found += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
+    return found
+
+
+def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
+    """The recipe that all settings share."""
+    fixed = [
+        f"size={options.size}",
+        "model.init=random",
+        "parallel.plan=[]",
+        "train.mtp_loss=0",  # transformers trains no multi-token prediction
+        "train.lr=1e-5",
+        "train.min_lr=0",
+        "train.warmup_steps=0",
+        "train.weight_decay=0.01",
+        "train.clip_grad=1.0",
+        "log.tensorboard=false",
+        "export=false",
+        "run.dir=bench",  # nothing is written there
+    ]
+    recipe = load_recipe(options.recipe, [*fixed, *overrides])
+    if not options.layers:
+        return recipe
+    return recipe.replace({"model.arch": with_layers(dict(recipe.model.arch), options.layers)})
+
+
+def with_layers(arch: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The architecture with the first `layers` layers of its decoder, and what belongs to those alone."""
+    arch = copy.deepcopy(arch)
+    text: Any = text_config(arch)
+    if layers > text["num_hidden_layers"]:
+        raise UserError(f"layers={layers}: the decoder has {text['num_hidden_layers']}")
+    text["num_hidden_layers"] = layers
+    if text.get("layer_types"):
+        text["layer_types"] = text["layer_types"][:layers]
+    if text.get("mlp_only_layers"):
+        text["mlp_only_layers"] = [layer for layer in text["mlp_only_layers"] if layer < layers]
+    vision = arch.get("thinker_config", arch).get("vision_config") or {}
+    if vision.get("deepstack_visual_indexes"):
+        vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][:layers]
+    return arch
+
+
+def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) -> Line:
+    """Figures of a setting, or why there are none."""
+    if reason := missing(setting.backend):
+        return {"skipped": reason}
+    parallel = data_parallel(recipe, setting.ranks)
+    changes = {
+        "train.steps": 1000,  # the run sets its own
+        "train.global_batch": parallel * (1 if setting.packed else setting.number),
+        "train.micro_batch": 1 if setting.packed else setting.number,
+        "packing.mode": "thd" if setting.packed else "none",
+        "packing.budget": _budget(setting, options),
+        "packing.pad_to": setting.width,
+        "engine.backend": "torch" if setting.way == "hf" else setting.backend,
+    }
+    given = {
+        "setting": vars(setting),
+        "samples": options.samples,
+        "passes": options.passes,
+        "longest": options.longest,
+        "profile": profile,
+    }
+    module = "hf" if setting.way == "hf" else "steps"
+    try:
+        line: Line = run_task(
+            f"zoo.bench.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
+        )
+    except WorkerError as error:
+        return {"failed": f"exit code {error.code}; its last words stand above"}
+    return line
+
+
+def _budget(setting: Setting, options: Options) -> int:
+    """packing.budget of a setting."""
+    if setting.way == "row":
+        return setting.number
+    if setting.way == "packed":
+        return setting.number * options.longest
+    return setting.width or options.longest
+
+
+HEAD = (
+    f"{'':<16}{'backend':<8}{'GPUs':>5}{'ms':>9}{'quartiles':>16}{'tokens a step':>15}{'real':>7}"
+    f"{'real tokens/s':>15}{'samples/s':>11}{'MFU':>7}{'GiB':>7}{'reserved':>10}{'loss':>8}{'norm':>8}{'start s':>9}"
+)
+
+
+def row(line: Line) -> str:
+    """A line of the table."""
+    start = f"{line['name']:<16}{line['backend']:<8}{line['ranks']:>5}"
+    for word in ("skipped", "failed"):
+        if word in line:
+            return f"{start}  {word}: {line[word]}"
+    if line.get("oom"):
+        return f"{start}  out of memory"
+    low, high = line["ms_quartiles"]
+    spread = f"{low:.1f} - {high:.1f}"
+    mfu = "-" if line["mfu"] is None else f"{line['mfu']:.1%}"
+    peak, reserved = ("-" if x is None else f"{x:.1f}" for x in (line["peak_gib"], line["reserved_gib"]))
+    return (
+        f"{start}{line['ms']:>9.1f}{spread:>16}{line['tokens_per_step']:>15,}{line['real_share']:>7.0%}"
+        f"{line['real_tokens_per_s']:>15,.0f}{line['samples_per_s']:>11.2f}{mfu:>7}{peak:>7}{reserved:>10}"
+        f"{line['loss']:>8.3f}{line['grad_norm']:>8.2f}{line['startup_s']:>9.1f}"
+        + (f"\n{bench_profile.table(line['profile'])}" if "profile" in line else "")
+    )
+
+
+def where(report: Line) -> str:
+    """What it was measured on, in a line."""
+    environment = report["environment"] or {}
+    packages = {name: version for name, version in environment.get("packages", {}).items() if version}
+    shown = ", ".join(f"{name} {packages[name]}" for name in ("torch", "transformers", "megatron-core", "transformer-engine", "triton") if name in packages)  # fmt: skip
+    gpus = environment.get("gpus") or ["no GPU"]
+    accelerators = gpu_count() or 1
+    return f"{report['recipe']} size={report['size']}, {accelerators} x {gpus[0]}, {shown}, {report['date']}"

@@ -1,0 +1,234 @@
+"""LoRA adapters in PEFT's format: which linears a recipe's targets mean, their names, their tensors, their config.
+
+Names are those of transformers' modules, as PEFT has them. A zoo weight stands for one linear there or for several (queries,
+keys and values; gate and up), each with its own `lora_A` (rank, in) and `lora_B` (out, rank). On zoo's side there is one
+`a` (parts * rank, in), their A one below the other, and one `b` (out, rank) with their rows in the weight's order
+(zoo.nn.decoder.lora), which the weight's own transform makes. A part that is not targeted has zeros in `b`.
+
+Experts are a stacked parameter in transformers, which PEFT calls by `target_parameters`: `lora_A` (experts * rank, in), one
+expert below the other, and `lora_B` (out, rank * experts) with the expert last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.mapping import Bridge, Entry
+from zoo.bridge.transforms import Dims
+from zoo.errors import UserError
+
+ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_EXPERTS_OF_OLD = (
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # PEFT takes modules so called for experts, in models with experts
+
+
+@dataclass(frozen=True)
+class Target:
+    """A zoo weight, the transformers modules (or the stacked parameter) that it is, and which of these have an adapter."""
+
+    zoo: str
+    entry: Entry
+    modules: tuple[str, ...]
+    chosen: tuple[bool, ...]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is a stack of experts."""
+        return self.entry.rule.stacked
+
+    @property
+    def named(self) -> list[str]:
+        """The modules that have an adapter."""
+        return [module for module, chosen in zip(self.modules, self.chosen, strict=True) if chosen]
+
+    def owner(self, shape: Sequence[int], dims: Dims) -> Tensor:
+        """(out,) of the full weight: which of `named` each row belongs to, -1 where it has no adapter."""
+        if self.stacked:
+            return torch.zeros(shape[1], dtype=torch.long)
+        numbers = iter(range(len(self.modules)))
+        sizes = [part[0] for part in self.entry.hf_shapes(shape, dims).values()]
+        parts = [
+            torch.full((size, 1), next(numbers) if chosen else -1)
+            for size, chosen in zip(sizes, self.chosen, strict=True)
+        ]
+        return self.entry.layout.transform.to_zoo(parts, dims)[:, 0]
+
+
+def candidates(zoo_names: Iterable[str], bridge: Bridge, config: Mapping[str, Any]) -> list[Target]:
+    """The weights of those zoo names with their modules' names, nothing chosen yet."""
+    found = []
+    for name, entry in bridge.publish(zoo_names).items():
+        names = entry.hf_names()
+        if entry.rule.stacked:
+            (stack,) = [layout for layout in entry.rule.layouts if not layout.per_expert][:1]
+            names = stack.names(entry.binding)
+        modules = tuple(bridge.in_memory(hf_name, config).removesuffix(".weight") for hf_name in names)
+        found.append(Target(name, entry, modules, (False,) * len(modules)))
+    return found
+
+
+def choose(there: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[str]) -> list[Target]:
+    """Those of `there` that a recipe's `lora.targets` mean; `everywhere`: the modules of all ranks' candidates.
+
+    A target is ALL, a name or the end of one (`q_proj`, `self_attn.q_proj`), or a regular expression of a whole name.
+    Experts are meant by `experts.gate_up_proj` and `experts.down_proj` alone. UserError where a target means nothing.
+    """
+    for target in wanted:
+        if not any(means(target, name) for name in everywhere):
+            last = {".".join(name.split(".")[-1 - ("experts" in name) :]) for name in everywhere}
+            near = get_close_matches(target, sorted(last), n=3) or sorted(last)
+            raise UserError(
+                f"lora.targets={target}: no linear of lora.parts is called so; nearest: {', '.join(near)} "
+                f"({ALL}: all of them but experts)"
+            )
+    found = []
+    for one in there:
+        chosen = tuple(any(means(target, name) for target in wanted) for name in one.modules)
+        if any(chosen):
+            found.append(Target(one.zoo, one.entry, one.modules, chosen))
+    return found
+
+
+def means(target: str, name: str) -> bool:
+    """Whether a target of a recipe means a module of that name; see `choose`."""
+    experts = re.search(r"\bexperts\.\w+$", name) is not None
+    if target == ALL:
+        return not experts
+    if name == target or name.endswith(f".{target}"):
+        return not experts or "experts" in target
+    try:
+        return re.fullmatch(target, name) is not None
+    except re.error:
+        return False
+
+
+def tensor_names(modules: Iterable[str], stacks: Collection[str]) -> list[tuple[str, str]]:
+    """PEFT's names of (A, B) of each module; `stacks` are the stacked parameters of the whole model that have adapters.
+
+    PEFT wraps the module of a parameter, and what it has wrapped already: gate_up_proj, which comes first in the module,
+    lies inside down_proj.
+    """
+    return [_pair(_wrapped(name, stacks) if name in stacks else name) for name in modules]
+
+
+def _wrapped(stack: str, stacks: Collection[str]) -> str:
+    module, _, parameter = stack.rpartition(".")
+    inside = parameter == "gate_up_proj" and f"{module}.down_proj" in stacks
+    return f"{module}.base_layer" if inside else module
+
+
+def _pair(module: str) -> tuple[str, str]:
+    return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
+
+
+def to_peft(target: Target, a: Tensor, b: Tensor, dims: Dims) -> list[tuple[Tensor, Tensor]]:
+    """(A, B) of each of `target.named` out of the full `a` and `b`."""
+    if target.stacked:
+        return [(a.flatten(0, 1), b.permute(1, 2, 0).flatten(1))]
+    bs = target.entry.layout.transform.to_hf(b, dims)
+    kept = [part for part, chosen in zip(bs, target.chosen, strict=True) if chosen]
+    return list(zip(a.chunk(len(kept)), kept, strict=True))
+
+
+def to_zoo(
+    target: Target, pairs: Sequence[tuple[Tensor, Tensor]], shape: Sequence[int], dims: Dims
+) -> tuple[Tensor, Tensor]:
+    """Full `a` and `b` of a weight of that full shape: the inverse of `to_peft`."""
+    if target.stacked:
+        ((a, b),) = pairs
+        experts = shape[0]
+        return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    given = iter(pairs)
+    rank = pairs[0][1].shape[1]
+    sizes = [part[0] for part in target.entry.hf_shapes(shape, dims).values()]
+    bs = [
+        next(given)[1] if chosen else pairs[0][1].new_zeros(size, rank)
+        for size, chosen in zip(sizes, target.chosen, strict=True)
+    ]
+    return torch.cat([a for a, _ in pairs]), target.entry.layout.transform.to_zoo(bs, dims)
+
+
+def peft_config(
+    linears: Iterable[str],
+    stacks: Iterable[str],
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    base: str,
+    experts: bool,
+) -> dict[str, Any]:
+    """adapter_config.json of adapters of those modules and stacked parameters.
+
+    `base`: folder or hub id of the weights that are adapted; `experts`: whether the model has some. In such a model PEFT
+    reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
+    are. Where there are parameters it refuses dropout, which is of no use after training.
+    """
+    of_old = {name for name in linears if experts and name.endswith(_EXPERTS_OF_OLD)}
+    parameters = [*stacks, *(f"{name}.weight" for name in of_old)]
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0 if parameters else dropout,
+        "target_modules": sorted(set(linears) - of_old),
+        "target_parameters": sorted(parameters) or None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
+def check_config(config: Mapping[str, Any], where: str, rank: int, alpha: float) -> None:
+    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank` and `lora.alpha` say."""
+    wanted = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            hint = {"r": "lora.rank", "lora_alpha": "lora.alpha"}.get(key)
+            mend = f"set {hint}={config.get(key)}" if hint else "only LoRA adapters are read"
+            raise UserError(f"{where}: {key} is {config.get(key)!r} there and {value!r} here; {mend}")
+    for key in ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias"):
+        if config.get(key):
+            raise UserError(f"{where}: {key} is {config[key]!r}, which zoo's adapters don't have")
+
+
+def match(
+    there: Mapping[str, Sequence[int]],
+    everywhere: Collection[str],
+    wanted: Mapping[str, Sequence[int]],
+    where: str,
+) -> None:
+    """BridgeError that lists every tensor of an adapter's file that is missing, extra or misshapen.
+
+    `there`: shapes in the file; `everywhere`: names that all ranks want, `wanted`: shapes of those that this one does.
+    """
+    problems = [f"{name}: missing" for name in sorted(set(everywhere) - there.keys())]
+    problems += [
+        f"{name}: extra: no target of the recipe has it" for name in sorted(there.keys() - set(everywhere))
+    ]
+    problems += [
+        f"{name}: shape {list(there[name])}, wanted {list(shape)}"
+        for name, shape in wanted.items()
+        if name in there and tuple(there[name]) != tuple(shape)
+    ]
+    if problems:
+        raise BridgeError(f"{where}: the adapter and the recipe do not match", problems)

@@ -1,0 +1,110 @@
+"""`eval_batches`: micro-batches that hold every row of an evaluation set once, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zoo.data.errors import RowError
+from zoo.data.loading.batches import encode_all, make_batch
+from zoo.data.loading.lengths import Findings, Lengths, Peers
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.media.sizes import SampleSize
+from zoo.data.sample import MicroBatch, Sample
+from zoo.errors import UserError
+from zoo.packing import plan_bins
+
+
+class EvalBatches:
+    """This rank's share of an evaluation set, each row once; see `eval_batches`.
+
+    `bins` are the rows of each forward pass. Those that can't be encoded are taken out as they are met, and counted on every
+    rank at the end of a pass.
+    """
+
+    def __init__(
+        self, lengths: Lengths, bins: list[list[int]], mode: str, align: int, pad_to: int | None
+    ) -> None:
+        self.source = lengths.source
+        self.bins = bins
+        self._lengths = lengths
+        self._mode, self._align, self._pad_to = mode, align, pad_to
+
+    def __len__(self) -> int:
+        """Forward passes of this rank, the empty ones included: the same on every rank."""
+        return len(self.bins)
+
+    def __iter__(self) -> Iterator[MicroBatch | None]:
+        """The micro-batches; None where this rank has no rows left and others do."""
+        found: Findings = {}
+        for indices in self.bins:
+            (samples,), findings = encode_all(self._lengths, [indices])
+            for index, finding in findings.items():
+                if isinstance(finding, RowError):
+                    self.source.leave_out(index, finding)
+                    indices.remove(index)
+            found |= findings
+            yield self._batch(samples) if samples else None
+        for index in self._lengths.agree(found):
+            self._lengths.get(index)
+
+    def spare(self) -> MicroBatch:
+        """A micro-batch to run, not to count, where this rank has none left."""
+        for index in range(len(self.source)):
+            (samples,), _ = encode_all(self._lengths, [[index]])
+            if samples:
+                return self._batch(samples)
+        raise UserError(f"data.eval: no row can be used ({self.source.left_out()}); see bad_rows.jsonl.")
+
+    def _batch(self, samples: list[Sample]) -> MicroBatch:
+        return make_batch(samples, self._mode, self._align, self._pad_to, self.source.processor.pad_id)
+
+
+def eval_batches(
+    source: SampleSource,
+    *,
+    mode: str = "thd",
+    budget: int,
+    micro_batch: int = 1,
+    align: int = 1,
+    pad_to: int | None = None,
+    dp_rank: int = 0,
+    dp_size: int = 1,
+    lookahead: int = 64,
+    cost: Callable[[SampleSize], int] | None = None,
+    peers: Peers | None = None,
+) -> EvalBatches:
+    """Micro-batches that hold every usable row of the source once over all ranks; measures all rows to plan them.
+
+    Args:
+        source: samples; the same on every rank.
+        mode: "thd" or "none".
+        budget: tokens of a packed row (thd).
+        micro_batch: rows of a batch (none).
+        align: multiple each sample, or the width, is padded to.
+        pad_to: static row length, or None.
+        dp_rank: this rank's place among the data-parallel ones.
+        dp_size: how many those are.
+        lookahead: rows the packer may choose from (thd).
+        cost: of a sample, as `BatchLoader` takes it; and so `peers`.
+
+    Returns:
+        A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
+        caller runs its `spare()` to keep collectives in step.
+
+    Raises:
+        UserError: no row of the source can be used.
+    """
+    lengths = Lengths(source, cost, peers)
+    lengths.ahead(range(len(source)))
+    sizes = {index: size for index in range(len(source)) if (size := lengths.get(index)) is not None}
+    rows = list(sizes)
+    if not rows:
+        raise UserError(f"data.eval: no row can be used ({source.left_out()}); see bad_rows.jsonl.")
+    if mode == "thd":
+        tokens, costs = [size[0] for size in sizes.values()], [size[1] for size in sizes.values()]
+        plan = plan_bins(tokens, budget, align, lookahead, costs)
+        bins = [[rows[position] for position in positions] for positions in plan]
+    else:
+        bins = [rows[start : start + micro_batch] for start in range(0, len(rows), micro_batch)]
+    bins += [[] for _ in range(-len(bins) % dp_size)]
+    return EvalBatches(lengths, bins[dp_rank::dp_size], mode, align, pad_to)

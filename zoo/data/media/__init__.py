@@ -1,0 +1,1 @@
+"""Media of rows: decoding, sizes from headers, and worker processes that decode under limits."""

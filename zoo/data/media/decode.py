@@ -1,0 +1,397 @@
+"""Decode images, videos and sound: what the rows name, as plain arrays.
+
+Every failure is a `RowError` that names the file and the reason, with cause "missing_file" or "corrupt_media". Videos
+are decoded as a stream: only the frames that are kept are held (3 * H * W bytes each), and where they lie far apart the
+decoder jumps to the key frame before each. Only known file types are opened: none that names further files, none that
+another program would be started for. Imports no torch: decoding workers load this module alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import io
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import av
+import av.error
+import numpy as np
+from PIL import Image, ImageOps
+
+from zoo.data.errors import RowError
+from zoo.data.media.sound_files import channels_of, levels, read_wave
+from zoo.data.sources.references import Blob, Picture, Sound, missing_text
+from zoo.files import why_no_file
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_PIXELS = 178_956_970  # of one image: Pillow's own error limit, 2 * Image.MAX_IMAGE_PIXELS
+MAX_VIDEO_MB = 8192  # of the frames kept of one video, in MiB
+MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
+MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
+SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
+MIN_FRAMES = 2  # a vision tower's temporal patch: shorter videos are held on their last frame
+SOUND_BLOCK = 2**14  # samples that are resampled in one call
+JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
+IMAGE_TYPES = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
+CONTAINERS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,apng,flv,mpegts,mpeg,mpegvideo,asf,ogg,m4v,h264,hevc,ivf,"
+    "wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,amr,wv,tta,ape,mpc,opus,webp_pipe,y4m,yuv4mpegpipe,dv,mxf"
+)  # demuxers of FFmpeg: no playlist, no list of other files
+
+type Source = str | Path | Blob | Picture | Sound
+
+
+def load_image(source: Source) -> Image.Image:
+    """An image as an RGB picture, turned upright as its EXIF orientation says.
+
+    Of an animation the first frame; 16 bits a channel become 8; what is transparent shows white.
+
+    Raises:
+        RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS of them.
+    """
+    if isinstance(source, Picture):
+        return _rgb(source.image, source)
+    place = _existing(source)
+    try:
+        with Image.open(_file(place), formats=IMAGE_TYPES) as image:
+            return _rgb(image, place)
+    except RowError:
+        raise
+    except Exception as error:  # of many kinds, by what lies in the file
+        raise _corrupt(place, "image", _reason(error, place)) from error
+
+
+def load_video(source: Source, fps: float, max_frames: int) -> tuple[Tensor, float]:
+    """`video_frames` as (T, 3, H, W)."""
+    return as_frames(*video_frames(source, fps, max_frames))
+
+
+def as_frames(frames: np.ndarray, fps: float) -> tuple[Tensor, float]:
+    """(T, H, W, 3) as (T, 3, H, W)."""
+    import torch
+
+    return torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous(), fps
+
+
+def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarray, float]:
+    """Frames of a video's first picture track, sampled at a steady rate.
+
+    Sample i is the frame nearest to i / rate seconds after the first one; round(duration * fps) samples are taken, at
+    least MIN_FRAMES (the last frame is held), and where that is more than `max_frames`, `max_frames` of them evenly
+    over the whole video, at the lower rate that is given back.
+
+    Args:
+        fps: samples per second of video.
+        max_frames: most samples taken, at least MIN_FRAMES.
+
+    Returns:
+        (T, H, W, 3) uint8 RGB frames, and the rate they stand at, in Hz.
+
+    Raises:
+        RowError: no such file, no picture track, no frame that can be decoded, or more pixels than MAX_VIDEO_MB holds.
+    """
+    place = _existing(source)
+    with _opened(place, "video") as container:
+        if not container.streams.video:
+            raise _corrupt(place, "video", "it has no video track")
+        stream = container.streams.video[0]
+        if stream.width * stream.height <= SMALL_FRAME:
+            stream.codec_context.thread_count = 1
+        duration, keys = _timeline(container)
+        count = max(round(duration * fps), MIN_FRAMES)
+        if count > max(max_frames, MIN_FRAMES):
+            count = max(max_frames, MIN_FRAMES)
+            fps = count / duration
+        _check_size(place, count, stream.width, stream.height)
+        container.seek(0)
+        frames = _Frames(count, place)
+        _nearest(container, [index / fps for index in range(count)], keys, frames)
+    if frames.pixels is None:
+        raise _corrupt(place, "video", "no frame of it can be decoded")
+    return frames.pixels, fps
+
+
+def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
+    """A file's first sound track (an audio file, or a video's sound), mixed to mono.
+
+    Args:
+        rate: samples per second wanted; the track is resampled to it.
+
+    Returns:
+        (N,) float32 samples, about -1 to 1.
+
+    Raises:
+        RowError: no such file, no sound track, no sample that can be decoded, samples that are no numbers, more than
+            MAX_SOUND_SECONDS, or less than a file's header says.
+    """
+    place = source if isinstance(source, Sound) else _existing(source)
+    try:
+        return _checked(_at_rate(place, rate), place, rate)
+    except RowError:
+        raise
+    except Exception as error:  # of many kinds, by what lies in the file
+        raise _corrupt(place, "audio", _reason(error, place)) from error
+
+
+def _at_rate(place: Path | Blob | Sound, rate: int) -> np.ndarray:
+    """Sound of any kind, resampled."""
+    if isinstance(place, Sound):
+        sound, given = _mono(place), place.rate
+        if len(sound) > MAX_SOUND_SECONDS * given:
+            raise _corrupt(place, "audio", _too_long())
+    elif (
+        found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: _corrupt(place, "audio", why))
+    ) is None:
+        return _decoded_sound(place, rate)
+    else:
+        sound, given = found
+    return _resampled(sound, given, rate)
+
+
+def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
+    """Sound through FFmpeg, resampled."""
+    with _opened(place, "audio") as container:
+        if not container.streams.audio:
+            raise _corrupt(place, "audio", "it has no audio track")
+        # One thread: handing each short frame to another one takes eight times as long.
+        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
+        parts: list[np.ndarray] = []
+        left = MAX_SOUND_SECONDS * rate
+        for frame in itertools.chain(_mono_frames(container), [None]):
+            # A track that already is as wanted passes through the resampler, which then answers the flush with a None.
+            for part in resampler.resample(frame):
+                parts += [] if part is None else [part.to_ndarray()[0]]
+                left -= 0 if part is None else part.samples
+            if left < 0:
+                raise _corrupt(place, "audio", _too_long())
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
+    """(N,) float32 at another rate."""
+    if given == rate or not len(sound):
+        return sound
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
+    frame = _frame_of(sound, given)
+    parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
+    return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]
+
+
+def _mono_frames(container: Any) -> Iterator[Any]:
+    """The first sound track as frames of mono, of SOUND_BLOCK samples or a little more: FFmpeg's own are short."""
+    parts: list[np.ndarray] = []
+    rate = 0
+    for frame in container.decode(audio=0):
+        if parts and (frame.sample_rate != rate or sum(map(len, parts)) >= SOUND_BLOCK):
+            yield _frame_of(np.concatenate(parts), rate)
+            parts = []
+        rate = frame.sample_rate
+        parts.append(channels_of(frame).mean(axis=0))
+    if parts:
+        yield _frame_of(np.concatenate(parts), rate)
+
+
+def _frame_of(sound: np.ndarray, rate: int) -> Any:
+    """(N,) samples as FFmpeg's frame of mono."""
+    frame = av.AudioFrame.from_ndarray(
+        np.ascontiguousarray(sound[None], np.float32), format="flt", layout="mono"
+    )
+    frame.sample_rate = rate
+    return frame
+
+
+def _mono(sound: Sound) -> np.ndarray:
+    samples = np.asarray(sound.samples)
+    if (
+        samples.ndim not in (1, 2)
+        or samples.dtype.kind not in "fiu"
+        or samples.dtype in (np.int64, np.uint64)
+    ):
+        shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
+        wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
+        raise _corrupt(sound, "audio", f"{shape}; {wanted}")
+    samples = levels(samples)
+    # The longer axis is time.
+    return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
+
+
+def _checked(sound: np.ndarray, place: Path | Blob | Sound, rate: int) -> np.ndarray:
+    if not len(sound):
+        raise _corrupt(place, "audio", "its audio track is empty")
+    if len(sound) < MIN_SOUND_SECONDS * rate:
+        milliseconds = f"{1e3 * len(sound) / rate:.3g} ms"
+        raise _corrupt(
+            place, "audio", f"it is {milliseconds} long, and {1e3 * MIN_SOUND_SECONDS:g} ms are the least"
+        )
+    if len(sound) > MAX_SOUND_SECONDS * rate:
+        raise _corrupt(place, "audio", _too_long())
+    if not np.isfinite(sound).all():
+        raise _corrupt(place, "audio", "its samples are not all numbers (NaN or infinite)")
+    return sound
+
+
+def _too_long() -> str:
+    return f"it is over {MAX_SOUND_SECONDS} s long; cut it into pieces"
+
+
+def _existing(source: Source) -> Path | Blob:
+    if isinstance(source, Blob):
+        return source
+    path = Path(str(source))
+    if why_no_file(path) is not None:
+        raise RowError("", "missing_file", missing_text(path))
+    return path
+
+
+def _file(place: Path | Blob) -> Any:
+    return io.BytesIO(place.data) if isinstance(place, Blob) else place
+
+
+def _corrupt(place: object, what: str, reason: str) -> RowError:
+    return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")
+
+
+def _reason(error: BaseException, place: object) -> str:
+    text = (str(error) or type(error).__name__).rstrip(".")
+    if isinstance(place, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
+        return "cannot identify image file"
+    return text
+
+
+# ---------------------------------------------------------------- images
+
+
+def _rgb(image: Image.Image, place: Path | Blob | Picture) -> Image.Image:
+    if image.width * image.height > MAX_PIXELS:
+        size = f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}"
+        raise _corrupt(place, "image", f"it has {size}; scale it down")
+    if not image.width * image.height:
+        raise _corrupt(place, "image", f"it has {image.width} x {image.height} pixels")
+    image.load()
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode.startswith("I;16") or upright.mode == "I":
+        return _of_16_bits(upright, place)
+    if upright.mode == "F":
+        raise _corrupt(place, "image", "its pixels are 32-bit floats, of unknown range; save it with 8 bits")
+    if upright.has_transparency_data:
+        layer = upright.convert("RGBA")
+        page = Image.new("RGBA", layer.size, "white")
+        return Image.alpha_composite(page, layer).convert("RGB")
+    return upright.convert("RGB")
+
+
+def _of_16_bits(image: Image.Image, place: Path | Blob | Picture) -> Image.Image:
+    """Grey of 16 bits as RGB of 8: Pillow's own conversion cuts off what is above 255."""
+    grey = np.asarray(image).astype(np.int64)
+    if grey.min() < 0 or grey.max() > 65535:
+        raise _corrupt(place, "image", "its pixels have 32 bits, of unknown range; save it with 8 or 16")
+    return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
+
+
+# ---------------------------------------------------------------- videos
+
+
+def container_of(place: str | Path | Blob) -> Any:
+    """FFmpeg's container of a file, of a known type and of no other file: `concat:a.mp4|b.mp4` is a name like others."""
+    file = io.BytesIO(place.data) if isinstance(place, Blob) else f"file:{place}"
+    return av.open(file, container_options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"})
+
+
+@contextmanager
+def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
+    """An open container; whatever FFmpeg has to say against it becomes a RowError."""
+    try:
+        with container_of(place) as container:
+            yield container
+    except RowError:
+        raise
+    except Exception as error:  # of many kinds, by what lies in the file
+        text = getattr(error, "strerror", None) or _reason(error, place)
+        if isinstance(error, av.error.ArgumentError):  # what it says of types that are not listed
+            text = "Invalid data, or a file of a type that is not opened"
+        raise _corrupt(place, what, text) from error
+
+
+def _check_size(place: Path | Blob, count: int, width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise _corrupt(place, "video", f"its frames have {width} x {height} pixels; scale it down")
+    if count * width * height * 3 > MAX_VIDEO_MB * 2**20:
+        text = (
+            f"{count} frames of {width} x {height} pixels are over {MAX_VIDEO_MB} MiB; lower data.max_frames"
+        )
+        raise _corrupt(place, "video", text)
+
+
+def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
+    """Seconds of the first picture track, and its key frames as (seconds, pts), from its packets (not decoded)."""
+    stream = container.streams.video[0]
+    first, last, keys = None, 0, []
+    for packet in container.demux(stream):
+        if packet.pts is None or packet.is_discard:
+            continue
+        first = packet.pts if first is None else min(first, packet.pts)
+        last = max(last, packet.pts + (packet.duration or 0))
+        if packet.is_keyframe:
+            keys.append((float(packet.pts * stream.time_base), packet.pts))
+    duration = 0.0 if first is None else float((last - first) * stream.time_base)
+    return duration, sorted(keys)
+
+
+class _Frames:
+    """The frames that are kept, written where they will stay."""
+
+    def __init__(self, most: int, place: Path | Blob) -> None:
+        self.most, self.place, self.count = most, place, 0
+        self.pixels: np.ndarray | None = None  # (most, H, W, 3)
+
+    def add(self, frame: Any, times: int = 1) -> None:
+        """Keep a frame, turned upright as the container says (phones film sideways)."""
+        if self.pixels is None:  # a stream's header may say less than its frames have
+            _check_size(self.place, self.most, frame.width, frame.height)
+        turns = round(getattr(frame, "rotation", 0) / 90) % 4
+        pixels = np.rot90(frame.to_ndarray(format="rgb24"), turns)
+        if self.pixels is None:
+            self.pixels = np.empty((self.most, *pixels.shape), np.uint8)
+        if pixels.shape != self.pixels.shape[1:]:
+            raise _corrupt(self.place, "video", "its frames change their size; encode it with one size")
+        self.pixels[self.count : self.count + times] = pixels
+        self.count += times
+
+
+def _nearest(container: Any, times: list[float], keys: list[tuple[float, int]], kept: _Frames) -> None:
+    """Keep, for each of the rising `times` (s after the first frame), the nearest frame."""
+    first: float | None = None
+    jumped = None  # (seconds, pts) of the key frame jumped to
+    while True:
+        if jumped is not None:
+            container.seek(jumped[1], stream=container.streams.video[0])
+        seen, before, again = 0.0, None, False
+        for index, frame in enumerate(container.decode(video=0)):
+            now = frame.time if frame.time is not None else index / float(frame.rate or 1)
+            if first is None:
+                first = now
+            if jumped is not None and before is None:
+                if now < jumped[0]:  # shown before the key frame, and not whole without those before it
+                    continue
+                if now > jumped[0]:  # the file's index is wrong: decode all of it
+                    keys, jumped, again, kept.count = [], None, True, 0
+                    container.seek(0)
+                    break
+            while before is not None and times[kept.count] < (seen + now) / 2 - first:
+                kept.add(before)
+                if kept.count == len(times):
+                    return
+            before, seen = frame, now
+            ahead = bisect.bisect_right(keys, (times[kept.count] + first, 2**63)) - 1
+            if ahead >= 0 and keys[ahead][0] > now + JUMP:  # nothing wanted lies before it
+                jumped, again = keys[ahead], True
+                break
+        if not again:
+            if before is not None:
+                kept.add(before, len(times) - kept.count)
+            return

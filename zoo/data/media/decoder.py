@@ -1,0 +1,109 @@
+"""Who decodes the media of rows, and how much memory those of one row may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from zoo.data.errors import RowError
+from zoo.data.media.decode import load_audio, load_image, load_video
+from zoo.data.media.sizes import image_size, sound_samples, video_size
+from zoo.data.sources.references import Medium, opened
+from zoo.data.sources.rows import Row
+
+
+class Decoder(Protocol):
+    """Who decodes media: this process (`HERE`), or the workers of `zoo.data.media.decoding_workers`.
+
+    Attributes:
+        megabytes: most memory, in MiB, of the media of one row together once they are decoded.
+    """
+
+    megabytes: int
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Rows that will be asked for soon, in this order."""
+
+    def close(self) -> None:
+        """No row will be asked for any more."""
+
+    def image(self, medium: Medium, row: Row) -> Image.Image:
+        """See `zoo.data.media.decode.load_image`."""
+
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+        """See `zoo.data.media.decode.load_video`."""
+
+    def audio(self, medium: Medium, row: Row) -> np.ndarray:
+        """See `zoo.data.media.decode.load_audio`."""
+
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """See `zoo.data.media.sizes.image_size`."""
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """See `zoo.data.media.sizes.video_size`."""
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """See `zoo.data.media.sizes.sound_samples`."""
+
+
+class Here:
+    """Decodes in this process, without a limit of time; `Decoder`."""
+
+    def __init__(self, megabytes: int = 8192) -> None:
+        self.megabytes = megabytes
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Nothing: rows are decoded when they are asked for."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+    def image(self, medium: Medium, row: Row) -> Image.Image:
+        """An RGB picture."""
+        return load_image(opened(medium, row.root))
+
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+        """(T, 3, H, W) uint8, and their rate in Hz."""
+        return load_video(opened(medium, row.root), fps, max_frames)
+
+    def audio(self, medium: Medium, row: Row) -> np.ndarray:
+        """(N,) float32 at 16 kHz."""
+        return load_audio(opened(medium, row.root))
+
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells."""
+        return image_size(opened(medium, row.root))
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """Seconds, height and width, where the header tells."""
+        return video_size(opened(medium, row.root))
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """Samples, where the header tells."""
+        return sound_samples(opened(medium, row.root))
+
+
+HERE = Here()
+
+
+class Room:
+    """Counts what the media of one row take."""
+
+    def __init__(self, megabytes: int) -> None:
+        self.megabytes, self.taken = megabytes, 0
+
+    def take[T](self, decoded: T) -> T:
+        """What was decoded; RowError ("memory") where the row takes too much with it."""
+        size = decoded.width * decoded.height * 3 if isinstance(decoded, Image.Image) else decoded.nbytes  # type: ignore[attr-defined]
+        self.taken += size
+        if self.taken > self.megabytes * 2**20:
+            text = (
+                f"the row's media take over {self.megabytes} MiB together once they are decoded; make them fewer or smaller, "
+                "or raise data.row_mb."
+            )
+            raise RowError("", "memory", text)
+        return decoded

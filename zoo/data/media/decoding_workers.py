@@ -1,0 +1,389 @@
+"""Decoding workers: processes that decode media under limits of time and memory, and die where they break one.
+
+A worker is `python -m zoo.data.media.decoding_workers`: it imports Pillow, FFmpeg and numpy alone, takes one job at a time through its
+standard input and answers through its standard output. A job that takes too long is killed with its process, memory is
+limited by the system (RLIMIT_AS), and a decoder that crashes takes nothing else along: each is a RowError of the row. What
+is decoded is the same with any number of workers, and with none.
+
+A worker ends when its input is closed, and by an alarm of its own when a job outlives its limit: none is left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from zoo.data.errors import RowError
+from zoo.data.media import decode, sizes
+from zoo.data.memory_limits import limit_memory
+from zoo.data.sources.references import Medium, opened, shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from zoo.config.schema import DataConfig
+    from zoo.data.media.decoder import Decoder
+    from zoo.data.sources.rows import Row
+
+HEAD = struct.Struct("<Q")  # bytes of the message that follows
+GRACE = 5.0  # seconds after its limit at which a worker ends itself, should nobody else do so
+START_SECONDS = 120.0  # longest time that a worker may take to start
+
+
+class Workers:
+    """Decodes in worker processes; `zoo.data.media.decoder.Decoder`.
+
+    Args:
+        count: processes, each started when it is first needed.
+        seconds: longest time that the media of one row may take together.
+        megabytes: most memory of one worker beyond what it has when it starts, in MiB.
+    """
+
+    def __init__(self, count: int, seconds: float, megabytes: int) -> None:
+        self.count, self.seconds, self.megabytes = count, seconds, megabytes
+        self.started = 0  # processes so far, those in the place of killed ones included
+        self._idle: list[_Worker] = []
+        self._busy: OrderedDict[Job, _Worker] = OrderedDict()  # oldest first
+        self._done: OrderedDict[Job, Answer] = OrderedDict()
+        self._queue: deque[tuple[Job, Row]] = deque()
+        self._row, self._spent = "", 0.0  # the row at work, and the seconds that its media took
+        self._lock = threading.RLock()  # training and evaluation ask from threads of their own
+        atexit.register(self.close)
+
+    def image(self, medium: Medium, row: Row) -> Image.Image:
+        """An RGB picture."""
+        return Image.fromarray(self._result(row, "image", medium))
+
+    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+        """(T, 3, H, W) uint8, and their rate in Hz."""
+        return decode.as_frames(*self._result(row, "video", medium, fps, max_frames))
+
+    def audio(self, medium: Medium, row: Row) -> np.ndarray:
+        """(N,) float32 at 16 kHz."""
+        sound: np.ndarray = self._result(row, "audio", medium)
+        return sound
+
+    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+        """(height, width), where the header tells; of plain types that is read here."""
+        size = sizes.plain_size(opened(medium, row.root))
+        if size is not None:
+            return size
+        found = self._result(row, "image header", medium)
+        return None if found is None else (found[0], found[1])
+
+    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+        """Seconds, height and width, where the header tells."""
+        found = self._result(row, "video header", medium)
+        return None if found is None else (found[0], found[1], found[2])
+
+    def sound_samples(self, medium: Medium, row: Row) -> int | None:
+        """Samples, where the header tells."""
+        found: int | None = self._result(row, "audio header", medium)
+        return found
+
+    def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
+        """Start to decode what will be asked for soon, in this order; what was begun before and not asked for is dropped."""
+        with self._lock:
+            self._queue.clear()
+            self._done.clear()
+            self._queue.extend(self._jobs(rows, fps, max_frames))
+            self._pump()
+
+    def _jobs(self, rows: Sequence[Row], fps: float, max_frames: int) -> Iterator[tuple[Job, Row]]:
+        for row in rows:
+            heard = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
+            jobs: list[tuple[Any, ...]] = [("image", medium) for medium in row.images]
+            jobs += [("video", medium, fps, max_frames) for medium in row.videos]
+            for kind, medium, *how in [*jobs, *(("audio", medium) for medium in heard)]:
+                if not (isinstance(medium, str) and medium.startswith(("http://", "https://"))):
+                    yield Job(row.source, kind, medium, tuple(how)), row
+
+    def close(self) -> None:
+        """End all workers; more are started when they are needed."""
+        for worker in [*self._idle, *self._busy.values()]:
+            worker.kill()
+        self._idle, self._busy = [], OrderedDict()
+        self._queue.clear()
+        self._done.clear()
+
+    def _result(self, row: Row, kind: str, medium: Medium, *how: Any) -> Any:
+        with self._lock:
+            return self._asked(row, Job(row.source, kind, medium, how))
+
+    def _asked(self, row: Row, job: Job) -> Any:
+        if job not in self._done and job not in self._busy:
+            self._send(job, row, self._free())
+        self._pump()
+        answer = self._done.pop(job) if job in self._done else self._receive(job)
+        self._pump()
+        if row.source != self._row:
+            self._row, self._spent = row.source, 0.0
+        self._spent += answer.seconds
+        if self._spent > self.seconds and not isinstance(answer.found, RowError):
+            text = f"the row's media, {job.kind} {shown(str(job.medium))} the last of them so far, together"
+            raise _late(text, self.seconds)
+        if isinstance(answer.found, RowError):
+            raise answer.found
+        return answer.found
+
+    def _pump(self) -> None:
+        """Send what waits to workers that have nothing to do."""
+        while self._queue and len(self._busy) < self.count:
+            job, row = self._queue.popleft()
+            if job not in self._busy and job not in self._done:
+                try:
+                    self._send(job, row, self._free())
+                except RowError as error:
+                    self._done[job] = Answer(error, 0.0)
+
+    def _free(self) -> _Worker:
+        """A worker that has nothing to do."""
+        if self._idle:
+            return self._idle.pop()
+        if len(self._busy) >= self.count:
+            oldest = next(iter(self._busy))
+            self._done[oldest] = self._receive(oldest)
+            return self._free()
+        self.started += 1
+        return _Worker(self.seconds, self.megabytes)
+
+    def _send(self, job: Job, row: Row, worker: _Worker) -> None:
+        try:
+            source = opened(job.medium, row.root)  # a download has limits of its own
+        except RowError:
+            self._idle.append(worker)
+            raise
+        worker.send((job.kind, source, job.how))
+        self._busy[job] = worker
+
+    def _receive(self, job: Job) -> Answer:
+        worker = self._busy.pop(job)
+        answer = worker.receive(f"{job.kind} {shown(str(job.medium))}")
+        if worker.alive:
+            self._idle.append(worker)
+        return answer
+
+
+@dataclass(frozen=True)
+class Job:
+    """One medium to decode; two are the same where the same row asks for the same."""
+
+    row: str
+    kind: str
+    medium: Medium
+    how: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Job) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        medium = self.medium if isinstance(self.medium, str) else id(self.medium)
+        return self.row, self.kind, medium, self.how
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a medium gives, or why there is nothing, and how long it took."""
+
+    found: Any
+    seconds: float
+
+
+class _Worker:
+    """One process, from the side that asks."""
+
+    def __init__(self, seconds: float, megabytes: int) -> None:
+        self.seconds, self.megabytes = seconds, megabytes
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the run, which ends its workers
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        self.alive = True
+        self.ready = False
+        self.since = 0.0
+
+    def send(self, job: Any) -> None:
+        """Hand over a job; a worker that is broken says so when it is asked for the answer."""
+        assert self.process.stdin is not None
+        self.since = time.monotonic()
+        data = pickle.dumps(job, protocol=5)
+        try:
+            self.process.stdin.write(HEAD.pack(len(data)) + data)
+            self.process.stdin.flush()
+        except OSError:
+            pass
+
+    def receive(self, what: str) -> Answer:
+        """The answer to the job, a RowError where there is none in time or the process has ended."""
+        try:
+            if not self.ready:
+                self._message(time.monotonic() + START_SECONDS)
+                self.ready, self.since = True, max(self.since, time.monotonic())
+            head, seconds = self._message(self.since + self.seconds)
+            if not isinstance(head, tuple):
+                return Answer(head, seconds)
+            dtype, shape, rest = head
+            array = np.empty(shape, dtype)
+            self._fill(memoryview(array.reshape(-1).view(np.uint8)), time.monotonic() + self.seconds)
+            return Answer(array if rest is None else (array, rest), seconds)
+        except TimeoutError:
+            self.kill()
+            return Answer(_late(what, self.seconds), self.seconds)
+        except (OSError, EOFError):
+            code = self.kill()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            text = (
+                f"{what} has ended its decoder ({how}): it is broken, or needs over {self.megabytes} MiB "
+                "(data.row_mb)."
+            )
+            return Answer(RowError("", "decoder_crash", text), 0.0)
+
+    def kill(self) -> int:
+        """End the process; its exit code."""
+        self.alive = False
+        self.process.kill()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+        return self.process.wait()
+
+    def _message(self, deadline: float) -> Any:
+        head = bytearray(HEAD.size)
+        self._fill(memoryview(head), deadline)
+        data = bytearray(HEAD.unpack(head)[0])
+        self._fill(memoryview(data), max(deadline, time.monotonic() + GRACE))
+        return pickle.loads(data)
+
+    def _fill(self, view: memoryview, deadline: float) -> None:
+        """Read until `view` is full."""
+        assert self.process.stdout is not None
+        file = self.process.stdout.fileno()
+        while len(view):
+            ready, _, _ = select.select([file], [], [], max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise TimeoutError
+            count = os.readv(file, [view[: 2**20]])
+            if not count:
+                raise EOFError
+            view = view[count:]
+
+
+def _late(what: str, seconds: float) -> RowError:
+    text = f"{what} takes longer than {seconds:g} s to decode; shorten it, or raise data.row_seconds."
+    return RowError("", "timeout", text)
+
+
+def decoder_for(data: DataConfig, ranks: int) -> Decoder:
+    """Who decodes for a rank, of as many on this machine: `data.workers` processes, or this one for 0.
+
+    By default a rank has its share of the cores, one worker at least and eight at most.
+    """
+    from zoo.config.devices import share_of_cores
+
+    count = min(8, share_of_cores(ranks)) if data.workers is None else data.workers
+    if count:
+        return Workers(count, data.row_seconds, data.row_mb)
+    from zoo.data.media.decoder import Here
+
+    return Here(data.row_mb)
+
+
+# ---------------------------------------------------------------- inside a worker
+
+
+def serve(seconds: float, megabytes: int) -> None:
+    """Answer jobs until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    given, answers = sys.stdin.buffer, os.dup(1)
+    os.dup2(2, 1)  # what a library prints is no answer
+    limit_memory(megabytes)
+    _send(answers, "ready")
+    while len(head := given.read(HEAD.size)) == HEAD.size:
+        job = pickle.loads(given.read(HEAD.unpack(head)[0]))
+        began = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # unhandled: ends the process, whatever it is doing
+        try:
+            found: Any = _decode(*job)
+        except RowError as error:
+            found = error if not _is_memory(error) else _too_much(job, megabytes)
+        except MemoryError:
+            found = _too_much(job, megabytes)
+        except Exception as error:  # of many kinds, by what lies in the file
+            text = f"{job[0]} {job[1]} can't be used: {type(error).__name__}: {error}."
+            found = RowError("", "corrupt_media", text)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _answer(answers, found, time.monotonic() - began)
+        del found
+
+
+def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
+    if kind == "image header":
+        size = sizes.image_size(source)
+        return None if size is None else list(size)
+    if kind == "video header":
+        found = sizes.video_size(source)
+        return None if found is None else list(found)
+    if kind == "audio header":
+        return sizes.sound_samples(source)
+    if kind == "image":
+        return np.asarray(decode.load_image(source))
+    return decode.video_frames(source, *how) if kind == "video" else decode.load_audio(source)
+
+
+def _is_memory(error: RowError) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, MemoryError) or getattr(cause, "errno", None) == 12
+
+
+def _too_much(job: Any, megabytes: int) -> RowError:
+    text = f"{job[0]} {job[1]} needs over {megabytes} MiB to decode; make it smaller, or raise data.row_mb."
+    return RowError("", "memory", text)
+
+
+def _answer(file: int, found: Any, seconds: float) -> None:
+    array, rest = found if isinstance(found, tuple) else (found, None)
+    if not isinstance(array, np.ndarray):
+        _send(file, (found, seconds))
+        return
+    array = np.ascontiguousarray(array)
+    _send(file, ((array.dtype.str, array.shape, rest), seconds))
+    _write(file, memoryview(array.reshape(-1).view(np.uint8)))
+
+
+def _send(file: int, value: Any) -> None:
+    data = pickle.dumps(value, protocol=5)
+    _write(file, memoryview(HEAD.pack(len(data)) + data))
+
+
+def _write(file: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(file, view[: 2**20]) :]
+
+
+if __name__ == "__main__":
+    serve(float(sys.argv[1]), int(sys.argv[2]))

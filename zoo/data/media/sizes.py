@@ -1,0 +1,176 @@
+"""Sizes of samples: what planning needs to know of a row, and what headers of media files tell without decoding them.
+
+Costs: an image's header is read in 0.1 ms, that of an mp4 in 1 ms, whatever their length.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import Image
+
+from zoo.data.media.decode import IMAGE_TYPES, MIN_FRAMES, container_of
+from zoo.data.sources.references import Blob, Picture, Sound
+
+ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
+SOUND_RATE = 16_000  # Hz that sound is resampled to
+PLAIN = ("PNG", "JPEG", "GIF", "BMP")
+HEADER_MB = 4  # MiB of an image that are read for its size, in the rank
+HEADER_READS = 20_000  # calls to read them: a JPEG of a thousand pieces takes a few each
+EXACT_SOUND = (
+    "wav",
+    "flac",
+    "aiff",
+    "w64",
+)  # whose headers count what a decoder gives; others are off by some ms
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """What a row's sample will be.
+
+    Attributes:
+        length: tokens, placeholders expanded.
+        media: tower -> rows (patches, tiles, mel frames) of each item it sees, as `zoo.packing.cost` takes them.
+    """
+
+    length: int
+    media: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Headers:
+    """What the headers of a row's files say.
+
+    Attributes:
+        images: (height, width) of each image, upright.
+        videos: (frames taken, height, width) of each video.
+        fps: rate of the frames, in Hz; None without videos.
+        sounds: samples at SOUND_RATE of each sound, in the order in which they are heard.
+    """
+
+    images: tuple[tuple[int, int], ...] = ()
+    videos: tuple[tuple[int, int, int], ...] = ()
+    fps: float | None = None
+    sounds: tuple[int, ...] = ()
+
+
+def headers_of(
+    images: Sequence[tuple[int, int]],
+    clips: Sequence[tuple[float, int, int]],
+    sounds: Sequence[int],
+    fps: float,
+    max_frames: int,
+) -> Headers:
+    """Headers of a row's media, with the frames that are taken of its videos.
+
+    Args:
+        images: (height, width) of each.
+        clips: (seconds, height, width) of each.
+        sounds: samples of each.
+        fps: frames taken per second of video.
+        max_frames: most frames taken of one video.
+    """
+    # All videos of a row stand at the lowest rate that one of them is thinned to.
+    rate = min((_taken(clip[0], fps, max_frames)[1] for clip in clips), default=None)
+    videos = [(_taken(clip[0], rate or fps, max_frames)[0], clip[1], clip[2]) for clip in clips]
+    return Headers(tuple(images), tuple(videos), rate, tuple(sounds))
+
+
+def image_size(source: Any) -> tuple[int, int] | None:
+    """(height, width) of an image, turned upright; None where its header does not tell."""
+    if isinstance(source, Picture):
+        return _upright(source.image)
+    if not isinstance(source, str | Path | Blob):
+        return None
+    try:
+        with Image.open(_file(source), formats=IMAGE_TYPES) as image:
+            return _upright(image)
+    except Exception:  # of many kinds: decoding it says what is wrong
+        return None
+
+
+def plain_size(source: Any) -> tuple[int, int] | None:
+    """As `image_size`, of types whose headers Pillow reads by Python alone, and no more than HEADER_MB of them.
+
+    So it needs no worker: no decoder is called, and time and memory are bounded.
+    """
+    if isinstance(source, Picture):
+        return _upright(source.image)
+    try:
+        with (
+            io.BytesIO(source.data) if isinstance(source, Blob) else open(source, "rb") as file,
+            Image.open(_Beginning(file), formats=PLAIN) as image,  # type: ignore[arg-type]
+        ):
+            return _upright(image)
+    except Exception:  # of many kinds: whoever decodes it says what is wrong
+        return None
+
+
+class _Beginning:
+    """A file of which no more than HEADER_MB is read, nor with more than HEADER_READS calls."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.left, self.calls = file, HEADER_MB * 2**20, HEADER_READS
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        """As a file's."""
+        self.calls -= 1
+        if not 0 <= size <= self.left or not self.calls:
+            raise OSError("the header is too long")
+        self.left -= size
+        return self.file.read(size)
+
+
+def _upright(image: Any) -> tuple[int, int]:
+    # A PNG without EXIF in front of its pixels would be decoded to look for it behind them.
+    known = image.format != "PNG" or "exif" in image.info or "Raw profile type exif" in image.info
+    turned = known and image.getexif().get(ORIENTATION, 1) >= 5
+    size: tuple[int, int] = image.size
+    return size if turned else size[::-1]
+
+
+def video_size(source: Any) -> tuple[float, int, int] | None:
+    """(seconds, height, width) of a video; None where its header does not tell (outside of mp4 and mov)."""
+    if not isinstance(source, str | Path | Blob):
+        return None
+    try:
+        with container_of(source) as container:
+            stream = container.streams.video[0] if container.streams.video else None
+            if stream is None or stream.duration is None or not container.format.name.startswith("mov"):
+                return None
+            return float(stream.duration * stream.time_base), stream.height, stream.width
+    except Exception:
+        return None
+
+
+def sound_samples(source: Any) -> int | None:
+    """Samples at SOUND_RATE of a sound; None where its header does not tell (of compressed sound)."""
+    if isinstance(source, Sound):
+        return round(max(np.shape(source.samples)) / source.rate * SOUND_RATE)
+    if not isinstance(source, str | Path | Blob):
+        return None
+    try:
+        with container_of(source) as container:
+            stream = container.streams.audio[0] if container.streams.audio else None
+            if stream is None or stream.duration is None or container.format.name not in EXACT_SOUND:
+                return None
+            return round(float(stream.duration * stream.time_base) * SOUND_RATE)
+    except Exception:
+        return None
+
+
+def _file(source: str | Path | Blob) -> Any:
+    return io.BytesIO(source.data) if isinstance(source, Blob) else str(source)
+
+
+def _taken(seconds: float, fps: float, max_frames: int) -> tuple[int, float]:
+    """Frames taken of a video and their rate, as `zoo.data.media.decode` takes them."""
+    count, most = max(round(seconds * fps), MIN_FRAMES), max(max_frames, MIN_FRAMES)
+    return (most, most / seconds) if count > most else (count, fps)

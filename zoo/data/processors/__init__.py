@@ -1,0 +1,1 @@
+"""Rows into samples: encoding through Hugging Face processors, labels, random changes."""

@@ -1,0 +1,73 @@
+"""Labels: which tokens of a sample carry loss, and how much each weighs.
+
+Spans are those of the chat template's own turns (`Processor`, `zoo.data.processors.plain_turns`). What a template writes into a turn
+beside the row's words, such as an empty thinking block before them, carries no loss: `words_begin` finds where the words
+begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from zoo.data.sample import IGNORE
+
+
+def words_begin(body: str, words: str) -> int:
+    """Where the row's words begin in the turn that a template has written of them.
+
+    Args:
+        body: the turn, without its header and its end.
+        words: the answer as the row has it. Templates strip it, space out its thinking block, or leave the block away.
+
+    Returns:
+        Characters of `body` before the words; 0 where the template has left something of the words away.
+
+    Raises:
+        ValueError: the template has written other words.
+    """
+    if body.endswith(words):
+        return len(body) - len(words)
+    if body.endswith(words.strip()):
+        return len(body) - len(words.strip())
+    written = [index for index, letter in enumerate(body) if not letter.isspace()]
+    seen, wanted = "".join(body[index] for index in written), "".join(words.split())
+    if seen.endswith(wanted):
+        return written[len(seen) - len(wanted)]
+    if seen and wanted.endswith(seen):
+        return 0
+    raise ValueError(f"the chat template writes {body[:40]!r} where the row says {words[:40]!r}")
+
+
+def choose(
+    spans: Sequence[tuple[int, int]], weights: Sequence[float], mode: str, length: int, row_weight: float
+) -> Tensor:
+    """(L,) float32: the weight of each token as a label, 0 where it carries no loss.
+
+    Args:
+        spans: (first token, one past the last) of each answer.
+        weights: of each answer, the row's included.
+        mode: assistant (all answers), last (the last one), or all (every token of the row).
+        length: L.
+        row_weight: of the tokens outside of the answers, under "all".
+    """
+    found = torch.full((length,), row_weight if mode == "all" else 0.0)
+    pairs = list(zip(spans, weights, strict=True))
+    for (start, end), weight in pairs[-1:] if mode == "last" else pairs:
+        found[start:end] = weight
+    return found
+
+
+def labelled(input_ids: Tensor, weights: Tensor, media: Collection[int]) -> tuple[Tensor, Tensor | None]:
+    """Labels of `input_ids` (L,), and the weights (L,) where they are not all 1.
+
+    Tokens of media and tokens of weight 0 get no label.
+    """
+    keep = weights > 0
+    if media:
+        keep &= ~torch.isin(input_ids, torch.tensor(sorted(media)))
+    labels = torch.where(keep, input_ids, IGNORE)
+    plain = bool((weights[keep] == 1.0).all())
+    return labels, None if plain else weights.masked_fill(~keep, 0.0)

@@ -1,0 +1,147 @@
+"""Processor of families that write a video as frames behind timestamps: transformers' Qwen3VLProcessor.
+
+The tokens of a video are `<0.2 seconds><|vision_start|>...<|vision_end|>`, once for each temporal patch, with the time
+in the middle of its frames. Media tensors are those of `zoo.data.processors.vision`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.data.media.sizes import Headers
+from zoo.data.processors.processor import Processor
+from zoo.data.processors.vision import (
+    MARKERS,
+    config_field,
+    grid_rows,
+    image_grids,
+    load_processor,
+    tiny_parts,
+    tiny_settings,
+    vision_geometry,
+    vision_rows,
+    vision_tensors,
+    vision_tokens,
+    wanted_geometry,
+)
+from zoo.data.sources.rows import Row
+
+KIND = "Qwen3VLProcessor"
+TINY_VIDEO_TOKENS = (1, 4096)  # least and most tokens of a whole video: its size counts pixels of all frames
+TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+class TimestampedProcessor(Processor):
+    """`Processor` around transformers' Qwen3VLProcessor: text, images, videos."""
+
+    modalities = ("text", "image", "video")
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__(hf, MARKERS)
+
+    @classmethod
+    def build(cls, arch_config: Any, source: str | None = None) -> TimestampedProcessor:
+        """The processor of a run.
+
+        Args:
+            arch_config: the architecture as Hugging Face writes it, a dict or a config object.
+            source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer, whose
+                smallest picture, of 2 x 2 patches, say, is one token.
+
+        Raises:
+            ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
+        """
+        geometry = vision_geometry(config_field(arch_config, "vision_config"))
+        if source is None:
+            return cls(_make(geometry))
+        return cls(load_processor(source, KIND, wanted_geometry(geometry)))
+
+    @cached_property
+    def token_ids(self) -> dict[str, int]:
+        """Config key -> id of the tokens around and in the place of media."""
+        return {name: getattr(self.hf, name) for name in TOKENS}
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Ids of those tokens."""
+        return frozenset(self.token_ids.values())
+
+    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+        """Frames are taken as they are; their times follow from their rate."""
+        if not row.videos:
+            return {}
+        times = [
+            {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
+            for frames in media["videos"]
+        ]
+        options = {"do_sample_frames": False, "video_metadata": times}
+        if self.hf.video_processor.cap_pixels_per_frame is None:
+            options["cap_pixels_per_frame"] = (
+                False  # what it does today (without a warning that it may change)
+            )
+        return {"videos_kwargs": options}
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The vision tower's tensors."""
+        return vision_tensors(features)
+
+    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
+        """Placeholder tokens that the tower's outputs replace."""
+        return vision_tokens(self.hf, media)
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Patches of each image and temporal patch."""
+        return vision_rows(media)
+
+    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+        """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
+        if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
+            return None
+        images, videos = image_grids(self.hf, headers.images), self._video_grids(headers)
+        merge = self.hf.video_processor.merge_size
+        times = [
+            SimpleNamespace(fps=headers.fps, frames_indices=list(range(count)))
+            for count, *_ in headers.videos
+        ]
+        # Grids of one token each, of which transformers makes its text.
+        small = {
+            "video_grid_thw": [torch.tensor((grid[0], merge, merge)) for grid in videos],
+            "video_metadata": times,
+        }
+        written = [self.hf.replace_video_token(small, index) for index in range(len(videos))]
+        (text,), _ = self.hf.get_text_with_replacements([text], [self.hf.image_token] * len(images), written)
+        rows = grid_rows([*images, *videos])
+        return text, sum(count // merge**2 - 1 for count in rows), {"vision": rows}
+
+    def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
+        """(time, height, width) in patches of each video."""
+        from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
+
+        videos = self.hf.video_processor
+        patch, together = videos.patch_size, videos.temporal_patch_size
+        limits = (
+            together,
+            patch * videos.merge_size,
+            videos.size["shortest_edge"],
+            videos.size["longest_edge"],
+        )
+        grids = []
+        for count, *size in headers.videos:
+            height, width = smart_resize(count, *size, *limits)
+            grids.append((-(-count // together), height // patch, width // patch))
+        return grids
+
+
+def _make(geometry: dict[str, int]) -> Any:
+    from transformers import Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    video = Qwen3VLVideoProcessor(
+        do_sample_frames=False, cap_pixels_per_frame=False, **tiny_settings(geometry, TINY_VIDEO_TOKENS)
+    )
+    return Qwen3VLProcessor(video_processor=video, **tiny_parts(geometry))

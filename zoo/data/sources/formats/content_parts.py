@@ -1,0 +1,101 @@
+"""OpenAI's content parts: contents that are lists of texts and media instead of strings with placeholders.
+
+Media may stand in the parts (`image_url`, `input_audio`, or `image: path`), or be taken in order from the row's lists.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from zoo.data.errors import RowError
+from zoo.data.sources.references import shown
+
+KINDS = ("image", "video", "audio")
+LISTS = {kind: f"{kind}s" for kind in KINDS}
+# Type of a part -> kind of medium, and the keys that may hold it.
+MEDIA_PARTS = {
+    "image": ("image", ("image", "url", "path")),
+    "image_url": ("image", ("image_url",)),
+    "input_image": ("image", ("image_url",)),
+    "video": ("video", ("video", "url", "path")),
+    "video_url": ("video", ("video_url",)),
+    "audio": ("audio", ("audio", "url", "path")),
+    "audio_url": ("audio", ("audio_url",)),
+    "input_audio": ("audio", ("input_audio",)),
+}
+TEXT_PARTS = ("text", "input_text", "output_text")
+
+
+def from_parts(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """The row with contents as strings; itself where they are strings already.
+
+    Raises:
+        RowError: a part of another form ("bad_row").
+    """
+    messages = item.get("messages")
+    if not isinstance(messages, list) or not any(
+        isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages
+    ):
+        return item
+    inline: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    left = {kind: deque(_listed(item, kind)) for kind in KINDS}
+    rewritten = []
+    for number, message in enumerate(messages):
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            content = _content(message["content"], f"messages[{number}].content", source, inline, left)
+            message = {**message, "content": content}
+        elif isinstance(message, dict) and isinstance(message.get("content"), str):
+            for kind in KINDS:  # placeholders of a plain string draw on the lists too
+                for _ in range(message["content"].count(f"<{kind}>")):
+                    inline[kind] += [left[kind].popleft()] if left[kind] else []
+        rewritten.append(message)
+    row = {key: value for key, value in item.items() if key not in (*KINDS, *LISTS.values())}
+    media = {LISTS[kind]: [*inline[kind], *left[kind]] for kind in KINDS if inline[kind] or left[kind]}
+    return {**row, "messages": rewritten, **media}
+
+
+def _listed(item: dict[str, Any], kind: str) -> list[Any]:
+    value = item.get(LISTS[kind], item.get(kind))
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]
+
+
+def _content(
+    parts: list[Any], where: str, source: str, inline: dict[str, list[Any]], left: dict[str, deque[Any]]
+) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        name = f"{where}[{number}]"
+        if not isinstance(part, dict):
+            raise RowError(source, "bad_row", f"{name} is {shown(part)}; {{'type', ...}} is wanted.")
+        kind = part.get("type")
+        if kind in TEXT_PARTS:
+            if not isinstance(part.get("text"), str):
+                raise RowError(source, "bad_row", f"{name} has no 'text' of type string.")
+            texts.append(part["text"])
+        elif isinstance(kind, str) and kind in MEDIA_PARTS:
+            medium, keys = MEDIA_PARTS[kind]
+            inline[medium].append(_medium(part, medium, keys, name, source, left[medium]))
+            texts.append(f"<{medium}>")
+        else:
+            known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
+            raise RowError(source, "bad_row", f"{name} has type {shown(repr(kind))}; wanted: {known}.")
+    return "".join(texts)
+
+
+def _medium(
+    part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: deque[Any]
+) -> Any:
+    value = next((part[key] for key in keys if part.get(key) is not None), None)
+    if isinstance(value, dict) and isinstance(value.get("url"), str):
+        return value["url"]
+    if isinstance(value, dict) and isinstance(value.get("data"), str):
+        return f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
+    if value is not None:
+        return value
+    if not left:
+        text = f"{where} names no {kind}, and none is left in {LISTS[kind]!r}; give it in {keys[0]!r}."
+        raise RowError(source, "placeholder_mismatch", text)
+    return left.popleft()

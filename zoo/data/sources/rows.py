@@ -1,0 +1,452 @@
+"""Rows of a data set, read and checked without decoding any media.
+
+A row is `{"messages": [{"role", "content"}], "images": [], "videos": [], "audios": []}` with the placeholders
+`<image>`, `<video>` and `<audio>` in the contents, as many of each as there are media. `image`, `video` and `audio`
+(one medium) are accepted too, and so are `kind` (a label for statistics), `weight` (of the row, and of a message, in the
+loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are turned into this one by
+`zoo.data.sources.formats`. Paths are relative to the JSONL's folder. A row takes about 1 kB of memory, and 30 microseconds to read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zoo.data.errors import RowError
+from zoo.data.sources.formats.choose import FORMATS, to_own
+from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
+from zoo.errors import LONGEST, UserError, file_error, printable
+from zoo.files import expanded, why_no_file
+
+__all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
+
+PLACEHOLDER = re.compile("<(image|video|audio)>")
+BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
+HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
+ROLES = ("system", "user", "assistant")
+MEDIA = {
+    "image": "images",
+    "video": "videos",
+    "audio": "audios",
+}  # placeholder and singular key -> plural key
+KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
+MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
+LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
+TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
+MAX_MESSAGES = 4096  # of a row
+MAX_MEDIA = 4096  # of a row
+MAX_KIND = 100  # characters of a label
+TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
+TEXT_KEYS = ("text", "kind", "weight")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation with its media, or a plain text."""
+
+    messages: tuple[tuple[str, str], ...]  # (role, content with placeholders), in order
+    images: tuple[
+        Medium, ...
+    ] = ()  # one for each <image>: a path as written, or what `zoo.data.sources.references` knows
+    videos: tuple[Medium, ...] = ()  # one for each <video>
+    audios: tuple[Medium, ...] = ()  # one for each <audio>
+    kind: str | None = None  # a label for statistics
+    use_audio_in_video: bool = False  # the videos' sound tracks are heard as well
+    source: str = ""  # where the row stands: "train.jsonl:17"
+    root: Path = Path()  # folder that paths are relative to
+    weight: float = 1.0  # of the row in the loss
+    weights: tuple[float, ...] = ()  # of each message in the loss; () where all are 1
+    text: str | None = None  # plain text, where there are no messages
+    trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
+
+    def path(self, name: str) -> Path:
+        """A media file's path."""
+        return self.root / name
+
+    @property
+    def media(self) -> set[str]:
+        """Kinds of media in the row: image, video, audio (a video's sound that is heard included)."""
+        heard = bool(self.audios) or self.use_audio_in_video
+        return {
+            kind
+            for kind, there in (("image", self.images), ("video", self.videos), ("audio", heard))
+            if there
+        }
+
+    @property
+    def answer_weights(self) -> list[float]:
+        """The weight of each assistant's answer: the row's times the message's."""
+        own = self.weights or (1.0,) * len(self.messages)
+        pairs = zip(self.messages, own, strict=True)
+        return [self.weight * weight for (role, _), weight in pairs if role == "assistant"]
+
+
+def read_rows(
+    spec: str | Path,
+    on_bad: Callable[[RowError], None] | None = None,
+    *,
+    form: str | None = None,
+    access: Access | None = None,
+    keep: Callable[[int], bool] = lambda number: True,
+) -> list[Row]:
+    """All rows of a JSONL file, of a JSON file with one list, or of a bundled set.
+
+    Args:
+        spec: path of the file, or a bundled set with its split ("digits:train").
+        on_bad: called with the error of each bad row, which is then left out; None raises the first.
+        form: the rows' format, a name of `zoo.data.sources.formats`; None: told by each row's keys.
+        access: which media rows may name; None: any path, relative to the file's folder.
+        keep: whether the row of a line number is wanted.
+
+    Raises:
+        RowError: a bad row (see `make_row`), when `on_bad` is None.
+        UserError: no such file or bundled set, or a file without rows.
+    """
+    path = locate(str(spec))
+    access = access or Access(path.parent)
+    rows, empty = [], True
+    for number, line in numbered_items(path, str(spec)):
+        empty = False
+        if not keep(number):
+            continue
+        try:
+            source = f"{spec}:{number}"
+            item = load_line(line, source) if isinstance(line, bytes) else _object(line, source)
+            rows.append(make_row(item, source, access, form))
+        except RowError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
+    if empty:
+        raise UserError(f"{spec} has no rows; each line should be a JSON object with 'messages'.")
+    return rows
+
+
+def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
+    """(line number, bytes) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
+    with reading(spec):
+        whole = path.read_bytes() if path.suffix == ".json" and _is_list(path) else None
+    if whole is not None:
+        try:
+            items = json.loads(whole, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{spec}: no valid JSON: {error}.") from error
+        yield from enumerate(items, start=1)
+        return
+    with reading(spec), path.open("rb") as file:
+        number = 0
+        while (line := next_line(file))[1]:
+            number += 1
+            if line[0].strip():
+                yield number, line[0]
+
+
+@contextmanager
+def reading(place: str | Path) -> Iterator[None]:
+    """What the system says against a file becomes a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(error, place) or error from error
+
+
+def next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next line of a file, no more of it than `load_line` needs to refuse it, and how many bytes it has."""
+    limit = LINE_MB * 2**20 + 1
+    line = part = file.readline(limit)
+    size = len(line)
+    while len(part) == limit and not part.endswith(b"\n"):
+        part = file.readline(limit)
+        size += len(part)
+    return line, size
+
+
+def parse_row(line: bytes | str, source: str, root: Path) -> Row:
+    """One line of JSONL as a row; see `make_row`. Broken JSON is a RowError ("bad_json")."""
+    return make_row(load_line(line, source), source, Access(root))
+
+
+def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | None = None) -> Row:
+    """A row as a file, a data set or a program has it, checked.
+
+    Args:
+        item: the row, of any format.
+        source: where the row stands, for errors.
+        access: which media it may name.
+        form: its format, a name of `zoo.data.sources.formats`; None: told by its keys.
+
+    Raises:
+        RowError: a key or value of the wrong name, type or content ("bad_row"), several formats at once ("format"), not as
+            many media as placeholders ("placeholder_mismatch"), a file that is not there ("missing_file"), out of the data
+            root ("outside_root") or at a URL ("url").
+    """
+    try:
+        return _made(item, source, access, form)
+    except RecursionError as error:
+        raise RowError(source, "bad_row", "the row is nested too deeply.") from error
+
+
+def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None) -> Row:
+    item = to_own(item, form, source)
+    if "text" in item and "messages" not in item:
+        return _text_row(item, source, access)
+    _refuse_unknown(item, KEYS, source)
+    messages, weights = _messages(item, source)
+    _check_texts((content for _, content in messages), source)
+    named = {name: _listed(item, name, source) for name in MEDIA}
+    count = sum(len(found) for _, found in named.values())
+    if count > MAX_MEDIA:
+        raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
+    _check_placeholders(messages, {name: len(found) for name, (_, found) in named.items()}, source)
+    media = {
+        name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
+        for name, (key, found) in named.items()
+    }
+    use_sound = _typed(item, "use_audio_in_video", bool, False, source)
+    if use_sound and not media["video"]:
+        raise RowError(source, "bad_row", "use_audio_in_video is true, but the row has no video.")
+    row = Row(
+        messages=messages,
+        images=media["image"],
+        videos=media["video"],
+        audios=media["audio"],
+        kind=_kind(item, None, source),
+        use_audio_in_video=use_sound,
+        source=source,
+        root=access.root,
+        weight=_weight(item, "the row", source),
+        weights=weights if set(weights) != {1.0} else (),
+        trusted=access.trusted,
+    )
+    if max(row.answer_weights) > MAX_WEIGHT:
+        raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
+    return row
+
+
+def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
+    _refuse_unknown(item, TEXT_KEYS, source)
+    text = item["text"]
+    if not isinstance(text, str):
+        raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
+    if _is_torn(text):
+        raise RowError(source, "bad_row", TORN.format("text"))
+    _check_texts([text], source)
+    if not text.strip():
+        raise RowError(source, "bad_row", "text is empty: there is nothing to learn.")
+    return Row(
+        messages=(),
+        kind=_kind(item, "text", source),
+        source=source,
+        root=access.root,
+        weight=_weight(item, "the row", source),
+        text=text,
+    )
+
+
+def _check_texts(texts: Iterable[str], source: str) -> None:
+    size = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
+    if size > TEXT_MB * 2**20:
+        text = (
+            f"its texts have {size / 2**20:.3g} MiB, over the limit of {TEXT_MB}; cut it into several rows."
+        )
+        raise RowError(source, "bad_row", text)
+
+
+def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
+    """RowError for a key that is none of `known`, of a row whose format was told by its keys."""
+    for key in item:
+        if key in known:
+            continue
+        name = shown(key)
+        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}."
+        raise RowError(source, "bad_row", f"unknown key {name!r}; {hint} {_format_hint(item, key)}")
+
+
+def _format_hint(item: Mapping[str, Any], key: str) -> str:
+    """What to write in the recipe so that a row with this key is read."""
+    form = next((name for name in ("messages", "text") if name in item), None)
+    if form is None:
+        return f"Rows of another form: name it in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
+    if form == "text" and key in (*MEDIA, *MEDIA.values()):
+        return "A row of 'text' has no media; write it as 'messages'."
+    return f"Columns that a row may have besides are passed over where the entry names its format: {{path: ..., format: {form}}}."
+
+
+def is_bundled(spec: str) -> bool:
+    """Whether a `data` entry names a bundled set; a file of that name comes first."""
+    name, _, split = spec.partition(":")
+    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(spec))
+
+
+def locate(spec: str, key: str = "data") -> Path:
+    """The JSONL file of a path or of a bundled set; `key` is the recipe's key that names it.
+
+    Raises:
+        UserError: no such file or bundled set.
+    """
+    path = expanded(spec)
+    if os.path.isfile(path):
+        return path
+    if is_bundled(spec):
+        name, _, split = spec.partition(":")
+        package = importlib.import_module(f"zoo.data.{name}")
+        return Path(package.__file__ or "").parent / f"{split}.jsonl"
+    known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]
+    near = get_close_matches(spec, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
+    if HUB_ID.fullmatch(spec) and not os.path.isdir(path.parent):
+        hint = f"a data set at the hub is written {{hub: {spec}}}."
+    what, why = "is neither a file nor a bundled set", why_no_file(path)
+    if os.path.isdir(path):
+        what = "is a folder; give the JSONL file in it"
+    elif why not in (None, "there is none"):
+        what = f"can't be read: {why}"
+    raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a JSON file begins with a bracket."""
+    with path.open("rb") as file:
+        return file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def load_line(line: bytes | str, source: str) -> dict[str, Any]:
+    """The JSON object of a line; RowError ("bad_json") where there is none, or the line is over LINE_MB."""
+    if len(line) > LINE_MB * 2**20:
+        text = f"the line is over {LINE_MB} MiB; put media into files of their own."
+        raise RowError(source, "bad_json", text)
+    try:
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+        item = json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
+    except json.JSONDecodeError as error:
+        text = f"broken JSON at column {error.colno}: {error.msg}."
+        raise RowError(source, "bad_json", text) from error
+    except UnicodeDecodeError as error:
+        text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
+        raise RowError(source, "bad_json", text) from error
+    except ValueError as error:  # a key twice, a whole number of thousands of digits
+        raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
+    return _object(item, source)
+
+
+def _object(item: Any, source: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
+    return item
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)!r} is there twice")
+    return item
+
+
+def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
+    value = item.get(key, default)
+    if value is not default and not isinstance(value, kind):
+        raise RowError(source, "bad_row", f"{key} is {shown(repr(value))}; a {kind.__name__} is wanted.")
+    return value
+
+
+def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
+    """The row's label, which names a line of figures."""
+    kind: str | None = _typed(item, "kind", str, default, source)
+    if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
+        text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
+        raise RowError(source, "bad_row", text)
+    return kind
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text holds half of a surrogate pair."""
+    return not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _weight(item: dict[str, Any], what: str, source: str) -> float:
+    weight = item.get("weight")
+    if weight is None:
+        return 1.0
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
+    if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
+        text = f"weight of {what} is {shown(weight)}; a number from 0 to {MAX_WEIGHT:g} is wanted."
+        raise RowError(source, "bad_row", text)
+    return float(weight)
+
+
+def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str], ...], tuple[float, ...]]:
+    """(role, content) of each message, and their weights."""
+    messages = item.get("messages")
+    if not isinstance(messages, list) or not messages:
+        seen = "missing" if "messages" not in item else shown(messages)
+        text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
+        raise RowError(source, "bad_row", text)
+    if len(messages) > MAX_MESSAGES:
+        raise RowError(source, "bad_row", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}.")
+    pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
+    if all(role != "assistant" for role, _ in pairs):
+        raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
+    return pairs, tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
+
+
+def _message(message: Any, where: str, source: str) -> tuple[str, str]:
+    if not isinstance(message, dict) or set(message) - {"weight"} != {"role", "content"}:
+        seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
+        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', if any) are wanted."
+        raise RowError(source, "bad_row", text)
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise RowError(
+            source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}."
+        )
+    if not isinstance(content, str):
+        text = f"{where} has content of type {type(content).__name__}; a string is wanted."
+        raise RowError(source, "bad_row", text)
+    if _is_torn(content):
+        raise RowError(source, "bad_row", TORN.format(where))
+    if role == "assistant" and not content.strip():
+        raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
+    if role != "assistant" and message.get("weight") is not None:
+        text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."
+        raise RowError(source, "bad_row", text)
+    return role, content
+
+
+def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:
+    """The key that the row has for a kind of medium, and what it lists."""
+    plural = MEDIA[name]
+    if item.get(name) is not None and item.get(plural) is not None:
+        raise RowError(source, "bad_row", f"both {name!r} and {plural!r} are given; keep one of them.")
+    key = name if item.get(name) is not None else plural
+    value = item.get(key)
+    if value is None:
+        return key, []
+    if key == name and not isinstance(value, list | tuple):
+        return key, [value]
+    if not isinstance(value, list | tuple):
+        raise RowError(source, "bad_row", f"{key} is {shown(value)}; a list of paths is wanted.")
+    return key, list(value)
+
+
+def _check_placeholders(messages: tuple[tuple[str, str], ...], media: dict[str, int], source: str) -> None:
+    marks = [mark for _, content in messages for mark in PLACEHOLDER.findall(content)]
+    for name, there in media.items():
+        count = marks.count(name)
+        if count != there:
+            text = f"{count} <{name}> in the messages but {there} in {MEDIA[name]!r}; make them equal."
+            raise RowError(source, "placeholder_mismatch", text)

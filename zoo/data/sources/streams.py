@@ -1,0 +1,275 @@
+"""Streams of rows: read in order, without a known number, with a window of rows in memory.
+
+Rows are asked for by their place, counted over passes from 0. Those still wanted stay in memory (`forget` says which are
+not), and a place before the window is read again from the nearest place that the reader can go back to. `state` is such a
+place, for a resumed run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from zoo.config.entries import DataEntry
+from zoo.data.errors import RowError
+from zoo.data.loading.identity import digest_of
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, load_line, locate, make_row, next_line, reading
+from zoo.data.sources.tables import held_out, kind_of, plain_item, without_nones
+from zoo.errors import UserError
+from zoo.files import expanded
+
+MARK_EVERY = 64  # rows between places that a stream can go back to
+HEAD = 64  # rows at its beginning that a stream is known by
+_UNKNOWN: dict[str, Any] = {"head": [], "row": None}
+
+
+class Reader(Protocol):
+    """Reads items in order, from the beginning or from where it was."""
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+
+    def state(self) -> Any:
+        """Where it stands, as plain values."""
+
+    def __next__(self) -> tuple[int, Mapping[str, Any] | bytes | RowError]:
+        """(number from 1, item) of the next row, or why it can't be read."""
+
+
+class Lines:
+    """The lines of a JSONL file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = self.number = 0
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+        self.offset, self.number = state or (0, 0)
+
+    def state(self) -> list[int]:
+        """Byte and line."""
+        return [self.offset, self.number]
+
+    def __next__(self) -> tuple[int, bytes]:
+        with reading(self.path), self.path.open("rb") as file:
+            file.seek(self.offset)
+            while True:
+                line, size = next_line(file)
+                if not size:
+                    break
+                self.offset += size
+                self.number += 1
+                if line.strip():
+                    return self.number, line
+        raise StopIteration
+
+
+class Examples:
+    """The rows of a datasets.IterableDataset, media not decoded."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
+        self.first = copy.deepcopy(self.dataset.state_dict())
+        self.number = 0
+        self.start(None)
+
+    def start(self, state: Any) -> None:
+        """Go to a state, or to the beginning for None."""
+        self.number, place = state or (0, self.first)
+        self.dataset.load_state_dict(copy.deepcopy(place))
+        self.rows: Iterator[Any] = iter(self.dataset)
+
+    def state(self) -> list[Any]:
+        """Rows read, and the data set's own state."""
+        return [self.number, copy.deepcopy(self.dataset.state_dict())]
+
+    def __next__(self) -> tuple[int, Mapping[str, Any] | RowError]:
+        item = next(self.rows)
+        self.number += 1
+        if not hasattr(item, "to_pylist"):
+            return self.number, without_nones(item)
+        try:
+            return self.number, plain_item(item, "")
+        except RowError as error:
+            return self.number, error
+
+
+class RowStream:
+    """Rows of a reader by their place.
+
+    Args:
+        reader: gives the items.
+        name: what rows are called in messages.
+        access: which media they may name.
+        form: their format, or None.
+        keep: whether a row of a number, from 1, is wanted.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        name: str,
+        access: Access,
+        form: str | None,
+        keep: Callable[[int], bool] | None = None,
+    ) -> None:
+        self.reader, self.name, self.access, self.form, self.keep = reader, name, access, form, keep
+        self.next = 0
+        self.rows: dict[int, Row | RowError] = {}
+        self.marks: list[tuple[int, Any]] = [(0, None)]
+        self.head: list[str] = []  # digests of the first rows
+        self.at_marks: dict[int, str] = {}  # place of a mark -> digest of the row there
+        self.passed = False  # whether the last row was found by beginning anew
+
+    def __getitem__(self, place: int) -> Row:
+        """The row of a place, counted over passes.
+
+        Raises:
+            RowError: it is a bad one.
+            UserError: the stream has no rows.
+        """
+        if place < self.next and place not in self.rows:
+            self._back(place)
+        while self.next <= place:
+            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1][0]:
+                self.marks.append((self.next, self.reader.state()))
+            self.passed = False
+            self.rows[self.next] = self._read()
+            self._note(self.next)
+            self.next += 1
+        found = self.rows[place]
+        if isinstance(found, RowError):
+            raise found
+        return found
+
+    def forget(self, place: int) -> None:
+        """No row before `place` will be asked for again (or seldom: it would be read again)."""
+        for gone in [known for known in self.rows if known < place]:
+            del self.rows[gone]
+        while len(self.marks) > 1 and self.marks[1][0] <= place:
+            del self.marks[0]
+
+    def state(self, place: int) -> list[Any]:
+        """A place at or before `place`, the reader's state there, and what the rows are known by, as plain values."""
+        mark = next(mark for mark in reversed(self.marks) if mark[0] <= place or mark is self.marks[0])
+        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark[0])}]
+
+    def load(self, state: list[Any]) -> None:
+        """Go to a saved place."""
+        self.next, place, *known = state
+        self.rows, self.marks = {}, [(self.next, place)]
+        if known:
+            self.head, row = list(known[0]["head"]), known[0]["row"]
+            self.at_marks = {} if row is None else {self.next: row}
+        self.reader.start(place)
+
+    def difference(self, state: list[Any]) -> str | None:
+        """Why the stream is not the one of a saved place, by its first rows and the one there; None where it seems to be.
+
+        It is left at its beginning.
+        """
+        if len(state) < 3:  # an earlier zoo's
+            return None
+        place, _, known = state
+        try:
+            self.load([0, None, _UNKNOWN])
+            for number, digest in enumerate(known["head"]):
+                if self._digest(number) != digest:
+                    return f"{self._name(number)} is not the row that stood there"
+            self.load(state)
+            if known["row"] is not None and self._digest(place) != known["row"]:
+                return f"{self._name(place)}, where the checkpoint stands, is not the row that stood there"
+            return None
+        finally:
+            self.load([0, None, _UNKNOWN])
+
+    def _note(self, place: int) -> None:
+        """Keep the digest of a row that the stream is to be known by, also when it has grown: one of the first pass, or of a mark."""
+        if self.passed:
+            return
+        if place == len(self.head) < HEAD:
+            self.head.append(digest_of(self.rows[place]))
+        if place == self.marks[-1][0]:
+            self.at_marks = {mark: self.at_marks[mark] for mark, _ in self.marks if mark in self.at_marks}
+            self.at_marks[place] = digest_of(self.rows[place])
+
+    def _digest(self, place: int) -> str:
+        with contextlib.suppress(RowError):
+            self[place]
+        return digest_of(self.rows[place])
+
+    def _name(self, place: int) -> str:
+        row = self.rows[place]
+        return row.source
+
+    def _back(self, place: int) -> None:
+        fitting = [mark for mark in self.marks if mark[0] <= place] or [(0, None)]
+        self.load(list(fitting[-1]))
+
+    def _read(self) -> Row | RowError:
+        for _ in range(2):
+            for number, item in self._items():
+                if self.keep is None or self.keep(number):
+                    source = f"{self.name}:{number}"
+                    if isinstance(item, RowError):
+                        return item.at(source)
+                    try:
+                        whole = item if isinstance(item, Mapping) else load_line(item, source)
+                        return make_row(whole, source, self.access, self.form)
+                    except RowError as error:
+                        return error
+            self.reader.start(None)
+            self.passed = True
+        raise UserError(f"{self.name}: the stream has no rows.")
+
+    def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes | RowError]]:
+        while True:
+            try:
+                item = next(self.reader)
+            except StopIteration:
+                return
+            yield item
+
+
+def open_stream(
+    entry: DataEntry, access: Callable[[Path], Access], *, evaluation: bool, key: str
+) -> RowStream:
+    """The stream of an entry: JSONL, parquet files, a hub id, or a datasets.IterableDataset.
+
+    Raises:
+        UserError: no such file, or one that is read by places rather than in order.
+    """
+    keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
+    if entry.rows is not None:
+        return RowStream(Examples(entry.rows), "rows", access(Path.cwd()), entry.format, keep)
+    if entry.hub is not None:
+        from zoo.data.sources.hub import load_hub
+
+        return RowStream(Examples(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep)
+    assert entry.path is not None
+    kind, path = kind_of(entry.path), expanded(entry.path)
+    if kind == "parquet":
+        from zoo.data.sources.hub import load_parquet_stream
+
+        folder = path if os.path.isdir(path) else path.parent
+        reader: Reader = Examples(load_parquet_stream(entry, key))
+        return RowStream(reader, str(entry), access(folder), entry.format, keep)
+    if kind != "lines":
+        raise UserError(
+            f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out."
+        )
+    path = locate(entry.path, key)
+    return RowStream(Lines(path), entry.path, access(path.parent), entry.format, keep)
+
+
+def is_stream(entry: DataEntry) -> bool:
+    """Whether an entry is read as a stream."""
+    return entry.stream or (
+        entry.rows is not None and hasattr(entry.rows, "state_dict") and not hasattr(entry.rows, "__len__")
+    )

@@ -1,0 +1,103 @@
+"""Kernels that have been seen to be wrong, which zoo does not use: tried here to show whether they still are."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from zoo.doctor import references
+from zoo.doctor.checks import DELTA_RULE_BOUNDS, delta_rule_trial
+from zoo.doctor.inputs import BOUNDS, spans
+from zoo.doctor.measure import Check, Trial
+from zoo.engine.distributed.world import World
+from zoo.nn.decoder import gated_delta_net
+from zoo.nn.decoder.attention import SeqParams
+from zoo.packing import PackedLayout
+
+LENGTHS = (1098, 771, 1300)  # the row with which both were found
+
+
+def suspects(here: World) -> Iterator[Check]:
+    """A check for each of them that can be run on this machine."""
+    if here.device.type != "cuda":
+        return
+    layout = PackedLayout.from_lengths(LENGTHS, align=16).to(here.device)
+    if importlib.util.find_spec("transformer_engine") is not None:
+        for heads, groups, width in ((8, 2, 256), (8, 8, 256), (8, 2, 128)):
+            yield _te_attention(here, layout, heads, groups, width)
+    if importlib.util.find_spec("fla") is not None:
+        yield _delta_rule(here, layout)
+
+
+def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, width: int) -> Check:
+    def prepare() -> Trial:
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+        from megatron.core.transformer.enums import AttnMaskType
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=heads * width,
+            num_attention_heads=heads,
+            num_query_groups=groups,
+            kv_channels=width,
+            attention_dropout=0.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+        )
+        core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=here.groups)
+        params = SeqParams.of(layout)
+        shapes = {"q": heads, "k": groups, "v": groups}
+        given = {
+            name: torch.randn(layout.total, count, width, device=here.device, dtype=torch.bfloat16)
+            for name, count in shapes.items()
+        }
+
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out = core(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+            return out.reshape(layout.total, heads, width)
+
+        def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return references.attention(q, k, v, spans(layout), width**-0.5, causal=True)
+
+        return Trial(run, exact, given, real=~layout.padding_mask[0])
+
+    shape = f"{heads} heads / {groups} KV x {width}, {layout.total} tokens in {layout.num_segments} segments"
+    mend = "PyTorch's attention stands in for heads wider than 128"
+    return Check(
+        f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], mend, prepare
+    )
+
+
+def _delta_rule(here: World, layout: PackedLayout) -> Check:
+    keys, values, width = 16, 16, 128
+
+    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout)
+
+    def prepare() -> Trial:
+        like: Any = SimpleNamespace(device=here.device, dtype=torch.bfloat16)
+        return delta_rule_trial(like, layout, keys, values, width, width, run)
+
+    shape = f"{keys} heads x {width}, {layout.total} tokens in {layout.num_segments} segments"
+    mend = "pip install 'triton>=3.7.1', or engine.delta_rule=torch"
+    return Check("delta_rule_fla", "fla, unrefused", shape, "bf16", DELTA_RULE_BOUNDS["bf16"], mend, prepare)
+
+
+def unrefused() -> ExitStack:
+    """Meanwhile neither zoo nor flash-linear-attention refuses its kernel for the Triton that is here."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(gated_delta_net, "fla_fault", lambda: None))
+    if importlib.util.find_spec("fla") is not None and torch.cuda.is_available():
+        from fla.ops.common import chunk_o
+
+        if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
+            stack.enter_context(patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True))
+    return stack

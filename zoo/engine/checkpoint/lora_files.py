@@ -1,0 +1,212 @@
+"""A run's adapters and the folders they come from and go to: what they belong to, an adapter to go on from, the export."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from zoo.bridge import ExportWriter, Planned, ShardWriter, TorchComm
+from zoo.bridge.export_writer import disk_errors
+from zoo.bridge.parallel import join, shard_axis, together
+from zoo.bridge.peft import (
+    CONFIG,
+    WEIGHTS,
+    check_config,
+    match,
+    peft_config,
+    tensor_names,
+    to_peft,
+    to_zoo,
+)
+from zoo.bridge.safetensors_io import read_header
+from zoo.bridge.side_files import write_card
+from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import model_card, sharded
+from zoo.engine.checkpoint.export import export
+from zoo.engine.distributed.object_group import agreed
+from zoo.engine.distributed.world import World
+from zoo.engine.model import build
+from zoo.engine.model.lora import Adapters, Held, find
+from zoo.errors import UserError
+from zoo.files import expanded, read_object
+
+
+def load_base(
+    chunks: list[Any], assembly: build.Assembly, recipe: Recipe, here: World, *, fresh: bool
+) -> build.Assembly:
+    """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
+
+    Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
+    told before any weight is read.
+    """
+    source = assembly.source
+    arch = {} if source is None else read_arch(source.files)
+    find(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
+    if source is not None and source.kind == "hf" and not quantisation(arch):
+        build.init_weights(chunks, assembly, recipe, here)
+        return assembly
+    assert recipe.run.dir is not None
+    folder = Path(recipe.run.dir)
+    if not fresh:
+        based = replace(assembly, source=agreed(lambda: sharded.started_from(locate(str(folder)))))
+        build.init_weights(chunks, based, recipe, here)
+        return based
+    build.init_weights(chunks, assembly, recipe, here)
+    about = partial(model_card.untrained, source)
+    export(chunks, folder / BASE, assembly, here, source, card=about, overwrite="aside")
+    return replace(assembly, source=locate(str(folder / BASE)))
+
+
+def start(adapters: Adapters, recipe: Recipe) -> None:
+    """Take the adapters of `lora.init`, where the recipe has one."""
+    if recipe.lora.init is not None:
+        folder = expanded(recipe.lora.init)
+        together(adapters.comm, lambda: _read(adapters, folder, recipe))
+
+
+def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
+    config = read_object(folder / CONFIG)
+    check_config(config, str(folder / CONFIG), recipe.lora.rank, recipe.lora.alpha)
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
+    header = read_header(file)
+    shapes = {name: shape for one in adapters.held for name, shape in _shapes(adapters, one).items()}
+    match({name: info.shape for name, info in header.items()}, _names(adapters), shapes, str(folder))
+    with safe_open(file, framework="pt") as opened:
+        for one in adapters.held:
+            names = tensor_names(one.target.named, adapters.stacks)
+            pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
+            adapters.fill(one, *to_zoo(one.target, pairs, adapters.full_shape(one), adapters.dims))
+
+
+def _names(adapters: Adapters) -> set[str]:
+    """Of all tensors in PEFT's format, whichever rank has them."""
+    every = [*adapters.linears, *adapters.stacks]
+    return {name for pair in tensor_names(every, adapters.stacks) for name in pair}
+
+
+def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
+    """Of PEFT's tensors of a target."""
+    shape, rank = adapters.full_shape(one), one.adapter.lowrank.rank
+    with torch.device("meta"):
+        if one.target.stacked:
+            a, b = torch.empty(shape[0], rank, shape[2]), torch.empty(*shape[:2], rank)
+        else:
+            a, b = torch.empty(len(one.target.named) * rank, shape[1]), torch.empty(shape[0], rank)
+    pairs = to_peft(one.target, a, b, adapters.dims)
+    names = tensor_names(one.target.named, adapters.stacks)
+    return {
+        name: tuple(tensor.shape)
+        for pair, made in zip(names, pairs, strict=True)
+        for name, tensor in zip(pair, made, strict=True)
+    }
+
+
+def export_adapters(
+    adapters: Adapters, target: Path, assembly: build.Assembly, recipe: Recipe, here: World, steps: int
+) -> Path:
+    """Write the adapters as a folder that peft loads onto the weights they belong to; call it on every rank. `steps` are done.
+
+    Each rank writes what it owns under another name, and the first one joins these into PEFT's one file: so no rank
+    holds adapters of another pipeline stage. The folder appears when it is whole.
+    """
+    comm, writer = adapters.comm, ExportWriter(target, overwrite="aside")
+    try:
+        together(comm, lambda: writer.begin() if here.is_main else None)
+        mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}
+        together(comm, lambda: _write(mine, writer.partial, here.rank))
+        together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if here.is_main else None)
+    except BaseException:
+        if here.is_main:
+            writer.discard()
+        raise
+    return target
+
+
+def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
+    """PEFT's tensors of a target, on the rank that writes them; all ranks that share its parameters must ask."""
+    shard, comm, rule = adapters.shard, adapters.comm, one.target.entry.rule
+    stacked, kind = rule.stacked, rule.shard_for(adapters.dims)
+    if (shard.edp_rank if stacked else shard.dp_rank) != 0:
+        return
+    full = []
+    for name in ("a", "b"):
+        local = getattr(one.adapter, name).detach()
+        if stacked and shard.ep_size > 1:
+            local = torch.cat(comm.gather(local, "ep"))
+        axis = shard_axis(kind)
+        if one.adapter.cuts[name].axis is None or shard.on(axis)[1] == 1:
+            full.append(local)
+            continue
+        pieces = comm.gather(local, axis)
+        if stacked:
+            local = torch.stack([join(list(parts), kind) for parts in zip(*pieces, strict=True)])
+        else:
+            local = join(pieces, kind)
+        full.append(local)
+    if (shard.etp_rank or shard.ep_rank) if stacked else shard.tp_rank:
+        return
+    names = tensor_names(one.target.named, adapters.stacks)
+    pairs = to_peft(one.target, full[0], full[1], adapters.dims)
+    for pair, made in zip(names, pairs, strict=True):
+        yield from zip(pair, made, strict=True)
+
+
+def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = "rank") -> list[Path]:
+    """The tensors as one file, if there are any."""
+    planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    writer = ShardWriter(folder, planned, rank=rank, shard_bytes=sys.maxsize, label=label)
+    try:
+        for tensor in writer.order:
+            writer.write(tensor.name, [tensors[tensor.name]])
+    finally:
+        writer.close()
+    return [folder / shard.file for shard in writer.shards]
+
+
+def _commit(
+    writer: ExportWriter, adapters: Adapters, assembly: build.Assembly, recipe: Recipe, steps: int
+) -> None:
+    """On rank 0: one file of all ranks' tensors, PEFT's config, the processor's files; then the folder's name."""
+    assert assembly.source is not None
+    parts = sorted(writer.partial.glob("rank*"))
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        with safe_open(part, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
+    assert found.keys() == _names(adapters), sorted(found.keys() ^ _names(adapters))
+    init, settings = recipe.model.init, recipe.lora
+    own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
+    config = peft_config(
+        adapters.linears,
+        adapters.stacks,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
+        experts=adapters.dims.experts > 0,
+    )
+    (file,) = _write(found, writer.partial, 0, "whole")
+    with disk_errors(writer.partial):
+        file.rename(writer.partial / WEIGHTS)
+        for part in parts:
+            part.unlink()
+        (writer.partial / CONFIG).write_text(
+            json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )
+        assembly.processor.save(writer.partial)
+        arch = read_arch(assembly.source.files)
+        about = model_card.trained(recipe, steps, assembly.source, arch, adapter=True)
+        write_card(writer.partial, writer.target, about)
+    writer.replace_target()

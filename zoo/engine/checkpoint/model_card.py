@@ -1,0 +1,186 @@
+"""The model card (README.md) of an exported folder: what it is made of, and how it is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zoo
+from zoo.bridge.native import read_about
+from zoo.bridge.side_files import MARK, licence_of
+from zoo.config.entries import parse_entry
+from zoo.config.locate import ABOUT, Place
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import sharded
+from zoo.errors import printable
+from zoo.files import expanded
+
+_CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of huggingface_hub
+_HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_CLASS = re.compile(r"[A-Za-z_]\w{0,99}")
+
+
+@dataclass(frozen=True)
+class Base:
+    """What weights come from: its name, whether that is an id of the hub, and what it says of its licence."""
+
+    name: str
+    on_hub: bool
+    licence: Mapping[str, str]
+
+
+def base_of(source: Place | None) -> Base | None:
+    """The model that weights come from in the end, through runs and conversions; None for random weights."""
+    while source is not None and source.kind == "run":
+        source = sharded.started_from(source)
+    if source is None:
+        return None
+    name = source.folder.absolute().name
+    if source.kind == "zoo" and (source.folder / ABOUT).is_file():
+        name = str(read_about(source.folder).get("source") or name)
+    cached = [match for part in source.folder.absolute().parts if (match := _CACHED.fullmatch(part))]
+    if cached:
+        name = f"{cached[-1][1]}/{cached[-1][2]}"
+    return Base(
+        name,
+        bool(cached) or (source.kind == "zoo" and _HUB_ID.fullmatch(name) is not None),
+        licence_of(source.files),
+    )
+
+
+def name_of(source: Place, given: str) -> str:
+    """What a conversion writes down of its source: a hub id, or the folder's name without the path to it."""
+    found = base_of(source)
+    return found.name if found is not None and found.on_hub else expanded(given).absolute().name
+
+
+def trained(
+    recipe: Recipe | None, steps: int, source: Place | None, arch: Mapping[str, Any], *, adapter: bool = False
+) -> str:
+    """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json."""
+    rows = {"steps": str(steps), **({} if recipe is None else _of_recipe(recipe))}
+    if recipe is not None and recipe.lora.rank:
+        lora = recipe.lora
+        rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
+        rows["adapters"] += "" if adapter else "; merged into the weights"
+    what = "adapters that were trained" if adapter else "a model that was trained"
+    return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter)
+
+
+def _of_recipe(recipe: Recipe) -> dict[str, str]:
+    train, pack = recipe.train, recipe.packing
+    names = [Path(str(parse_entry(spec, "data.train"))).name for spec in recipe.data.train]
+    return {
+        "rows in a step": str(train.global_batch),
+        "recipe": Path(recipe.recipe).name + (f", size {recipe.size}" if recipe.size else ""),
+        "data": ", ".join(names),
+        "learning rate": f"{train.lr:g}, {train.warmup_steps} steps of warm-up, cosine to {train.min_lr:g}",
+        "packing": f"{pack.mode}, {pack.budget} tokens",
+        "precision": recipe.engine.precision or "",
+        "not trained": ", ".join(recipe.model.freeze),
+    }
+
+
+def untrained(source: Place | None, arch: Mapping[str, Any]) -> str:
+    """The card of what a run's adapters belong to."""
+    what = "This folder holds the weights that the adapters of a run of zoo belong to."
+    return _card(what, {}, base_of(source), arch)
+
+
+def converted(source: Place, arch: Mapping[str, Any], how: Mapping[str, str], *, native: bool = False) -> str:
+    """The card of a folder that holds the weights of another in another form; `how`: what was changed."""
+    if native:
+        what = "This folder holds weights in zoo's own format: `zoo train model.init=<this folder>` starts from them."
+    else:
+        what = "This folder holds weights that zoo has written in another format."
+    return _card(what, how, base_of(source), arch, native=native)
+
+
+def _card(
+    what: str,
+    rows: Mapping[str, str],
+    base: Base | None,
+    arch: Mapping[str, Any],
+    *,
+    adapter: bool = False,
+    native: bool = False,
+) -> str:
+    licence = dict(base.licence) if base else {}
+    head = [] if native else [f"library_name: {'peft' if adapter else 'transformers'}"]
+    head += [f"base_model: {base.name}"] if base and base.on_hub else []
+    head += [f"{key}: {value}" for key, value in licence.items()]
+    table = {
+        "base model": base.name if base else "none: training began from random weights",
+        "architecture": _class(arch) or "not known",
+        **rows,
+        "licence": licence.get("license_name") or licence.get("license") or _unknown_licence(base),
+        "written by": f"zoo {zoo.__version__}",
+    }
+    lines = [
+        "---",
+        *head,
+        "tags:",
+        "- zoo",
+        "---",
+        MARK,
+        "",
+        f"# {_title(base, adapter)}",
+        "",
+        what,
+        "",
+        "| | |",
+        "|---|---|",
+    ]
+    lines += [f"| {key} | {_cell(value)} |" for key, value in table.items() if value]
+    if not native:
+        lines += ["", "## Use", "", "```python", *_usage(arch, adapter), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _title(base: Base | None, adapter: bool) -> str:
+    kind = "adapters for" if adapter else "from"
+    return f"Model {kind} {_cell(base.name)}" if base else "Model"
+
+
+def _unknown_licence(base: Base | None) -> str:
+    return "not known; that of the base model and of the data hold" if base else "not stated"
+
+
+def _cell(text: object) -> str:
+    return re.sub(r"([|<>\[\]`\\])", r"\\\1", printable(str(text), 300))
+
+
+def _class(arch: Mapping[str, Any]) -> str | None:
+    names = arch.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    return name if isinstance(name, str) and _CLASS.fullmatch(name) else None
+
+
+def _usage(arch: Mapping[str, Any], adapter: bool) -> list[str]:
+    name = _class(arch) or "AutoModelForImageTextToText"
+    lines = [f"from transformers import AutoProcessor, {name}", ""]
+    if adapter:
+        lines[:1] = ["from peft import PeftModel", lines[0]]
+        lines += [
+            f'model = {name}.from_pretrained("<the base model>", dtype="auto")',
+            'model = PeftModel.from_pretrained(model, "<this folder>")',
+        ]
+    else:
+        lines += [f'model = {name}.from_pretrained("<this folder>", dtype="auto")']
+    lines += ['processor = AutoProcessor.from_pretrained("<this folder>")', "# inputs = processor(...)"]
+    ends = "".join(f", {key}=processor.tokenizer.eos_token_id" for key in _own_ends(name))
+    return [*lines, f"# model.generate(**inputs, max_new_tokens=100{ends})"]
+
+
+def _own_ends(name: str) -> Sequence[str]:
+    """Arguments of a model's `generate` that stand in the place of what generation_config.json says of the end."""
+    import transformers
+
+    generate = getattr(getattr(transformers, name, None), "generate", None)
+    if generate is None:
+        return ()
+    return [key for key in inspect.signature(generate).parameters if key.endswith("_eos_token_id")]

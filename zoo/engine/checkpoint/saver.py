@@ -1,0 +1,154 @@
+"""`Saver`: saves while training goes on. A save is a copy between two steps and a thread that writes the copy.
+
+A thread, not a fork: a forked child inherits locks that threads of CUDA, NCCL, gloo and the data loader may hold, and a
+CUDA context that it must not touch; a spawned process would have to be handed all tensors. Writing to a file and
+summing it up happen outside of Python's lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import integrity, snapshot
+from zoo.engine.checkpoint.selection import tidy
+from zoo.engine.checkpoint.sharded import Trainable
+from zoo.engine.checkpoint.writer import PARTIAL, Channel, Order, write
+from zoo.engine.distributed.world import TIMEOUT, World
+
+LEAVE_SECONDS = 10.0  # how long a run that fails waits for a save that is being written
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is published."""
+
+    folder: Path
+    step: int
+    stall_seconds: float  # training waited so long
+    write_seconds: float  # until it was published, beside training
+
+
+class Saver:
+    """One save at a time; all methods are called by all ranks alike, between the same steps."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        save_files: Callable[[Path], None],
+        tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`save_files` writes config.json and the processor's files into a folder; `tick` is called as a save gets on."""
+        self._tick = tick
+        assert recipe.run.dir is not None
+        self._recipe, self._world, self._hf = recipe, world, integrity.Kept(save_files)
+        self._run_dir = Path(recipe.run.dir)
+        self._folder = self._run_dir / "checkpoints"
+        self._staging = snapshot.Staging(world.device)
+        self._channel: Channel | None = None
+        self._writing: _Writing | None = None
+        self._validated = False
+
+    def start(self, trainable: Trainable, state: dict[str, Any]) -> Saved | None:
+        """Copy the state of `state["step"]`, and write it beside what comes. An earlier save is waited for.
+
+        Returns that earlier one, where it was not yet told of. Raises what has failed while it was written.
+        """
+        began = time.monotonic()
+        former = self.wait()
+        if self._channel is None:
+            self._channel = Channel.open(trainable.optimizer, TIMEOUT, self._tick)
+            if self._world.is_main:  # what a killed run has left
+                integrity.remove(self._folder.glob(PARTIAL + "*"))
+        copied = snapshot.take(trainable, self._world, self._staging)
+        state = {**state, "ranks": self._world.size}
+        order = Order(self._run_dir, state, self._recipe, self._hf, self._tick)
+        self._writing = _Writing(copied, order, self._channel, not self._validated, began, self._world.device)
+        self._validated = True
+        return former
+
+    def poll(self) -> Saved | None:
+        """The save that was published since, if one was; raises what has failed. Asked after each step."""
+        if self._writing is None:
+            return None
+        flags = [float(self._writing.ended), float(self._writing.failed)]
+        ended, failed = flags if self._world.size == 1 else self._world.sum(flags)
+        return self.wait() if failed or ended == self._world.size else None
+
+    def wait(self) -> Saved | None:
+        """The same, when it is done."""
+        writing, self._writing = self._writing, None
+        return writing.result() if writing is not None else None
+
+    def close(self) -> None:
+        """After the last save: the best checkpoint may be another one by now."""
+        self.wait()
+        if self._world.is_main:
+            integrity.remove(self._folder.glob(PARTIAL + "*"))
+            tidy(self._run_dir, self._recipe.train.keep, self._recipe.train.keep_best)
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """On the way out of a run that has failed, give what is being written a little time."""
+        if kind is not None and self._writing is not None:
+            self._writing.join(LEAVE_SECONDS)
+
+
+class _Writing:
+    """A thread that writes one checkpoint."""
+
+    def __init__(
+        self,
+        copied: snapshot.Snapshot,
+        order: Order,
+        channel: Channel,
+        validate: bool,
+        began: float,
+        device: torch.device,
+    ) -> None:
+        self._order, self._device = order, device
+        self._began, self._copied = began, time.monotonic()
+        self._ended: float | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(copied, channel, validate), name="zoo-save", daemon=True
+        )
+        self._error: Exception | None = None
+        self._thread.start()
+
+    def _run(self, copied: snapshot.Snapshot, channel: Channel, validate: bool) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a new thread has the first one
+            write(copied, self._order, channel, validate)
+        except Exception as error:
+            self._error = error
+        self._ended = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended is not None
+
+    @property
+    def failed(self) -> bool:
+        return self.ended and self._error is not None
+
+    def join(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+    def result(self) -> Saved:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        assert self._ended is not None
+        step = self._order.state["step"]
+        return Saved(self._order.target, step, self._copied - self._began, self._ended - self._copied)

@@ -1,0 +1,232 @@
+"""Which checkpoint a run goes on from, and which are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
+from zoo.engine.checkpoint import integrity
+from zoo.engine.distributed.object_group import agreed
+from zoo.engine.report.result import evaluations_by_step
+from zoo.errors import UserError
+
+BEST = "best"  # a link in the folder of checkpoints
+DAMAGED = "damaged_"  # prefix of the name that an unreadable checkpoint gets
+_RECIPE = "config.yaml"
+_SMALLER_IS_BETTER = {"loss"}
+
+
+def faults(checkpoint: Path) -> dict[str, str]:
+    """What is wrong with a checkpoint's files, by file; the ranks share the work and all know the result."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return integrity.damaged(checkpoint)
+    everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, integrity.damaged(checkpoint, dist.get_rank(), len(everyone)))
+    return {name: fault for found in everyone for name, fault in found.items()}
+
+
+def is_beside_weights(name: str) -> bool:
+    """Whether a checkpoint's file serves its conversion alone: a run has what it says from elsewhere."""
+    return name == _RECIPE or (name.startswith(f"{HF_PART}/") and ".." not in Path(name).parts)
+
+
+def _on_first[T](action: Callable[[], T]) -> T:
+    """What `action` gives on the first rank, on all of them."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return action()
+    found: list[Any] = [action() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def restore(checkpoint: Path, damaged: Iterable[str]) -> dict[str, Path]:
+    """Take damaged files beside the weights from where they are whole: other checkpoints, the export, what the run started from.
+
+    Returns the copy that was taken, by file; what is in none of them has none.
+    """
+    run_dir = checkpoint.parent.parent
+    others = [path for path in sorted(checkpoint.parent.glob("*iter_*")) if path != checkpoint]
+    beside = [run_dir / "export", run_dir / BASE, *_source_files(checkpoint)]
+
+    def copies(name: str) -> list[Path]:
+        own = [run_dir / _RECIPE] if name == _RECIPE else [folder / Path(name).name for folder in beside]
+        return [*(folder / name for folder in others), *own]
+
+    found = {name: integrity.restore(checkpoint, name, copies(name)) for name in damaged}
+    return {name: copy for name, copy in found.items() if copy is not None}
+
+
+def _source_files(checkpoint: Path) -> list[Path]:
+    """The folder with the processor's files that a checkpoint's run started from, if it is one here."""
+    try:
+        init = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))["weights"]["init"]
+        place = look(init)
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [place.files] if place else []
+
+
+def check_beside_weights(place: Place) -> None:
+    """Before a run's checkpoint is read: what is damaged beside its weights is restored, and said, where it is whole elsewhere.
+
+    All ranks call it alike. Raises UserError where it is not.
+    """
+    if place.kind != "run":
+        return
+
+    def mend() -> tuple[dict[str, str], dict[str, Path]]:
+        found = integrity.damaged(place.folder, concerns=is_beside_weights)
+        found.pop(integrity.MANIFEST, None)  # named when the weights are read
+        restored = restore(place.folder, found) if found else {}
+        for name, copy in restored.items():
+            _warn(f"{found.pop(name)}; it was taken from {copy}")
+        return found, restored
+
+    left, _ = _on_first(mend)
+    if left:
+        raise UserError(
+            f"{_told(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
+            "needs the weights alone, and its next checkpoint has these files anew; or take another checkpoint"
+        )
+
+
+def _warn(text: str) -> None:
+    print(f"zoo: WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def refuse_faults(checkpoint: Path) -> None:
+    """Raises UserError where a checkpoint's files are not those that were written."""
+    found = faults(checkpoint)
+    if found:
+        raise UserError(f"{_told(list(found.values()))}; take another checkpoint")
+
+
+def _told(found: list[str]) -> str:
+    return found[0] + (f" (and {len(found) - 1} more faults)" if len(found) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoint to go on from, None where a run has none yet; and what was passed over, name -> why."""
+
+    folder: Path | None
+    passed_over: dict[str, str] = field(default_factory=dict)
+    side_files: dict[str, str] = field(
+        default_factory=dict
+    )  # damaged beside the weights -> what became of it
+
+
+def choose(run_dir: Path) -> Chosen:
+    """The newest whole checkpoint of a run. Newer ones that are not are put out of the way, and that is said.
+
+    Called by all ranks alike. Raises UserError where there are checkpoints, but none that is whole.
+    """
+    passed_over: dict[str, str] = {}
+    for checkpoint in reversed(_listed(run_dir)):
+        found = faults(checkpoint)
+        if all(is_beside_weights(name) and "does not belong" not in fault for name, fault in found.items()):
+            if passed_over:
+                _put_away(run_dir, passed_over, checkpoint)
+            side_files = _on_first(partial(_settle, checkpoint, found))
+            return Chosen(checkpoint, passed_over, side_files)
+        passed_over[checkpoint.name] = _told(list(found.values()))
+    if passed_over:
+        newest = next(iter(passed_over.values()))
+        raise UserError(
+            f"{run_dir}: no checkpoint there is whole ({newest}); put one back, or use another run.dir to start anew"
+        )
+    return Chosen(None)
+
+
+def _settle(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
+    """Restore what is damaged beside the weights of the checkpoint to go on from, and say what became of it."""
+    step = step_of(checkpoint)
+    if checkpoint.name != f"iter_{step}":
+        _warn(f"{checkpoint} holds step {step}, and the run goes on from there")
+    outcomes = {}
+    restored = restore(checkpoint, found) if found else {}
+    for name, fault in found.items():
+        if name in restored:
+            outcomes[name] = f"{fault}; it was taken from {restored[name]}"
+        else:
+            outcomes[name] = (
+                f"{fault}; no whole copy of it was found. The weights are whole and the run goes on from them; this checkpoint "
+                "can't be converted by itself, later ones have the file anew"
+            )
+        _warn(outcomes[name])
+    return outcomes
+
+
+def _listed(run_dir: Path) -> list[Path]:
+    """A run's checkpoints as the first rank sees them: a shared file system may show others to each."""
+    return agreed(lambda: checkpoints(run_dir))
+
+
+def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> None:
+    """Rename what is damaged, so that nothing takes it for the newest."""
+    if dist.is_initialized():
+        dist.barrier()  # the others have seen the names too
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        for name, why in passed_over.items():
+            folder = run_dir / "checkpoints" / name
+            _warn(f"{why}; it is now {DAMAGED}{name}, and the run goes on from {checkpoint.name}")
+            integrity.remove([folder.with_name(DAMAGED + name)])
+            with contextlib.suppress(OSError):
+                os.replace(folder, folder.with_name(DAMAGED + name))
+        best = run_dir / "checkpoints" / BEST
+        if best.is_symlink() and not best.exists():
+            best.unlink()
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def best_of(run_dir: Path, metric: str | None) -> Path | None:
+    """Of a run's checkpoints that were evaluated, the one that is best at a held-out figure; of equals, the newest.
+
+    Figures count that are of the same rows as the last ones: others can't be compared with them.
+    """
+    if metric is None:
+        return None
+    figures = evaluations_by_step(run_dir)
+    latest = figures[max(figures)].get("data") if figures else None
+    figures = {step: found for step, found in figures.items() if found.get("data") == latest}
+    sign = -1.0 if metric in _SMALLER_IS_BETTER else 1.0
+    best: tuple[float, int, Path] | None = None
+    for checkpoint in checkpoints(run_dir):
+        step = step_of(checkpoint)
+        value = figures.get(step, {}).get(metric)
+        if value is not None and value == value and (best is None or (sign * value, step) >= best[:2]):
+            best = (sign * value, step, checkpoint)
+    return best[2] if best else None
+
+
+def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
+    """Keep the newest checkpoints and the best one, which the link `best` names; the first rank calls it."""
+    best = best_of(run_dir, metric)
+    found = checkpoints(run_dir)
+    if best is not None:
+        link, new = best.with_name(BEST), best.with_name(f".partial-{BEST}")
+        with contextlib.suppress(OSError):  # a file system without links; the log tells the best one too
+            new.unlink(missing_ok=True)
+            if (
+                not link.is_symlink() and link.is_dir()
+            ):  # of a run folder that was copied with what links point to
+                _remove_own([link])
+            new.symlink_to(best.name, target_is_directory=True)
+            os.replace(new, link)
+    _remove_own(old for old in found[: len(found) - keep] if old != best)
+
+
+def _remove_own(folders: Iterable[Path]) -> None:
+    """Take checkpoints away that hold what was written with them and nothing else; somebody's notes beside it stay."""
+    integrity.remove(folder for folder in folders if not integrity.strangers(folder))

@@ -1,0 +1,1 @@
+"""What a rank is: process groups, small values between ranks, the order of gradient reductions, signals, process state."""

@@ -1,0 +1,149 @@
+"""What a call of zoo's sets for its whole process, put back when it is over: nothing of it is left to the caller.
+
+A function mode and other names of torch and megatron-core are put back by those who replace them (:mod:`zoo.engine.megatron.cpu_host`,
+:mod:`zoo.engine.megatron.compat`). Imports no torch: where nobody has imported it, it has no settings yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LOGGERS = ("", "megatron", "torch.utils.cpp_extension")
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put back at the end of the block: environment, working folder, filters of warnings and logs, hooks, random states,
+    and torch's settings. Also a decorator: `@untouched()`.
+    """
+    restore = [_environment(), _warnings(), *map(_logger, _LOGGERS), _hooks(), _random()]
+    if "torch" in sys.modules:
+        restore += [_torch_settings(), _torch_random()]
+    try:
+        quiet()
+        yield
+    finally:
+        for put_back in reversed(restore):
+            put_back()
+
+
+def quiet() -> None:
+    """Leave out what megatron-core and torch say on import about packages that zoo does without."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    # megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU to report.
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    if _no_toolkit not in logger.filters:
+        logger.addFilter(_no_toolkit)
+
+
+def _no_toolkit(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("No CUDA runtime is found")
+
+
+def _environment() -> Callable[[], None]:
+    variables, folder = dict(os.environ), os.getcwd()
+
+    def put_back() -> None:
+        for name in os.environ.keys() - variables.keys():
+            del os.environ[name]
+        for name, value in variables.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        if os.getcwd() != folder:
+            os.chdir(folder)
+
+    return put_back
+
+
+def _warnings() -> Callable[[], None]:
+    filters = list(warnings.filters)
+
+    def put_back() -> None:
+        if list(warnings.filters) != filters:
+            known: Any = warnings
+            known.filters[:] = filters
+            known._filters_mutated()
+
+    return put_back
+
+
+def _logger(name: str) -> Callable[[], None]:
+    logger = logging.getLogger(name)
+    level, filters, handlers = logger.level, list(logger.filters), list(logger.handlers)
+
+    def put_back() -> None:
+        logger.setLevel(level)
+        logger.filters[:], logger.handlers[:] = filters, handlers
+
+    return put_back
+
+
+def _hooks() -> Callable[[], None]:
+    hooks = sys.excepthook, threading.excepthook, sys.unraisablehook
+
+    def put_back() -> None:
+        sys.excepthook, threading.excepthook, sys.unraisablehook = hooks
+
+    return put_back
+
+
+def _random() -> Callable[[], None]:
+    state = random.getstate()
+    numpy: Any = sys.modules.get("numpy")
+    numbers = None if numpy is None else numpy.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numbers)
+
+    return put_back
+
+
+def _torch_settings() -> Callable[[], None]:
+    import torch
+
+    more: Any = torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    strict, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
+    threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        torch.use_deterministic_algorithms(strict, warn_only=warn)
+        more.fill_uninitialized_memory = fill
+        cudnn.deterministic, cudnn.benchmark = flags
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(gradients)
+        if device is not None:
+            torch.cuda.set_device(device)
+
+    return put_back
+
+
+def _torch_random() -> Callable[[], None]:
+    import torch
+
+    state = torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def put_back() -> None:
+        torch.set_rng_state(state)
+        if gpus:
+            torch.cuda.set_rng_state_all(gpus)
+
+    return put_back

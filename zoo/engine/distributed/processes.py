@@ -1,0 +1,131 @@
+"""Processes: what tells one from another, and ends one soon after that which started it is gone. Imports no torch.
+
+A :class:`Launcher` names itself to what it starts: its process id, its start time, and a pipe whose other end it alone holds.
+So what it started knows even where the launcher was gone before the first line of Python ran. A rank that torchrun, SLURM or
+a script has started knows its parent's process id from the first line of zoo on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import zoo
+from zoo.engine.distributed.signals import LOST, heard
+
+LAUNCHER = "ZOO_LAUNCHER"  # environment: process id, start time ("-": not known), pipe and its inode
+_POLL_SECONDS = 2.0
+_DEAF_SECONDS = 30.0  # longest that a signal may go unheard where nobody waits for this process any more
+_watching: set[int] = set()  # process ids of this one, which a fork changes
+
+
+def machine() -> str:
+    """What process ids are counted in: this host and, in a container, its namespace."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{os.uname().nodename} {space}".strip()
+
+
+def birth(pid: int) -> str | None:
+    """When a process of this machine was started, in the kernel's units; None where it is no more (or a zombie)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return None
+        try:  # a system without /proc
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:
+            pass
+        return ""
+    except OSError:
+        return ""
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class Launcher:
+    """This process, for those that it starts while the block is open."""
+
+    def __enter__(self) -> Launcher:
+        self._theirs, self._mine = os.pipe()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        os.close(self._theirs)
+        os.close(self._mine)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """A variable to start them with."""
+        pid = os.getpid()
+        return {LAUNCHER: f"{pid} {birth(pid) or '-'} {self._theirs} {os.fstat(self._theirs).st_ino}"}
+
+    @property
+    def files(self) -> tuple[int, ...]:
+        """What they inherit (`pass_fds`)."""
+        return (self._theirs,)
+
+
+@dataclass(frozen=True)
+class _Parent:
+    """Who started this process."""
+
+    pid: int
+    born: str = ""  # "": not known
+    pipe: int | None = None
+
+    @classmethod
+    def find(cls) -> _Parent:
+        """The launcher that the environment names, which this process's children do not inherit; else the parent."""
+        named = os.environ.pop(LAUNCHER, None)
+        if named is None:
+            return cls(zoo.started_by)
+        pid, born, pipe, inode = named.split()
+        try:
+            inherited = os.fstat(int(pipe)).st_ino == int(inode)
+        except OSError:
+            inherited = False
+        if not inherited:  # a process in between has handed on its environment alone
+            return cls(zoo.started_by)
+        os.set_inheritable(int(pipe), False)
+        return cls(int(pid), born.strip("-"), int(pipe))
+
+    def lives(self, seconds: float) -> bool:
+        """Whether it is still there after so many seconds; sooner where it is not."""
+        if self.pipe is None:
+            time.sleep(seconds)
+        elif select.select([self.pipe], [], [], seconds)[0]:  # nobody writes to it: it was closed
+            return False
+        return birth(self.pid) == self.born if self.born else os.getppid() == self.pid
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it is gone: by SIGTERM, on which a run saves.
+
+    One that is in a call of a library, waiting for ranks that are gone as well, does not hear the signal.
+    """
+    if os.getpid() in _watching:
+        return
+    _watching.add(os.getpid())
+    parent = _Parent.find()
+
+    def watch() -> None:
+        while parent.lives(_POLL_SECONDS):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not heard.wait(_DEAF_SECONDS):
+            os._exit(LOST)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()

@@ -1,0 +1,188 @@
+"""Process groups of a run: torch.distributed and mcore's parallel state, from a recipe."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from zoo.config.compose import replace_in
+from zoo.config.devices import cpu_threads, gpu_count, share_of_cores
+from zoo.config.schema import Recipe
+from zoo.engine.distributed import determinism
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.megatron import compat, cpu_host
+from zoo.errors import UserError
+
+TIMEOUT = timedelta(minutes=30)
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place. Sizes and ranks per group; `groups` is mcore's ProcessGroupCollection."""
+
+    rank: int
+    size: int
+    device: torch.device
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    pp_size: int
+    groups: Any
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that writes logs."""
+        return self.rank == 0
+
+    @property
+    def counts_data(self) -> bool:
+        """Whether this rank's host counts stand for its data-parallel replica."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's share of the loss is to be summed."""
+        return self.tp_rank == 0 and self.pp_rank == self.pp_size - 1
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Sums over all ranks, one collective and one device sync."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return tensor.tolist()
+
+
+@contextmanager
+def world(recipe: Recipe) -> Iterator[World]:
+    """Initialise everything that is global to a process, and take it down again.
+
+    Raises UserError where torch.distributed is in use already: its groups are somebody else's.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "torch.distributed is in use in this process, which zoo needs for itself; end that first "
+            "(torch.distributed.destroy_process_group), or call zoo from another process"
+        )
+    with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
+        determinism.install(recipe, on_cpu)
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+        if not on_cpu:
+            torch.cuda.set_device(device)
+        torch.set_num_threads(cpu_threads(recipe.engine.threads))
+        try:
+            _init_distributed(on_cpu, device)
+            with determinism.plain_fp32():
+                yield _init_model_parallel(recipe, device)
+        finally:
+            _take_down()
+
+
+def _take_down() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
+    parallel_state.destroy_model_parallel()
+    get_cuda_rng_tracker().reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
+    """This rank's share of the cores for work on whole weights, where steps on a GPU leave it one thread (`cpu_threads`)."""
+    threads = torch.get_num_threads()
+    ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
+    if ranks:
+        torch.set_num_threads(recipe.engine.threads or share_of_cores(ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def on_one_rank(recipe: Recipe) -> Recipe:
+    """The recipe without anything parallel."""
+    return replace_in(recipe, {f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
+
+
+@contextmanager
+def alone(recipe: Recipe) -> Iterator[World]:
+    """A world of this process alone, whatever launcher started it and whatever its parallel sizes are."""
+    outside = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with patch.dict(os.environ, outside, clear=True), world(on_one_rank(recipe)) as here:
+        yield here
+
+
+def _init_distributed(on_cpu: bool, device: torch.device) -> None:
+    c10d: Any = dist  # which has more than it says
+    # Without a device_id: with one, a rank that a new gloo group leaves out joins NCCL's split of all ranks for it, in
+    # which those of the group take no part, and waits for good (torch 2.11, `_new_process_group_helper`).
+    options: dict[str, Any] = {"backend": "gloo" if on_cpu else "nccl", "timeout": TIMEOUT}
+    if "RANK" not in os.environ:
+        store: Any = c10d.HashStore()
+        options |= {"store": store, "rank": 0, "world_size": 1}
+    elif "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        # torchrun keeps its store when it starts ranks again: what those before have left in it must not be read.
+        store, rank, size = next(c10d.rendezvous("env://", timeout=TIMEOUT))
+        store = c10d.PrefixStore(f"start{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+        options |= {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(**options)
+    if not on_cpu:
+        warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
+        dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
+
+
+def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel = recipe.parallel
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=False,
+    )
+    seed_everything(recipe.run.seed)
+    model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
+    return World(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        device=device,
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

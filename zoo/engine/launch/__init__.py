@@ -1,0 +1,1 @@
+"""Who starts ranks: this process, zoo's own launcher, torchrun or SLURM."""

@@ -1,0 +1,82 @@
+"""One rank of a run: `python -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`.
+
+Started by :mod:`zoo.engine.launch.launcher`; without a task it trains.
+
+Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
+another rank (see :mod:`zoo.engine.watchdog.heartbeat`), 1 for anything else (a traceback).
+Line and traceback go to the file that ZOO_LAST_WORDS names, else to stderr: a rank can't know whether it failed by
+itself or because of another one, the launcher can.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zoo.engine.distributed.process_state import quiet
+from zoo.engine.distributed.processes import end_with_parent
+from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
+from zoo.errors import UserError, file_error
+
+if TYPE_CHECKING:
+    from zoo.config.schema import Recipe
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train, or do another task, as the rank that the environment names; returns the exit code."""
+    path, *task = sys.argv[1:] if argv is None else argv
+    end_with_parent()
+    quiet()
+    try:
+        with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
+            from zoo.config.compose import load_recipe
+
+            recipe = load_recipe(path)
+            if task:
+                return _do(recipe, *task)
+            from zoo.engine.train.trainer import train
+
+            return train(recipe).code
+    except UserError as error:
+        return _refuse(error)
+    except KeyboardInterrupt as error:
+        return PREEMPTED if isinstance(error, Preempted) else INTERRUPTED
+    except Exception as error:
+        mistake = file_error(error) if isinstance(error, OSError) else None
+        if mistake is not None:
+            return _refuse(mistake)
+        _leave(traceback.format_exc())
+        return 1
+
+
+def _do(recipe: Recipe, task: str, result: str, *argument: str) -> int:
+    """Call the function `module:name`, with a further argument if there is one; rank 0 leaves its result in the file."""
+    module, _, name = task.partition(":")
+    value = getattr(importlib.import_module(module), name)(recipe, *map(json.loads, argument))
+    if os.environ.get("RANK", "0") == "0":
+        Path(result).write_bytes(pickle.dumps(value))
+    return 0
+
+
+def _refuse(mistake: UserError) -> int:
+    _leave(f"zoo: error: {mistake}\n")
+    return 2
+
+
+def _leave(words: str) -> None:
+    path = os.environ.get("ZOO_LAST_WORDS")
+    if path is None:
+        sys.stderr.write(words)
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

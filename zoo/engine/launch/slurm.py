@@ -1,0 +1,137 @@
+"""Ranks that SLURM has started: its variables as those of torchrun, and a batch script that starts them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.signals import LOST, PREEMPTED
+from zoo.errors import ConfigError, UserError
+from zoo.files import write_atomically
+
+_PORTS = 20000  # a job's port is one of so many, from as many on
+_NAMES = {"SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK"}
+
+
+def join_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
+    """Where SLURM has started this process as one of several tasks, set torchrun's variables; whether it has.
+
+    RANK, WORLD_SIZE and LOCAL_RANK are SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; MASTER_ADDR is the first host of
+    SLURM_JOB_NODELIST, MASTER_PORT follows from the job's id, and each is kept where it is set. Variables of torchrun
+    go before SLURM's.
+
+    Raises:
+        ConfigError: a variable of SLURM's can't be read.
+    """
+    if "RANK" in environ or not all(name in environ for name in _NAMES) or environ["SLURM_NTASKS"] == "1":
+        return False
+    found = {ours: _number(theirs, environ) for theirs, ours in _NAMES.items()}
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+    address = first_host(nodes) if nodes else "127.0.0.1"
+    job = _number("SLURM_JOB_ID", environ) if "SLURM_JOB_ID" in environ else 0
+    environ.setdefault("MASTER_ADDR", address)
+    environ.setdefault("MASTER_PORT", str(_PORTS + job % _PORTS))
+    if "SLURM_NNODES" in environ:
+        each = found["WORLD_SIZE"] // max(1, _number("SLURM_NNODES", environ))
+        environ.setdefault("LOCAL_WORLD_SIZE", str(max(1, each)))
+    if found["RANK"] == 0 and "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" not in environ:
+        print(
+            f"zoo: SLURM says {found['WORLD_SIZE']} tasks: waiting for the others, which srun starts",
+            file=sys.stderr,
+        )
+    environ.update({name: str(value) for name, value in found.items()})
+    return True
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as SLURM writes it: `gpu[003-006,9],login` is gpu003 first."""
+    match = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\]([^,\[\]]*))?", nodes.strip())
+    if match is None:
+        raise ConfigError(f"SLURM_JOB_NODELIST={nodes}: no host can be read there; set MASTER_ADDR")
+    return "".join(part for part in match.groups() if part)
+
+
+def _number(name: str, environ: MutableMapping[str, str]) -> int:
+    text = environ[name]
+    if not text.isdecimal():
+        raise ConfigError(f"{name}={text}: wanted a whole number")
+    return int(text)
+
+
+def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path:
+    """Write a batch script that runs `zoo train` with these arguments on the recipe's machine; returns where.
+
+    Raises:
+        UserError: a file of that name is there.
+    """
+    assert recipe.run.dir is not None  # derived by validate
+    name = Path(recipe.run.dir).name
+    path = Path(f"{name}.sbatch")
+    if path.exists():
+        raise UserError(f"{path} is there already; move it away, or give another run.dir")
+    nodes = recipe.machine.nodes
+    each = ranks // nodes
+    gpus = f"#SBATCH --gpus-per-node={each}\n" if recipe.machine.gpus else ""
+    threads = "" if gpus else 'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"\n'
+    command = " ".join(_quoted(argument) for argument in arguments)
+    text = _TEMPLATE.format(
+        name=name,
+        nodes=nodes,
+        each=each,
+        gpus=gpus,
+        threads=threads,
+        command=command,
+        preempted=PREEMPTED,
+        lost=LOST,
+    )
+    write_atomically(path, text)
+    return path
+
+
+def _quoted(argument: str) -> str:
+    return (
+        argument if re.fullmatch(r"[\w./:=@%+,-]+", argument) else "'" + argument.replace("'", "'\\''") + "'"
+    )
+
+
+_TEMPLATE = """\
+#!/bin/bash
+#SBATCH --job-name=zoo-{name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={each}
+{gpus}#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --output={name}-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Two minutes before the time is over this script is told; ranks end their step, save (run.save_within) and leave.
+#SBATCH --signal=B:USR1@120
+
+# A rank is a task. The folder must be one that all nodes see; the job goes on from its newest checkpoint.
+# Add what your cluster wants (--partition, --account), and make the environment with zoo available:
+# source .venv/bin/activate
+
+set -u
+{threads}
+# Ranks leave by themselves when one of them does: srun waits a minute for them before it ends the rest.
+srun --kill-on-bad-exit=0 --wait=60 zoo train {command} &
+ranks=$!
+trap 'told=1; kill -USR1 $ranks' USR1 TERM
+told=1
+while [ "$told" ]; do  # a signal ends a wait, not what it waits for
+    told=
+    wait $ranks
+    code=$?
+done
+
+# {preempted}: saved on a signal. {lost}, and 137 by srun: a rank died, hangs or was killed; not for ever, it may be the run's fault.
+if [ $code -eq {preempted} ] || {{ [ $code -eq {lost} -o $code -eq 137 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 3 ]; }}; then
+    echo "zoo: exit code $code: back into the queue"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code
+"""

@@ -1,0 +1,385 @@
+"""Faults of megatron-core that zoo meets, in one place: SHIMS mend some, AVOIDED lists those it goes round.
+
+A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone. Where a shim
+would harm without its fault, a probe asks megatron-core itself. Where the shim does not take, since megatron-core has
+changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
+
+tests/unit/engine/megatron/test_compat.py shows every fault in the installed version, and asks for the removal of what stands
+against it once it is gone. docs/architecture.md holds the same as a table. Below stand the functions that are called in the
+place of faulty ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.engine.megatron import probes
+from zoo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`fault` is a sentence; `last_broken` the newest megatron-core in which a test has shown it, and which zoo was tried with."""
+
+    name: str
+    fault: str
+    last_broken: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shim(Fault):
+    """A fault that `apply` mends.
+
+    `works` says, at each start and after `apply`, whether megatron-core now does the right thing. `gone` says before it
+    whether it does so by itself; None where the shim does no harm then, and stays. `risk`: what a run without the shim
+    would risk, for the sentence that refuses it; None where it would only be slower, or fail by itself.
+    """
+
+    apply: Callable[[], None]
+    works: Callable[[], bool] = lambda: True
+    gone: Callable[[], bool] | None = None
+    risk: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Avoided(Fault):
+    """A fault that no call of zoo's reaches: `instead` says what does the work, with its file."""
+
+    instead: str
+
+
+_applied: set[str] = set()
+_replaced: list[tuple[Any, str, Any]] = []  # owner, name, what was there
+
+
+def install() -> None:
+    """Apply the shims, once a process.
+
+    Raises UserError where one that data or safety hang on does not take with the installed megatron-core.
+    """
+    for shim in SHIMS:
+        if shim.name not in _applied and not _says(shim.gone):
+            try:
+                shim.apply()
+                fits = shim.works()
+                why = "the fault is still there"
+            except Exception as error:
+                fits, why = False, f"{type(error).__name__}: {error}"
+            if not fits:
+                _refuse(shim, why)
+        _applied.add(shim.name)
+
+
+def _replace(owner: Any, **values: Any) -> None:
+    """Put values in the place of an owner's own, for as long as the shims are applied.
+
+    Raises AttributeError where it no longer has what is to be replaced.
+    """
+    for name, value in values.items():
+        getattr(owner, name)
+        _replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, value)
+
+
+def _says(probe: Callable[[], bool] | None) -> bool:
+    """What a probe answers; a probe that megatron-core does not fit any more answers nothing."""
+    if probe is None:
+        return False
+    try:
+        return probe()
+    except Exception:
+        return False
+
+
+def _refuse(shim: Shim, why: str) -> None:
+    found, why = version("megatron-core"), why.partition("\n")[0][:300]
+    tells = f"megatron-core {found} does not take zoo's shim {shim.name} ({why})"
+    if shim.risk is not None:
+        raise UserError(f"{tells}: {shim.risk}; install megatron-core {shim.last_broken}")
+    warnings.warn(f"{tells}: {shim.fault}", stacklevel=3)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for a block. What was applied before it stays so."""
+    before, mark = set(_applied), len(_replaced)
+    try:
+        install()
+        yield
+    finally:
+        while len(_replaced) > mark:
+            owner, name, value = _replaced.pop()
+            setattr(owner, name, value)
+        _applied.intersection_update(before)
+
+
+def _save_without_a_manager() -> None:
+    import queue
+
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    _replace(filesystem_async, _results_queue=queue.Queue())
+
+
+def _has_its_queue() -> bool:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    return filesystem_async.get_write_results_queue() is filesystem_async._results_queue
+
+
+def _load_without_pickles() -> None:
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+
+    from zoo.engine.megatron import safe_reading
+
+    _replace(
+        serialization,
+        _get_filesystem_reader=safe_reading.reader,
+        load_common_state_dict=safe_reading.common_state,
+    )
+    _replace(
+        torch_dist, _get_filesystem_reader=safe_reading.reader, MCoreLoadPlanner=safe_reading.SafePlanner
+    )
+
+
+def _nothing_runs() -> bool:
+    return not probes.pickles_that_ran()
+
+
+def _build_gated_delta_net_without_fla() -> None:
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    _replace(common, HAVE_FLA=True)
+    rule = gdn.chunk_gated_delta_rule or gdn.torch_chunk_gated_delta_rule
+    _replace(gdn, chunk_gated_delta_rule=rule)
+
+
+def _save_every_bucket_from_its_start() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer: Any = DistributedOptimizer
+    original = optimizer.sharded_param_state_fully_reshardable
+
+    @functools.wraps(original)
+    def sharded(self: Any, *arguments: Any, **options: Any) -> Any:
+        whole = [buffer.param_index_map for buffer in self.buffers]
+        try:
+            for buffer in self.buffers:
+                buffer.param_index_map = ranges_without_padding(buffer)
+            return original(self, *arguments, **options)
+        finally:
+            for buffer, ranges in zip(self.buffers, whole, strict=True):
+                buffer.param_index_map = ranges
+
+    _replace(optimizer, sharded_param_state_fully_reshardable=sharded)
+
+
+def _clip_in_few_kernels() -> None:
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
+        _replace(clip_grads, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale_in_place)
+
+
+SHIMS = (
+    Shim(
+        name="save-without-a-manager",
+        fault="a save in this process's own threads starts a spawned manager process for its results: half a GiB "
+        "a rank, and EOFError in a script without `if __name__ == '__main__':`, which the process imports again",
+        last_broken="0.19.2",
+        apply=_save_without_a_manager,
+        works=_has_its_queue,
+    ),
+    Shim(
+        name="checkpoints-run-pickles",
+        fault="loading a checkpoint unpickles whatever its index, its common state and its objects hold, so a file can "
+        "run anything",
+        last_broken="0.19.2",
+        apply=_load_without_pickles,
+        works=_nothing_runs,
+        risk="a checkpoint's file could run anything",
+    ),
+    Shim(
+        name="gated-delta-net-needs-fla",
+        fault="GatedDeltaNet cannot be built without flash-linear-attention, not even by a subclass whose forward "
+        "does not use it",
+        last_broken="0.19.2",
+        apply=_build_gated_delta_net_without_fla,
+    ),
+    Shim(
+        name="optimizer-state-shifted-by-padding",
+        fault="a fully reshardable save joins a buffer's buckets without the padding that ends them and cuts "
+        "parameters out of it by offsets that count it: from the second bucket on, moments and fp32 weights are shifted",
+        last_broken="0.19.2",
+        apply=_save_every_bucket_from_its_start,
+        works=probes.moments_are_saved_whole,
+        gone=probes.moments_are_saved_whole,
+        risk="checkpoints would hold other moments and weights than the run's",
+    ),
+    Shim(
+        name="norms-one-by-one",
+        fault="without Transformer Engine or Apex, the norm of the gradients reads that of every tensor from the device, one by one",
+        last_broken="0.19.2",
+        apply=_clip_in_few_kernels,
+    ),
+)
+
+AVOIDED = (
+    Avoided(
+        name="expert-bias-mask",
+        fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
+        last_broken="0.19.2",
+        instead="the router counts with one more axis to the mask (zoo/nn/decoder/router.py)",
+    ),
+    Avoided(
+        name="mtp-rolls-by-real-offsets",
+        fault="multi-token prediction shifts tokens by the offsets without padding, so where segments are padded it "
+        "hands one sample's tokens to another",
+        last_broken="0.19.2",
+        instead="rows for every depth are made on the host, by the index within the segment (zoo/nn/decoder/mtp.py)",
+    ),
+    Avoided(
+        name="mrope-zigzags-the-pack",
+        fault="MultimodalRotaryEmbedding splits the angles of a packed row over CP ranks as if it were one sample",
+        last_broken="0.19.2",
+        instead="angles are made from positions that the layout's index has sliced (zoo/nn/decoder/rotary.py)",
+    ),
+    Avoided(
+        name="mrope-has-blocks-alone",
+        fault="MultimodalRotaryEmbedding gives each axis a block of frequencies (Qwen2); Qwen3 interleaves them",
+        last_broken="0.19.2",
+        instead="an axis for each frequency (zoo/nn/decoder/rotary.py)",
+    ),
+    Avoided(
+        name="torch-norm-without-sp",
+        fault="WrappedTorchNorm refuses sequence parallelism",
+        last_broken="0.19.2",
+        instead="an RMSNorm whose weight is marked for it (zoo/nn/decoder/norm.py)",
+    ),
+    Avoided(
+        name="local-attention-refuses-packing",
+        fault="DotProductAttention, the attention without Transformer Engine, takes no packed row",
+        last_broken="0.19.2",
+        instead="varlen attention (zoo/nn/decoder/attention.py)",
+    ),
+    Avoided(
+        name="padding-mask-not-scattered",
+        fault="GPTModel leaves the padding mask whole under sequence parallelism when it is given embeddings",
+        last_broken="0.19.2",
+        instead="each rank cuts its part on every pipeline stage (zoo/nn/multimodal.py)",
+    ),
+    Avoided(
+        name="gated-delta-rule-refuses-packing",
+        fault="the gated delta rule in plain torch takes no offsets, so a packed row has one state through all samples",
+        last_broken="0.19.2",
+        instead="a varlen rule that starts anew in each segment (zoo/nn/decoder/gated_delta_net.py)",
+    ),
+    Avoided(
+        name="gated-delta-net-waits-for-the-device",
+        fault="GatedDeltaNet reads the last offset of a packed row from the device in every layer",
+        last_broken="0.19.2",
+        instead="the layout knows its lengths on the host (zoo/packing/layout.py)",
+    ),
+    Avoided(
+        name="ep-overlap-drops-the-mask",
+        fault="the schedule that overlaps expert exchange with computing routes without the padding mask",
+        last_broken="0.19.2",
+        instead="no key of a recipe switches that schedule on (zoo/config/schema.py)",
+    ),
+    Avoided(
+        name="cp-batch-slices-four-keys",
+        fault="get_batch_on_this_cp_rank leaves the padding mask of a packed row whole, and slices positions "
+        "(axes, 1, T) on the wrong dimension",
+        last_broken="0.19.2",
+        instead="one index slices everything with a token axis (zoo/steps/packed_step.py)",
+    ),
+    Avoided(
+        name="router-in-tf32",
+        fault="where Transformer Engine is installed, under any backend, the router's product of fp32 values is its GEMM, "
+        "which rounds them to TF32: gradients of tiny models are off by 3e-4 to 8e-4",
+        last_broken="0.19.2",
+        instead="a plain product of fp32 values (zoo/nn/decoder/router.py)",
+    ),
+    Avoided(
+        name="z-loss-averages-ranks",
+        fault="the router's z-loss is a mean over ranks of their means: tokens that share a rank with padding weigh more",
+        last_broken="0.19.2",
+        instead="a mean over all real tokens (zoo/nn/decoder/router.py)",
+    ),
+    Avoided(
+        name="llava-keeps-old-offsets",
+        fault="LLaVAModel replaces image tokens by embeddings and leaves the offsets of the packed row as they were",
+        last_broken="0.19.2",
+        instead="expansion gives a new layout (zoo/packing/placeholder.py)",
+    ),
+    Avoided(
+        name="experts-one-by-one",
+        fault="SequentialMLP, the experts without Transformer Engine, calls one expert after another",
+        last_broken="0.19.2",
+        instead="two stacked weights and a grouped product (zoo/nn/decoder/experts.py)",
+    ),
+)
+
+
+def l2_norm(chunk: int, overflow: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
+    """The norm (1,) of all tensors together, in the place of `local_multi_tensor_l2_norm`."""
+    norms = torch._foreach_norm(tensors[0])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def scale_in_place(chunk: int, overflow: Any, tensors: list[list[Tensor]], factor: float) -> None:
+    """Multiply all tensors, in the place of `local_multi_tensor_scale`; megatron-core gives them as source and target."""
+    if tensors[1]:  # a rank may hold no part of any gradient
+        torch._foreach_mul_(tensors[1], factor)
+
+
+def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """`param_index_map` of a buffer whose buckets follow one another without the padding that ends each."""
+    removed, moves = 0, []  # by bucket: elements of padding before it
+    for bucket in buffer.buckets:
+        moves.append(removed)
+        removed += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        parameter: (start - moves[bucket], end - moves[bucket], bucket)
+        for parameter, (start, end, bucket) in buffer.param_index_map.items()
+    }
+
+
+def allocate_optimizer_state(optimizer: Any) -> None:
+    """Give torch's AdamW a state to load into: megatron-core 0.19.2 cannot describe an optimizer that never stepped.
+
+    The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
+    """
+    for one in optimizer.chained_optimizers:
+        if not one.optimizer.state:
+            one._init_optimizer_states_with_dummy_values()
+
+
+def load_optimizer_state(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
+    """Moments and fp32 weights from the checkpoint, learning rate and the like as the recipe has them now.
+
+    In the place of `optimizer.load_state_dict(loaded)`, which can't load into other hyper-parameters or another number
+    of chained optimizers (one for the experts where they are sharded otherwise). With torch's AdamW, megatron-core
+    0.19.2 hands one step counter to all parameters, which each of them would advance, and expects it among the tensors.
+    """
+    chained = optimizer.chained_optimizers
+    parts = [loaded] if len(chained) == 1 else [loaded[i] for i in range(len(chained))]
+    for one, part in zip(chained, parts, strict=True):
+        groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
+        one.load_state_dict({"optimizer": {"param_groups": groups}})
+        states = one.optimizer.state.values()
+        counters = [state.pop("step", None) for state in states]
+        one.load_parameter_state_from_fully_reshardable(part["param_state"])
+        for state, counter in zip(states, counters, strict=True):
+            if counter is not None:
+                state["step"] = counter.clone()

@@ -1,0 +1,278 @@
+"""Adapters of a model: put beside the weights that a recipe targets, kept, merged, and exported in PEFT's format.
+
+The model's own weights are frozen: they have no gradient and no optimizer state, and a run's checkpoints hold adapters
+alone. The weights that they belong to lie where `model.init` says; where that is no Hugging Face folder (random weights, a
+run), the run writes them to `base/` once, which is then what the adapters belong to.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Dims, ShardInfo, TorchComm
+from zoo.bridge.parallel import cut, full_shape, model_parameters, together
+from zoo.bridge.peft import Target, candidates, choose
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import World
+from zoo.errors import UserError
+from zoo.nn.backend import get_backend
+from zoo.nn.decoder import lora
+from zoo.nn.decoder.experts import GroupedExperts
+from zoo.registry import ModelFamily
+
+Linears = dict[str, tuple[Any, torch.nn.Parameter]]  # name of a weight -> its module and itself
+
+
+@dataclass(frozen=True)
+class Held:
+    """A target whose weight this rank has a part of."""
+
+    target: Target
+    module: Any  # the linear, or the experts
+    weight: torch.nn.Parameter
+    adapter: lora.Adapter
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """All adapters of a model, as one rank has them."""
+
+    held: Sequence[Held]
+    linears: Sequence[str]  # transformers' modules that have one, of all ranks
+    stacks: Sequence[str]  # experts' parameters that have one, likewise
+    frozen: Sequence[torch.nn.Parameter]  # what is trained where there are no adapters
+    dims: Dims
+    shard: ShardInfo
+    comm: TorchComm
+
+    def named(self) -> dict[str, Tensor]:
+        """This rank's parameters, by names that no parallel layout changes."""
+        return {
+            f"{one.target.zoo}.lora.{name}": getattr(one.adapter, name)
+            for one in self.held
+            for name in ("a", "b")
+        }
+
+    def sharded(self) -> dict[str, Any]:
+        """The parameters as megatron-core's checkpoints take them, by the names of `named`."""
+        return {
+            key: tensor
+            for one in self.held
+            for key, tensor in one.adapter.sharded(f"{one.target.zoo}.lora.").items()
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take this rank's parameters from tensors by the names of `named`."""
+        for name, parameter in self.named().items():
+            parameter.copy_(tensors[name])
+
+    def full_shape(self, one: Held) -> tuple[int, ...]:
+        """Of the whole weight."""
+        return full_shape(one.weight.shape, one.target.entry.rule.shard_for(self.dims), self.shard)
+
+    @torch.no_grad()
+    def fill(self, one: Held, a: Tensor, b: Tensor) -> None:
+        """Cut this rank's part out of full `a` and `b`."""
+        rule = one.target.entry.rule
+        how = rule.shard_for(self.dims)
+        for name, full in (("a", a), ("b", b)):
+            parameter = getattr(one.adapter, name)
+            kind = how if one.adapter.cuts[name].axis is not None else None
+            if not rule.stacked:
+                parameter.copy_(cut(full, kind, self.shard))
+                continue
+            first = self.shard.ep_rank * len(parameter)
+            for local in range(len(parameter)):
+                parameter[local].copy_(cut(full[first + local], kind, self.shard))
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add every adapter to its weight and take it off; parameters are trained again that were before."""
+        for parameter in self.frozen:
+            parameter.requires_grad_(True)
+        for one in self.held:
+            one.weight.copy_((one.weight.float() + one.adapter.delta()).to(one.weight.dtype))
+            if one.target.stacked:
+                one.module.lora.clear()
+            else:
+                lora.detach(one.module)
+
+    def freeze_others(self) -> None:
+        """Stop training what no adapter belongs to: an export then copies it from where it came."""
+        changed = {id(one.weight) for one in self.held}
+        for parameter in self.frozen:
+            parameter.requires_grad_(id(parameter) in changed)
+
+
+def attach(
+    chunks: Sequence[Any],
+    family: ModelFamily,
+    dims: Dims,
+    arch: Mapping[str, Any],
+    recipe: Recipe,
+    here: World,
+) -> Adapters:
+    """New adapters beside the weights that `recipe.lora` targets, B zero; all other parameters are frozen.
+
+    As `place`. A follows from `run.seed` and the weight's name, whatever the parallel layout, as PEFT draws it: uniform
+    within 1 / sqrt(in).
+    """
+    adapters = place(chunks, family, dims, arch, recipe, here)
+    for one in adapters.held:
+        _draw(adapters, one, recipe.lora.rank, recipe.run.seed)
+    seed_dropout(recipe, 0, here)
+    return adapters
+
+
+def place(
+    chunks: Sequence[Any],
+    family: ModelFamily,
+    dims: Dims,
+    arch: Mapping[str, Any],
+    recipe: Recipe,
+    here: World,
+) -> Adapters:
+    """Adapters of zeros, also beside weights without data. Call it on every rank.
+
+    `arch`: config.json of the folder that the adapters belong to.
+
+    Raises UserError where a target means no linear, or where a model chunk would be left without an adapter.
+    """
+    settings, comm = recipe.lora, TorchComm.from_groups(here.groups)
+    linears, chosen = find(chunks, family, arch, recipe, comm)
+    everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
+    named = dict(pair for of_rank in everywhere for pair in of_rank)
+    frozen = [parameter for _, parameter in model_parameters(chunks) if parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
+    held = [_place_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
+    modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
+    together(comm, lambda: _refuse_empty(chunks, recipe))
+    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm)
+
+
+def find(
+    chunks: Sequence[Any], family: ModelFamily, arch: Mapping[str, Any], recipe: Recipe, comm: TorchComm
+) -> tuple[Linears, list[Target]]:
+    """This rank's linears, and those of them that `recipe.lora` targets; UserError where a target means none of any rank."""
+    linears = _linears(chunks, family, recipe)
+    there = candidates(linears, family.load("bridge"), arch)
+    names = comm.gather_objects([name for target in there for name in target.modules])
+    everywhere = sorted({name for of_rank in names for name in of_rank})
+    return linears, together(comm, lambda: choose(there, recipe.lora.targets, everywhere))
+
+
+def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Linears:
+    """Linears and experts of `lora.parts` that the model trains, by their weights' names. Not: embedding, head, routers, MTP."""
+    backend = get_backend(recipe.engine.backend, chunks[0].config)
+    kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)
+    modules = {
+        id(parameter): module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(module, kinds)
+        for parameter in module.parameters(recurse=False)
+        if parameter.ndim > 1 and parameter.requires_grad
+    }
+    return {
+        name: (modules[id(parameter)], parameter)
+        for name, parameter in model_parameters(chunks)
+        if id(parameter) in modules
+        and family.part_of(name) in recipe.lora.parts
+        and not name.startswith(("output_layer.", "multi_token."))
+    }
+
+
+def _place_one(
+    target: Target,
+    module: Any,
+    weight: torch.nn.Parameter,
+    lowrank: lora.Lowrank,
+    dims: Dims,
+    recipe: Recipe,
+    here: World,
+) -> Held:
+    shard = ShardInfo.from_groups(here.groups)
+    how = target.entry.rule.shard_for(dims)
+    split: lora.Split | None = None if how is None else "columns" if how in ("tp1", "expert2") else "rows"
+    adapter: Any
+    if target.stacked:
+        sections = (weight.shape[1] // 2,) * 2 if split == "rows" else ()
+        assert split is not None
+        adapter = lora.ExpertAdapter(weight, lowrank, here.groups, split=split, sections=sections)
+        module.lora[target.zoo.rpartition(".")[2]] = adapter
+        return Held(target, module, weight, adapter)
+    shape = full_shape(weight.shape, how, shard)
+    with torch.device("cpu"):  # also where the weight has no data
+        owner = target.owner(shape, dims)
+    if split == "rows":
+        owner = cut(owner[:, None], how, shard)[:, 0]
+    adapter = lora.LinearAdapter(
+        weight,
+        lowrank,
+        owner,
+        here.groups,
+        split=split,
+        sections=_sections(how, weight.shape[0], shard),
+        sequence_parallel=bool(recipe.parallel.sp),
+    )
+    lora.attach(module, adapter)
+    return Held(target, module, weight, adapter)
+
+
+def _sections(how: Any, rows: int, shard: ShardInfo) -> tuple[int, ...]:
+    """Rows of this rank's weight that are cut by themselves."""
+    if how == "tp0-gateup":
+        return (rows // 2,) * 2
+    return tuple(size // shard.tp_size for size in getattr(how, "sizes", (rows * shard.tp_size,)))
+
+
+def _refuse_empty(chunks: Sequence[Any], recipe: Recipe) -> None:
+    for chunk in chunks:
+        if not any(parameter.requires_grad for parameter in chunk.parameters()):
+            raise UserError(
+                f"lora.targets={','.join(recipe.lora.targets)} in lora.parts={','.join(recipe.lora.parts)}: a pipeline "
+                f"stage has no such linear, so nothing to train; give parallel.pp=1, or more targets or parts"
+            )
+
+
+def _draw(adapters: Adapters, one: Held, rank: int, seed: int) -> None:
+    """A as PEFT draws it (kaiming uniform of slope sqrt 5), the same under any parallel layout; B stays zero."""
+    shape = adapters.full_shape(one)
+    count = shape[0] if one.target.stacked else len(one.target.named)
+    bound = 1 / math.sqrt(shape[-1])
+
+    def drawn(index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(f"{seed}/{one.target.zoo}.lora.a/{index}".encode())
+        )
+        return torch.empty(rank, shape[-1]).uniform_(-bound, bound, generator=generator)
+
+    with torch.device("cpu"):
+        parts = [drawn(index) for index in range(count)]
+        b = torch.zeros(*shape[:-1], rank)
+    adapters.fill(one, torch.stack(parts) if one.target.stacked else torch.cat(parts), b)
+
+
+def seed_dropout(recipe: Recipe, step: int, here: World) -> None:
+    """Masks of a step: they follow from `run.seed`, the step and the rank, so a run that is resumed has the same."""
+    if not recipe.lora.dropout:
+        return
+    where = f"{recipe.run.seed}/{step}/{here.pp_rank}/{here.dp_rank}/{here.cp_rank}"
+    same, own = (zlib.crc32(text.encode()) for text in (where, f"{where}/{here.tp_rank}"))
+    lora.seed_dropout(here.device, same, own)
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What a checkpoint must say of its adapters, for them to be loaded."""
+    kept = ("rank", "alpha", "targets", "parts")
+    return {key: value for key, value in asdict(recipe.lora).items() if key in kept}

@@ -1,0 +1,101 @@
+"""What a checkpoint's model consists of, from its config alone: family, numbers, and every parameter without its data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Bridge, Dims, SafetensorsFolder
+from zoo.bridge.native import CARRIED
+from zoo.bridge.parallel import model_parameters
+from zoo.config.compose import replace_in
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import World, world
+from zoo.engine.model import build
+from zoo.errors import UserError
+from zoo.registry import ModelFamily, families
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A whole model (all ranks of it) in numbers."""
+
+    family: ModelFamily
+    config: Any  # the family's
+    bridge: Bridge
+    dims: Dims
+    parameters: Mapping[str, Tensor]  # zoo name -> a tensor of the full shape on the meta device
+
+
+def family_of(arch: Mapping[str, Any]) -> ModelFamily:
+    """The family that has a config.json's model_type; UserError with those there are where none has."""
+    kinds = {}
+    for family in families().values():
+        for kind in family.load("config").kinds:
+            kinds[kind] = family
+    kind = arch.get("model_type")
+    if kind not in kinds:
+        raise UserError(f"model_type {kind!r}: no family has it; wanted one of {', '.join(sorted(kinds))}")
+    return kinds[kind]
+
+
+def published_names(reader: SafetensorsFolder, arch: Mapping[str, Any]) -> list[str]:
+    """Hugging Face's names of zoo's own weights, one a tensor, as far as they are known without a model."""
+    bridge: Bridge = family_of(arch).load("bridge")
+    names = [name for name in reader.names() if not name.startswith(CARRIED)]
+    return [entry.hf_names(0)[0] for entry in bridge.publish(names).values()]
+
+
+def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blueprint:
+    """The model of a config.json.
+
+    Of a part that a model may lack (`Bridge.optional`: multi-token prediction), nothing is in it where `names`, those of
+    a checkpoint's tensors, are given and none of them belongs to the part.
+    """
+    family = family_of(arch)
+    bridge: Bridge = family.load("bridge")
+    config = family.load("config").from_arch(arch)
+    settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
+    recipe = replace_in(Recipe(), settings)
+    if names is not None and not bridge.has_optional(names):
+        recipe = replace_in(recipe, {"train.mtp_loss": 0.0})
+    assembly = build.Assembly(family, config, None, None)
+    _refuse_ranks()
+    with world(recipe) as here, on_meta(here) as nowhere:
+        chunks = build.build_model(assembly, recipe, nowhere)
+    parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
+    return Blueprint(family, config, bridge, build.model_dims(assembly), parameters)
+
+
+def _refuse_ranks() -> None:
+    if torch.distributed.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("checkpoints are converted and compared by one process: start it without torchrun")
+
+
+@contextmanager
+def on_meta(here: World) -> Iterator[World]:
+    """A world whose tensors have shapes and no data, also where megatron-core asks for the current device.
+
+    Its generator of random numbers is left alone: a GPU's is looked up by that device's number.
+    """
+    from megatron.core.tensor_parallel import random
+
+    meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
+    states = tracker.get_states()
+    with (
+        torch.device(meta),
+        patch.object(torch.cuda, "current_device", lambda: meta),
+        patch.object(random, "_get_cuda_rng_state", lambda *args, **how: None),
+        patch.object(random, "_set_cuda_rng_state", lambda *args, **how: None),
+    ):
+        try:
+            yield replace(here, device=meta)
+        finally:
+            tracker.set_states(states)

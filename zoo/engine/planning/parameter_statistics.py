@@ -1,0 +1,62 @@
+"""A census of a recipe's weights, from the model as it is built, on the meta device: shapes without data.
+
+Takes half a second for the largest of the published sizes, once Megatron-Core is imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from zoo.bridge.parallel import model_parameters
+from zoo.config.compose import replace_in
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import alone, on_one_rank
+from zoo.engine.model import build, lora
+from zoo.engine.model.meta_model import on_meta
+from zoo.planner.census import ADAPTERS, EXPERTS, Census, Cut, Weights
+from zoo.registry import ModelFamily, get_family
+
+
+def census(recipe: Recipe) -> Census:
+    """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
+    family = get_family(recipe.model.family)
+    config = family.load("config").from_arch(recipe.model.arch)
+    # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
+    plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
+    recipe = replace_in(on_one_rank(recipe), plain)
+    with alone(recipe) as here, on_meta(here) as nowhere:
+        assembly = build.Assembly(family, config, None, None)
+        chunks = build.build_model(assembly, recipe, nowhere)
+        if recipe.lora.rank:
+            lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
+        build.freeze(chunks, recipe.model.freeze, family)
+    counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
+    for name, parameter in model_parameters(chunks):
+        counts[*_where(name, family), _cut(name, parameter), parameter.requires_grad] += parameter.numel()
+    weights = tuple(Weights(*key[:3], count, key[3]) for key, count in counts.items())  # type: ignore[arg-type]
+    return Census(weights, config.text.num_hidden_layers, config.tied)
+
+
+def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
+    """The part of the model a parameter belongs to, and its place in the pipeline."""
+    first, *rest = name.split(".")
+    adapter = ".lora." in name
+    if first == "decoder" and rest[0] == "layers":
+        return ADAPTERS if adapter else EXPERTS if _is_expert(name) else "decoder", int(rest[1])
+    if first in ("embedding", *family.parts):
+        return ADAPTERS if adapter else first, "first"
+    part = {"decoder": "decoder", "output_layer": "head"}.get(first, first)
+    return EXPERTS if _is_expert(name) else part, "last"
+
+
+def _is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def _cut(name: str, parameter: nn.Parameter) -> Cut:
+    """How ranks share it, as Megatron-Core has marked it."""
+    if _is_expert(name):
+        return "expert"
+    return "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"

@@ -1,0 +1,221 @@
+"""Plans of recipes: the model's census and costs, read from config and code, given to the arithmetic of `zoo.planner`.
+
+A recipe is planned in three places: `zoo plan` shows it, `zoo train` has the keys of `parallel.plan` chosen before
+ranks are started (zoo.engine.planning.plan_process), and the first rank refuses what cannot fit before anything is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from zoo.config.devices import gpu_count, gpu_memory
+from zoo.config.hub import asking_the_hub
+from zoo.config.locate import is_hub_id, read_arch
+from zoo.config.memory import host_memory, limits
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.distributed.process_state import untouched
+from zoo.errors import ConfigError, size
+from zoo.planner.activations import Row
+from zoo.planner.layouts import settle, spare
+from zoo.planner.memory import Memory, Model
+from zoo.planner.report import Plan, make_plan
+from zoo.planner.rows import typical_row
+from zoo.registry import get_family
+
+PROCESS = 2_500_000_000  # bytes of address space that threads and process groups of a rank take on a CPU
+
+
+def model_of(recipe: Recipe) -> Model:
+    """The model of a recipe; `model.arch` has to be there."""
+    from zoo.engine.planning.parameter_statistics import census
+    from zoo.nn.flops import layer_kinds, model_cost
+
+    config = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
+    mtp = config.mtp_layers(recipe)
+    return Model(
+        census=census(recipe),
+        cost=model_cost(config, mtp),
+        text=_plain(config.text),
+        traits=config.traits,
+        kinds=layer_kinds(config.text),
+        deepstack=config.deepstack_layers,
+        mtp=mtp,
+    )
+
+
+def _plain(text: Any) -> SimpleNamespace:
+    """A decoder's config with attributes that cost nothing to read, which a search does a hundred thousand times."""
+    names = {*text.to_dict(), *text.attribute_map}
+    return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
+
+
+@untouched()
+def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:
+    """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
+
+    Args:
+        labels: share of a row's tokens that carry a loss; default: that of `zoo.planner.rows`.
+        media: share of a row's tokens that are of media; default: that of `zoo.planner.rows`.
+
+    Raises:
+        ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
+    """
+    planned = as_planned(recipe)
+    if planned is None:
+        raise ConfigError(
+            f"model.init={recipe.model.init}: its config.json is neither here nor to be had from the hub, so there is "
+            f"nothing to plan from; give a folder, or model.init=random and size="
+        )
+    recipe, model = planned, model_of(planned)
+    shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
+    row = typical_row(recipe, model.cost, **shares)
+    recipe = validate(settle(model, recipe, ranks, row), ranks)
+    fused = recipe.engine.precision == "bf16"
+    limit = None if recipe.machine.memory_gb else _limit_here(ranks)
+    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit)
+
+
+def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
+    """ConfigError where a rank of a validated recipe can't have the memory it needs; a plan of the least it may be.
+
+    Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
+    keeps. Nothing is said where the memory is not known.
+    """
+    _refuse_small_process()
+    limit, planned = _limit_here(local_ranks), as_planned(recipe)
+    if limit is None or planned is None:
+        return
+    model = model_of(planned)
+    fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
+    found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
+    if not found.fits:
+        raise ConfigError(_misfit(found, gpu_count() > 0))
+
+
+def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
+    """Of a validated recipe that has run out of memory: what a rank was estimated to need, and what needs less.
+
+    Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
+    architecture is not known.
+    """
+    planned = as_planned(recipe)
+    if planned is None:
+        return ""
+    model, fused = model_of(planned), on_gpu and recipe.engine.precision == "bf16"
+
+    def needs(one: Recipe) -> Memory:
+        row = typical_row(one, model.cost)
+        return make_plan(model, one, ranks, row, fused=fused, limit=None).worst
+
+    now = needs(planned)
+    found = {text: needs(other).total for text, other in _leaner(planned)}
+    better = sorted((need, text) for text, need in found.items() if need < 0.9 * now.total)
+    parts = ", ".join(f"{kind} {size(need)}" for kind, need in now.as_dict().items() if kind != "total")
+    settings = ", ".join(f"{text} would make it {size(need)}" for need, text in better[:3])
+    more = "more GPUs with parallel.tp, pp, cp or ep" if on_gpu else "GPUs, or a smaller size="
+    return (
+        f"a rank was estimated to need {size(now.total)} ({parts}); {settings or 'most of it is the model itself'}; "
+        f"else take {more} (`zoo plan` shows what each needs)"
+    )
+
+
+def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Settings that take less memory for the same model on the same ranks."""
+    levels = ("none", "selective", "full")
+    for level in levels[levels.index(recipe.engine.recompute) + 1 :]:
+        yield f"engine.recompute={level}", replace(recipe, engine=replace(recipe.engine, recompute=level))
+    packing, train = recipe.packing, recipe.train
+    if packing.mode == "thd":
+        half = packing.budget // 2
+        pad_to = None if packing.pad_to is None else packing.pad_to // 2
+        yield f"packing.budget={half}", replace(recipe, packing=replace(packing, budget=half, pad_to=pad_to))
+    elif train.micro_batch > 1:
+        half = train.micro_batch // 2
+        yield f"train.micro_batch={half}", replace(recipe, train=replace(train, micro_batch=half))
+
+
+def checkpoint_bytes(recipe: Recipe) -> int | None:
+    """About how large a checkpoint of a recipe is: weights, and AdamW's state of those that are trained."""
+    planned = as_planned(recipe)
+    if planned is None:
+        return None
+    census, half = model_of(planned).census, recipe.engine.precision == "bf16"
+    kept = census.trained if recipe.lora.rank else sum(census.by_part().values())
+    return kept * (2 if half else 4) + census.trained * (12 if half else 8)
+
+
+def _least_row(recipe: Recipe) -> Row:
+    """A row that no row of a run is much smaller than: text, a tenth of it labelled."""
+    tokens = recipe.packing.budget // 2
+    return Row((tokens,), tokens // 10, {})
+
+
+def _misfit(found: Plan, on_gpu: bool) -> str:
+    need, limit, worst = found.worst.total / 1e9, (found.room or 0.0) / 1e9, found.worst
+    fixed = worst.total - worst.activations
+    what = "GPU" if on_gpu else "rank of this machine"
+    parts = ", ".join(
+        f"{kind} {size / 1e9:.1f}" for kind, size in worst.as_dict().items() if kind != "total" and size > 1e8
+    )
+    if fixed < 0.8 * (found.room or 0.0):
+        mend = "set packing.budget lower, or engine.recompute=full"
+    elif on_gpu:
+        mend = "use more GPUs, or cut the model further: hardware=auto chooses parallel.tp, pp, cp and ep"
+    else:
+        mend = "take a smaller size=, or train on GPUs"
+    return (
+        f"the model needs at least {need:.1f} GB a rank ({parts}) and a {what} has {limit:.1f} GB to give; {mend}; "
+        f"`zoo plan` shows it in parts"
+    )
+
+
+def _limit_here(local_ranks: int) -> float | None:
+    """Bytes that a rank may fill on this machine; None where they are not known."""
+    if gpu_count():
+        return spare(gpu_memory())
+    memory = host_memory(local_ranks, PROCESS)
+    return memory * 0.95 if memory else None
+
+
+def _refuse_small_process() -> None:
+    """Process groups that get no address space for their threads hang, or end the process: said before there are any."""
+    for limit in limits():
+        if limit.own and limit.left < PROCESS:
+            raise ConfigError(
+                f"{limit.name} is {size(limit.total)} and {size(limit.left)} of it are left; a rank takes "
+                f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
+            )
+
+
+def settle_here(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with the keys of `parallel.plan` chosen, planned in this process; see `zoo.engine.planning.plan_process`.
+
+    Where the architecture can't be known (a hub id without a connection), sizes stay as they are.
+    """
+    planned = as_planned(recipe)
+    if planned is None:
+        return replace(recipe, parallel=replace(recipe.parallel, plan=[]))
+    model = model_of(planned)
+    chosen = settle(model, planned, ranks, typical_row(planned, model.cost))
+    return replace(chosen, model=recipe.model)
+
+
+def as_planned(recipe: Recipe) -> Recipe | None:
+    """The recipe with the architecture that its run will have: that of the weights. None where it is not known."""
+    init = recipe.model.init
+    if init == "random" or not is_hub_id(init):
+        return recipe if recipe.model.arch else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with asking_the_hub():
+            file = hf_hub_download(init, "config.json")
+        arch = read_arch(Path(file).parent, f"model.init={init}")
+    except Exception:  # whatever keeps it from being had is told when the weights are
+        return None
+    return replace(recipe, model=replace(recipe.model, arch=arch))

@@ -1,0 +1,77 @@
+"""The keys of `parallel.plan` chosen, by a process of its own where several ranks are to be started on GPUs.
+
+Planning needs a model's code, and would leave some memory of a GPU taken for as long as the run goes on; the process
+that starts the ranks stays light, and imports no torch. A single rank is no other process, and needs the code itself.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.config.devices import gpu_count
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.errors import UserError
+
+
+def settled(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
+    """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
+
+    `here`: a single rank will run in this process, which may take memory of a GPU.
+
+    Raises:
+        UserError: nothing fits; the message says what would.
+    """
+    if not recipe.parallel.plan:
+        return recipe
+    if (ranks == 1 and here) or not gpu_count():
+        return _settle(recipe, ranks)
+    with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
+        config, result = Path(folder) / "config.yaml", Path(folder) / "result"
+        save_recipe(recipe, config)
+        command = [
+            sys.executable,
+            "-m",
+            "zoo.engine.planning.plan_process",
+            str(config),
+            str(ranks),
+            str(result),
+        ]
+        with Launcher() as launcher:
+            env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
+            done = subprocess.run(
+                command, env=env, capture_output=True, text=True, check=False, pass_fds=launcher.files
+            )
+        if not result.is_file():
+            raise RuntimeError(f"planning failed: {done.stderr[-2000:]}")
+        found = pickle.loads(result.read_bytes())
+    if isinstance(found, str):
+        raise UserError(found)
+    assert isinstance(found, Recipe)
+    return found
+
+
+def _settle(recipe: Recipe, ranks: int) -> Recipe:
+    from zoo.engine.planning.plan import settle_here
+
+    return settle_here(recipe, ranks)
+
+
+def _main(config: str, ranks: str, result: str) -> None:
+    """Choose, and leave the recipe, or what is wrong with it, in a file."""
+    end_with_parent()
+    try:
+        found: Recipe | str = _settle(load_recipe(config), int(ranks))
+    except UserError as error:
+        found = str(error)
+    Path(result).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,40 @@
+"""What a sample costs a run, for packing: FLOPs of its training step, with frozen parts, adapters and recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.data.media.sizes import SampleSize
+from zoo.nn.flops import model_cost
+from zoo.packing.cost import train_factor
+
+UNIT = 1000.0  # FLOPs; costs are integers, so that sums are the same in any order
+
+
+def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
+    """Cost of a sample in thousands of FLOPs, the head aside (labels are known when a sample is encoded).
+
+    Args:
+        config: the family's config.
+        recipe: its model.freeze, lora, engine.recompute and train.mtp_loss are used.
+    """
+    model = model_cost(config, config.mtp_layers(recipe))
+    lora = recipe.lora
+    frozen = {*model.towers, "language"} if lora.rank else set(recipe.model.freeze)
+    adapted = set(lora.parts) if lora.rank else set()
+    backward = [name for name in model.towers if name not in frozen or name in adapted]
+    factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
+    factors["decoder"] = train_factor(
+        frozen="language" in frozen,
+        first=not backward and "language" not in adapted,
+        recomputed=1.0 if recipe.engine.recompute == "full" else 0.0,
+    )
+
+    def cost(size: SampleSize) -> int:
+        parts = model.parts(size.length, media=size.media)
+        flops = sum(factors[name] * parts[name] for name in factors)
+        return max(1, round(flops / UNIT))
+
+    return cost

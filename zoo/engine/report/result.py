@@ -1,0 +1,86 @@
+"""What a finished run hands back, also read later from its folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
+from zoo.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """The outcome of a run."""
+
+    steps: int  # optimizer steps that were done, counted over all its resumptions
+    losses: list[float]  # training loss of each step, oldest first
+    checkpoint: str | None  # the last checkpoint's folder
+    metrics: dict[str, Any] = field(default_factory=dict)  # evaluation figures of the end
+    run_dir: str  # the run folder
+    interrupted: bool = False  # stopped by a signal; the checkpoint is what to resume from
+    preempted: bool = False  # and it was SIGTERM, SIGUSR1, SIGHUP or SIGQUIT: to be started again
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that has nothing else to say."""
+        if not self.interrupted:
+            return 0
+        return PREEMPTED if self.preempted else INTERRUPTED
+
+    @classmethod
+    def from_run_dir(cls, path: str | Path) -> TrainResult:
+        """Read `summary.json` (steps, checkpoint, metrics, interrupted) and the losses of `train.jsonl`.
+
+        Raises:
+            UserError: the folder holds no `summary.json`, so no run has ended there.
+        """
+        folder = Path(path)
+        summary = read_summary(folder)
+        if summary is None:
+            raise UserError(f"{folder}: no summary.json, so no run has ended there")
+        losses = list(losses_by_step(folder).values())
+        return cls(
+            steps=summary.get("steps", len(losses)),
+            losses=losses,
+            checkpoint=summary.get("checkpoint"),
+            metrics=summary.get("metrics", {}),
+            run_dir=str(folder),
+            interrupted=summary.get("interrupted", False),
+            preempted=summary.get("preempted", False),
+        )
+
+
+def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
+    """`summary.json` of a run folder; None where no run has ended."""
+    file = Path(run_dir) / "summary.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def losses_by_step(run_dir: str | Path) -> dict[int, float]:
+    """Step -> training loss from `train.jsonl`, nan where it was not finite; of a step that was done again, the later line."""
+    by_step = {
+        record["step"]: math.nan if record["loss"] is None else record["loss"]
+        for record in records(run_dir)
+        if "event" not in record
+    }
+    return dict(sorted(by_step.items()))
+
+
+def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
+    """Step -> held-out figures (`loss`, `exact_match` and so on) from `train.jsonl`."""
+    return {record["step"]: record for record in records(run_dir) if record.get("event") == "eval"}
+
+
+def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of `train.jsonl`: steps, and events by `event`."""
+    log = Path(run_dir) / "train.jsonl"
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
+        try:
+            yield json.loads(line)
+        except ValueError:  # a line that a killed run left half-written
+            continue

@@ -1,0 +1,268 @@
+"""What a run tells: a progress line, `train.jsonl`, TensorBoard, the environment, the loss plot, the summary."""
+
+from __future__ import annotations
+
+import errno
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from zoo.config.compose import save_recipe
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.signals import leave_terminal
+from zoo.engine.report.loss_plot import plot_losses
+from zoo.files import Lines, finite, write_atomically
+
+PACKAGES = (
+    "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-attn-4", "triton",
+    "safetensors", "omegaconf", "numpy", "av",
+)  # fmt: skip
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as far as they can matter for a result."""
+    import torch
+
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "gpus": gpus,
+        "packages": versions,
+    }
+
+
+def append_event(folder: Path, name: str, step: int, **facts: Any) -> None:
+    """A line in train.jsonl from outside of the :class:`RunLog`, where there is a log."""
+    path = folder / "train.jsonl"
+    if path.is_file():
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_timed({"event": name, "step": step, **facts}) + "\n")
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the log's last line tells the end of the run (a run that goes on writes others after it)."""
+    path = folder / "train.jsonl"
+    if not path.is_file():
+        return False
+    last = path.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]
+    return any(line.startswith('{"event": "end"') for line in last)
+
+
+def _timed(record: dict[str, Any]) -> str:
+    """A line of train.jsonl; `time` is in seconds since 1970."""
+    return json.dumps(finite({**record, "time": round(time.time(), 3)}))
+
+
+class RunLog:
+    """Log of the main rank; on other ranks every method does nothing."""
+
+    def __init__(self, recipe: Recipe, total_steps: int, done: int, *, main: bool) -> None:
+        """`done`: steps a run that goes on has behind it; later lines of its log are dropped."""
+        assert recipe.run.dir is not None
+        self.main = main
+        self.folder = Path(recipe.run.dir)
+        self.recipe = recipe
+        self.total_steps = total_steps
+        self.progress = Progress(total_steps, done, recipe.train.log_every)
+        self.board: Any = None
+        self.wandb: Any = None
+        if not main:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        save_recipe(recipe, self.folder / "config.yaml")
+        write_atomically(self.folder / "env.json", json.dumps(environment(), indent=2) + "\n")
+        self._forget_after(done)
+        self._file = Lines(self.folder / "train.jsonl")
+        self._open_trackers(done)
+
+    def _forget_after(self, done: int) -> None:
+        """Drop lines of steps that will be done again; how earlier starts ended stays."""
+        path = self.folder / "train.jsonl"
+        if not path.is_file():
+            return
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _stays(line, done)]
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
+
+    def _open_trackers(self, done: int) -> None:
+        if self.recipe.log.tensorboard:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done + 1)
+        if self.recipe.log.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=self.recipe.log.wandb, dir=str(self.folder), resume="allow")
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """One optimizer step: a line in train.jsonl, the trackers, the progress line."""
+        if not self.main:
+            return
+        self._line(figures)
+        self._track("train", figures)
+        self.progress.step(figures)
+
+    def evaluation(self, step: int, figures: dict[str, Any], data: list[str]) -> None:
+        """One evaluation; `data`: on what."""
+        if not self.main:
+            return
+        self._line({"event": "eval", "step": step, **figures, "data": data})
+        flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in figures["by_kind"].items()}
+        self._track(
+            "eval", {"step": step, "loss": figures["loss"], "exact_match": figures["exact_match"], **flat}
+        )
+        kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in figures["by_kind"].items())
+        self.say(
+            f"eval at step {step}: loss {figures['loss']:.4f}, exact match {figures['exact_match']:.1%} ({kinds})"
+        )
+
+    def event(self, name: str, step: int, **facts: Any) -> None:
+        """Something that happened, for the log alone."""
+        if self.main:
+            self._line({"event": name, "step": step, **facts})
+
+    def say(self, text: str) -> None:
+        """A line for the person watching."""
+        if self.main:
+            self.progress.say(text)
+
+    def note(self, text: str) -> None:
+        """What is going on, for the person watching a terminal; gone with the next line."""
+        if self.main:
+            self.progress.show(text)
+
+    def _line(self, record: dict[str, Any]) -> None:
+        self._file.write(_timed(record))
+
+    def _track(self, prefix: str, figures: dict[str, Any]) -> None:
+        numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
+        if self.board is not None:
+            for name, value in numbers.items():
+                self.board.add_scalar(f"{prefix}/{name}", value, figures["step"])
+        if self.wandb is not None:
+            self.wandb.log({f"{prefix}/{k}": v for k, v in numbers.items()}, step=figures["step"])
+
+    def finish(self, summary: dict[str, Any], reason: str) -> None:
+        """Write the log's last line, summary.json and the plot, close everything."""
+        if not self.main:
+            return
+        self._line({"event": "end", "step": summary["steps"], "reason": reason})
+        self._file.close()
+        write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        plot_losses(self.folder)
+        if self.board is not None:
+            self.board.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def _stays(line: str, done: int) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:  # a line that a killed run left half-written
+        return False
+    return record.get("event") == "end" or record.get("step", 0) <= done
+
+
+class Progress:
+    """A live line on a terminal, a plain line every `every` steps elsewhere."""
+
+    def __init__(self, total: int, done: int, every: int, stream: TextIO | None = None) -> None:
+        self.total, self.first, self.every = total, done, every
+        self.stream = stream or sys.stdout
+        self.live = self.stream.isatty()
+        self.start = time.monotonic()
+        self.shown = ""
+
+    def step(self, figures: dict[str, Any]) -> None:
+        """Show a step's figures."""
+        with _terminal_may_go():
+            self._step(figures)
+
+    def _step(self, figures: dict[str, Any]) -> None:
+        step = figures["step"]
+        rate = (time.monotonic() - self.start) / max(step - self.first, 1)
+        tokens = figures["real_tokens"] / max(figures["step_ms"], 1e-3) * 1e3
+        parts = [
+            (f"step {step}/{self.total}", 0),
+            (f"loss {figures['loss']:.4f}", 0),
+            (f"lr {figures['lr']:.2e}", 2),
+            (f"{tokens:,.0f} real tokens/s", 1),
+            (f"pad {figures['pad_fraction']:.1%}", 4),
+            (f"data {figures['data_wait']:.0%}", 3),
+            (f"ETA {clock(rate * (self.total - step))}", 0),
+        ]
+        text = "  ".join(part for part, _ in parts)
+        if self.live:
+            self.show(fitting(parts, self._columns()))
+            if step == self.total:  # stays
+                self.stream.write("\n")
+                self.shown = ""
+        elif step % self.every == 0 or step == self.total or step == self.first + 1:
+            print(text, file=self.stream, flush=True)
+
+    def show(self, text: str) -> None:
+        """The live line, on a terminal alone."""
+        if not self.live:
+            return
+        with _terminal_may_go():
+            self.stream.write("\r\x1b[2K" + text[: self._columns()])
+            self.stream.flush()
+            self.shown = text
+
+    def _columns(self) -> int:
+        """Characters that a line of the stream's terminal has before the cursor would go to the next."""
+        try:
+            columns = os.get_terminal_size(self.stream.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return max(columns or shutil.get_terminal_size().columns, 2) - 1
+
+    def say(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        with _terminal_may_go():
+            if self.live and self.shown:
+                self.stream.write("\r\x1b[2K")
+                self.shown = ""
+            print(text, file=self.stream, flush=True)
+
+
+@contextmanager
+def _terminal_may_go() -> Iterator[None]:
+    """What is said to a terminal that has been closed is dropped; a run does not end because nobody watches it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_terminal()
+
+
+def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:
+    """Parts of a line, without those that matter least (the highest number) until it fits; 0 always stays."""
+    for most in sorted({rank for _, rank in parts}, reverse=True):
+        text = "  ".join(part for part, rank in parts if rank <= most)
+        if len(text) <= columns:
+            break
+    return text
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss or m:ss."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

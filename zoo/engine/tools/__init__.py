@@ -1,0 +1,1 @@
+"""What the verbs call: convert, verify, score, and the status of a run."""

@@ -1,0 +1,293 @@
+"""Checkpoints from Hugging Face to zoo and back, without a model in memory; `zoo.convert`.
+
+Everything is checked before the first byte: every tensor has a partner, shapes fit, the disk has room. Tensors then go
+from file to file a piece at a time, into a folder that gets its name when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zoo.bridge import Comm, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge.export import with_dtype
+from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
+from zoo.bridge.load import fit_shapes, pass_over
+from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
+from zoo.bridge.progress import Progress, size
+from zoo.bridge.side_files import CARD, copy_side_files, write_card, write_generation_config
+from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
+from zoo.config.locate import (
+    ABOUT,
+    HF_PART,
+    WEIGHTS_PART,
+    Place,
+    locate,
+    quantisation,
+    read_arch,
+    unquantised,
+)
+from zoo.engine.checkpoint import model_card as card
+from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.model.meta_model import Blueprint, blueprint, published_names
+from zoo.errors import UserError
+from zoo.files import expanded
+
+CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What will be written."""
+
+    jobs: list[Job]
+    allowed: Sequence[str]  # problems that `allow` let pass
+    part: str = ""  # folder of the weights in the target
+    beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
+    card: str | None = None  # text of its README.md
+
+    @property
+    def planned(self) -> list[Planned]:
+        """All tensors, in the order in which they are made."""
+        return [tensor for job in self.jobs for tensor in job.planned]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.planned)
+
+
+@untouched()
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    allow: Sequence[str] = (),
+    revision: str | None = None,
+    overwrite: bool = False,
+    push_to: str | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Convert a checkpoint; the direction follows from what `source` is.
+
+    A Hugging Face folder or hub id becomes zoo's own weights (:mod:`zoo.bridge.native`); those, or a checkpoint or the
+    folder of a training run, become a Hugging Face folder that `from_pretrained` loads.
+
+    Args:
+        source: what to convert.
+        target: the folder to write; it appears when it is whole.
+        dtype: of the tensors that zoo trains; None keeps theirs. Carried tensors keep their bytes in any case.
+        shard_bytes: most bytes of a weights file; a larger tensor has one of its own.
+        allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra; recorded in the output.
+        revision: branch, tag or commit of a hub id.
+        overwrite: replace an existing target, if zoo has written it and nothing was put into it since.
+        push_to: hub repository that the Hugging Face folder is uploaded to.
+        quiet: no progress on stderr.
+
+    Returns:
+        The target.
+
+    Raises:
+        BridgeError: tensors that do not fit, all in one report; nothing is written.
+        UserError: no such source, a target that exists, a full disk.
+    """
+    if isinstance(allow, str):
+        raise TypeError(f"allow={allow!r}: a list of patterns is wanted")
+    place = locate(str(source), revision)
+    check_beside_weights(place)
+    target = expanded(target)
+    if push_to and place.kind == "hf":
+        raise UserError(
+            f"push_to={push_to}: only a Hugging Face folder is pushed, and {source} would become zoo's"
+        )
+    writer = ExportWriter(target, overwrite=overwrite)
+    if place.kind == "run":
+        from zoo.engine.checkpoint.export import export_run
+
+        if allow:
+            raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
+        export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
+    else:
+        if place.kind == "zoo":
+            check_sums(place.folder, Comm())
+        with SafetensorsFolder(place.weights) as reader:
+            if place.kind == "zoo":
+                conversion = _plan_hf(place, reader, dtype, allow)
+            else:
+                conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
+            _write(conversion, writer, shard_bytes, quiet)
+    if push_to:
+        _push(target, push_to)
+    return target
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """bf16, fp16 or fp32."""
+    known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if name not in known:
+        raise UserError(f"dtype={name}: wanted one of {', '.join(known)}")
+    return known[name]
+
+
+def _plan_zoo(
+    place: Place, name: str, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+) -> Conversion:
+    """A Hugging Face folder as zoo's own weights; `name` is what they will call it."""
+    arch = read_arch(place.files)
+    plan = blueprint(arch, reader.names())
+    conversion = to_zoo_jobs(reader, plan, dtype, allow)
+    about = {
+        "format": FORMAT,
+        "family": plan.family.name,
+        "allow": list(allow),
+        "allowed": list(conversion.allowed),
+        "source": name,
+    }
+    changed = _changes(arch, dtype, conversion.allowed)
+
+    def beside(folder: Path) -> None:
+        (folder / HF_PART).mkdir()
+        copy_side_files(place.files, folder / HF_PART)
+        if (place.files / CARD).is_file():
+            shutil.copyfile(place.files / CARD, folder / HF_PART / CARD)
+        plain = unquantised(arch)
+        config = plain if dtype is None else with_dtype(plain, dtype)
+        _write_json(folder / HF_PART / "config.json", config)
+        _write_json(folder / ABOUT, {**about, "changed": changed})
+
+    text = card.converted(place, arch, changed, native=True)
+    return replace(conversion, part=WEIGHTS_PART, beside=beside, card=text)
+
+
+def _changes(arch: dict[str, Any], dtype: torch.dtype | None, allowed: Sequence[str]) -> dict[str, str]:
+    """What a conversion makes otherwise than it finds it, for the model card; empty where the same weights come out."""
+    found = {"dequantised": "block-scaled FP8 to bf16"} if quantisation(arch) else {}
+    if dtype is not None:
+        found["cast to"] = str(dtype).removeprefix("torch.")
+    if allowed:
+        found["left out"] = f"{len(allowed)} tensors, as `allow` let pass"
+    return found
+
+
+def _plan_hf(
+    place: Place, reader: SafetensorsFolder, dtype: torch.dtype | None, allow: Sequence[str]
+) -> Conversion:
+    """zoo's own weights as a Hugging Face folder."""
+    about, arch = read_about(place.folder), read_arch(place.files)
+    plan = blueprint(arch, published_names(reader, arch))
+    conversion = to_hf_jobs(reader, plan, dtype, allow)
+    config = arch
+    if plan.bridge.export_config is not None:
+        config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
+    if dtype is not None:
+        config = with_dtype(config, dtype)
+    allowed = [*about.get("allowed", ()), *conversion.allowed]
+    before = about.get("changed")
+    changed = {**(before if isinstance(before, dict) else {}), **_changes(arch, dtype, conversion.allowed)}
+
+    def beside(folder: Path) -> None:
+        copy_side_files(place.files, folder)
+        _write_json(folder / "config.json", config)
+        write_generation_config(folder, config)
+        if allowed:
+            patterns = [*about.get("allow", ()), *allow]
+            _write_json(folder / CONVERSION, {"allow": patterns, "allowed": allowed})
+
+    published = place.files / CARD  # of the same weights, so it is true of these
+    if published.is_file() and not changed:
+        text = published.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = card.converted(place, config, changed)
+    return replace(conversion, beside=beside, card=text)
+
+
+def to_zoo_jobs(
+    reader: SafetensorsFolder, plan: Blueprint, dtype: torch.dtype | None, allow: Sequence[str] = ()
+) -> Conversion:
+    """How each tensor of a Hugging Face folder becomes one of zoo's own weights."""
+    resolution = plan.bridge.resolve(reader.names(), plan.parameters, plan.dims, allow)
+    allowed = [*resolution.allowed, *pass_over(resolution, reader, allow)]
+    there = [(name, plan.parameters[name]) for name in resolution.entries]
+    entries = fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
+    jobs = [
+        to_zoo(entries[name], tuple(parameter.shape), resolution.source, reader, plan.dims, dtype)
+        for name, parameter in there
+        if not (plan.dims.tied and entries[name].rule.tied_to)
+    ]
+    names = {actual: published for published, actual in resolution.source.items()}
+    jobs += [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
+    return Conversion(in_order(jobs), allowed)
+
+
+def to_hf_jobs(
+    reader: SafetensorsFolder, plan: Blueprint, dtype: torch.dtype | None, allow: Sequence[str] = ()
+) -> Conversion:
+    """How each of zoo's own tensors becomes the published ones."""
+    resolution = native(plan.bridge).resolve(reader.names(), plan.parameters, plan.dims, allow)
+    there = [(name, plan.parameters[name]) for name in resolution.entries]
+    fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
+    published = plan.bridge.publish(resolution.entries)
+    plan.bridge.published_names(published.values(), plan.dims)
+    jobs = [
+        to_hf(entry, name, reader, plan.dims, dtype)
+        for name, entry in published.items()
+        if entry.rule.writes(plan.dims)
+    ]
+    jobs += [carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried]
+    return Conversion(in_order(jobs), resolution.allowed)
+
+
+def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet: bool) -> None:
+    """The folder, whole or not at all."""
+    try:
+        writer.begin()
+        free = shutil.disk_usage(writer.partial).free
+        if conversion.nbytes > free:
+            raise UserError(
+                f"{writer.target}: {size(conversion.nbytes)} are to be written and {size(free)} are free on the disk; "
+                "make room, or give another folder"
+            )
+        progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
+        native_part = conversion.part == WEIGHTS_PART
+        shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, sums=native_part)
+        try:
+            run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
+        finally:
+            shards.close()
+        with disk_errors(writer.partial):
+            conversion.beside(writer.partial)
+            if conversion.card is not None:
+                write_card(writer.partial, writer.target, conversion.card)
+            writer.commit(shards.shards, conversion.part)
+    except BaseException:
+        writer.discard()
+        raise
+    if not quiet:
+        progress.close()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _push(folder: Path, repo: str) -> None:
+    from huggingface_hub import HfApi
+
+    try:
+        api = HfApi()
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=str(folder))
+    except Exception as error:
+        raise UserError(
+            f"push_to={repo}: {folder} is written, but the hub did not take it ({type(error).__name__}: {error}); "
+            "check the name, the connection and the token"
+        ) from error

@@ -1,0 +1,207 @@
+"""Log-probabilities that a checkpoint gives the answers of some rows; `zoo.score`.
+
+The rows go through the same step as in training, packed or not (packing.mode), under any parallel layout. What comes
+back does not depend on either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zoo.config.compose import recipe_for_weights, replace_in
+from zoo.config.locate import locate, read_arch
+from zoo.config.schema import Recipe
+from zoo.config.validate import data_parallel, validate
+from zoo.data.loading.evaluation import EvalBatches, eval_batches
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.rows import MEDIA
+from zoo.data.sources.rows import locate as locate_rows
+from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.distributed.object_group import peers
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.distributed.world import World, world
+from zoo.engine.launch.launcher import run_task, world_size
+from zoo.engine.model import build
+from zoo.engine.model.meta_model import family_of
+from zoo.engine.train.evaluation import smallest_count
+
+
+@untouched()
+def score(
+    path: str | Path,
+    rows: str | Path | Sequence[Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+    *,
+    here: bool = False,
+) -> list[dict[str, Any]]:
+    """Score rows, in processes of their own.
+
+    Args:
+        path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
+        rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts (media paths from the current folder).
+        overrides: of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
+
+        here: a single rank runs in this process, as it does for the command `zoo score`.
+
+    Returns:
+        A dict a row, in order: `source` (where it stands), `token_ids` (L ints), `labels` (L ints, -100 where there is no
+        answer) and `logprobs` (L floats of 32 bits): at each label, the log-probability of that token given those
+        before it, and 0.0 elsewhere.
+
+    Raises:
+        UserError: no such checkpoint or file, an override that can't run, or a bad row (under data.on_error=raise).
+    """
+    place = locate(str(path))
+    check_beside_weights(place)
+    recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
+    with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
+        spec = str(rows) if isinstance(rows, str | Path) else _written(rows, Path(folder))
+        locate_rows(spec, "rows")
+        task, scoring = "zoo.engine.tools.score:score_here", for_scoring(recipe, spec)
+        return run_task(task, scoring, world_size(recipe), fresh=not here)
+
+
+def for_scoring(recipe: Recipe, rows: str) -> Recipe:
+    """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
+    ranks = world_size(recipe)
+    replicas = max(1, data_parallel(recipe, ranks))
+    return replace_in(
+        recipe,
+        {
+            "data.eval": [rows],
+            "data.outside_root": True,  # rows of a program name their media by absolute paths
+            "train.mtp_loss": 0.0,
+            "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
+        },
+    )
+
+
+def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """The rows as a JSONL file, their media by absolute paths."""
+    keys = {*MEDIA, *MEDIA.values()}
+
+    def absolute(key: str, value: Any) -> Any:
+        if key not in keys:
+            return value
+        return (
+            str(Path(value).absolute()) if isinstance(value, str) else [absolute(key, one) for one in value]
+        )
+
+    path = folder / "rows.jsonl"
+    lines = [json.dumps({key: absolute(key, value) for key, value in row.items()}) for row in rows]
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return str(path)
+
+
+@torch.no_grad()
+def score_here(recipe: Recipe) -> list[dict[str, Any]]:
+    """`score` on this rank, the rows those of data.eval; every rank gets all results."""
+    with world(recipe) as here:
+        recipe = validate(recipe, here.size)
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, here)
+        build.init_weights(chunks, assembly, recipe, here)
+        for chunk in chunks:
+            chunk.eval()
+        step = build.build_step(assembly, recipe, here)
+        source = SampleSource.open(
+            recipe.data.eval,
+            assembly.processor,
+            recipe.data,
+            evaluation=True,
+            budget=recipe.packing.budget,
+            align=recipe.packing.align or 1,
+        )
+        batches = eval_batches(
+            source,
+            mode=recipe.packing.mode,
+            budget=recipe.packing.budget,
+            micro_batch=recipe.train.micro_batch,
+            align=recipe.packing.align or 1,
+            pad_to=recipe.packing.pad_to,
+            dp_rank=here.dp_rank,
+            dp_size=here.dp_size,
+            peers=peers(),
+        )
+        mine = _Scorer(step, chunks, here).run(batches)
+        return _gather(mine, source, here)
+
+
+@dataclass
+class _Scorer:
+    """A model at work."""
+
+    step: Any
+    chunks: Sequence[Any]
+    here: World
+
+    def run(self, batches: EvalBatches) -> dict[int, dict[str, Any]]:
+        """Row number -> what is known of it, of this rank's rows."""
+        found = {}
+        for indices, batch in zip(batches.bins, batches, strict=True):
+            given = batch if batch is not None else batches.spare()
+            logprobs = self._forward(given)
+            if batch is not None and logprobs is not None and self.here.cp_rank == 0:
+                rows = by_sample(given, given.input_ids, given.labels, logprobs)
+                for index, (ids, labels, values) in zip(indices, rows, strict=True):
+                    labels = torch.cat(
+                        (labels.new_full((1,), -100), labels[1:])
+                    )  # nothing stands before the first
+                    found[index] = {
+                        "source": batches.source.name(index),
+                        "token_ids": ids.tolist(),
+                        "labels": labels.tolist(),
+                        "logprobs": values.tolist(),
+                    }
+        return found
+
+    def _forward(self, batch: Any) -> Tensor | None:
+        """(B, T0) log-probabilities on the host, on the last pipeline stage; None on the others."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(data: Iterator[Any], model: Any) -> Any:
+            inputs, facts = self.step.prepare(next(data), logprobs=True)
+            output = self.step.forward(model, inputs)
+            return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, facts)})
+
+        many = len(self.chunks) > 1
+        figures = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[itertools.repeat(batch) for _ in self.chunks] if many else itertools.repeat(batch),
+            model=list(self.chunks),
+            num_microbatches=smallest_count(self.here, self.chunks),
+            seq_length=batch.input_ids.shape[1],
+            micro_batch_size=batch.input_ids.shape[0],
+            forward_only=True,
+        )
+        return figures[0]["logprobs"].float().cpu() if self.here.counts_loss and figures else None
+
+
+def by_sample(batch: Any, *tables: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of each sample, (L,), out of tables in the batch's shape."""
+    if batch.attention_mask is None:
+        starts = itertools.accumulate(batch.layout.padded_lengths, initial=0)
+        spans = [(0, start, start + length) for start, length in zip(starts, batch.lengths, strict=False)]
+    else:
+        spans = [(row, 0, length) for row, length in enumerate(batch.lengths)]
+    return [tuple(table[row, first:last] for table in tables) for row, first, last in spans]
+
+
+def _gather(mine: dict[int, dict[str, Any]], source: SampleSource, here: World) -> list[dict[str, Any]]:
+    everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(here.size)]
+    dist.all_gather_object(everyone, mine)
+    found = {index: row for of_rank in everyone for index, row in of_rank.items()}
+    if source.counts and here.is_main:
+        print(f"rows left out: {source.left_out()}", file=sys.stderr)
+    return [found[index] for index in sorted(found)]

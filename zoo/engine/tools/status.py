@@ -1,0 +1,261 @@
+"""How a run is, read from its folder while it runs and afterwards: `zoo show RUN`. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import is_saved_recipe
+from zoo.config.locate import checkpoints, step_of
+from zoo.engine.report.result import read_summary
+from zoo.engine.report.run_log import clock
+from zoo.engine.watchdog.health import read_health
+from zoo.errors import UserError
+
+_RECENT = 50  # steps that speed and loss are taken over
+_STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout
+_LATE = 3  # a rank is silent after so many beats that did not come
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """A run's state; None where it can't be known yet."""
+
+    run_dir: str
+    state: (
+        str  # starting | running | stalled | gone | finished | out of time | interrupted | preempted | failed
+    )
+    why: str | None = None  # it ended so
+    step: int = 0
+    total_steps: int | None = None
+    steps_per_second: float | None = None
+    tokens_per_second: float | None = None  # real ones, of all ranks
+    eta_seconds: float | None = None  # of a run that runs
+    loss: float | None = None  # of the last step
+    mean_loss: float | None = None  # of the last steps, as many as _RECENT
+    last_step_age: float | None = None  # seconds since the last step ended
+    save_step: int | None = None  # of the newest checkpoint
+    save_age: float | None = None  # seconds
+    checkpoint: str | None = None
+    eval: dict[str, Any] | None = None  # step, loss, exact_match of the last one
+    starts: int = 0  # how often it was started and resumed
+    skipped_steps: int = 0
+    slow_steps: dict[str, int] = field(default_factory=dict)  # by cause
+    bad_rows: dict[str, int] = field(default_factory=dict)  # left out, by cause
+    ranks: list[dict[str, Any]] = field(default_factory=list)  # as in health.json, of a run that runs
+    health_age: float | None = None  # seconds since health.json was written
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether it looks like the folder of a run."""
+    folder = Path(path)
+    config = folder / "config.yaml"
+    return (folder / "train.jsonl").is_file() or (config.is_file() and is_saved_recipe(config))
+
+
+def read_status(path: str | Path) -> RunStatus:
+    """The state of the run in a folder.
+
+    Raises:
+        UserError: there is no run.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; wanted a run folder, as run.dir names it")
+    if not is_run(folder):
+        raise UserError(f"{folder} is no run folder: it holds no train.jsonl; wanted one that run.dir names")
+    records = _records(folder / "train.jsonl")
+    steps = {r["step"]: r for r in records if "event" not in r and "step" in r}
+    last = steps[max(steps)] if steps else {}
+    # The first step after a start is not typical: kernels are built, caches are filled.
+    recent = [steps[step] for step in sorted(steps)[-_RECENT:]]
+    recent = recent[1:] if len(recent) > 1 and len(recent) < _RECENT else recent
+    losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
+    health, summary = read_health(folder), read_summary(folder) or {}
+    state, why = _state(records, health, summary)
+    live = state in ("running", "stalled", "starting")
+    seconds = _seconds_a_step(recent)
+    total, step = _total(records, summary), max(steps, default=0)
+    saved = checkpoints(folder)
+    evals = [r for r in records if r.get("event") == "eval"]
+    return RunStatus(
+        run_dir=str(folder),
+        state=state,
+        why=why,
+        step=step,
+        total_steps=total,
+        steps_per_second=1 / seconds if seconds else None,
+        tokens_per_second=statistics.mean(r["real_tokens"] for r in recent) / seconds if seconds else None,
+        eta_seconds=(total - step) * seconds if live and seconds and total is not None else None,
+        loss=last.get("loss"),
+        mean_loss=statistics.mean(losses) if losses else None,
+        last_step_age=_age(last),
+        save_step=step_of(saved[-1]) if saved else None,
+        save_age=max(0.0, time.time() - saved[-1].stat().st_mtime) if saved else None,
+        checkpoint=str(saved[-1]) if saved else None,
+        eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
+        starts=sum(r.get("event") in ("start", "resume") for r in records),
+        skipped_steps=sum(r.get("event") == "skip" for r in records),
+        slow_steps=dict(Counter(r["cause"] for r in records if r.get("event") == "slow_step")),
+        bad_rows=next((r["counts"] for r in records[::-1] if r.get("event") == "rows_left_out"), {}),
+        ranks=health["ranks"] if health and (live or state in ("failed", "gone")) else [],
+        health_age=health["age"] if health else None,
+    )
+
+
+def _records(log: Path) -> list[dict[str, Any]]:
+    """Lines of train.jsonl, without one that is half-written."""
+    found = []
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def _state(
+    records: list[dict[str, Any]], health: dict[str, Any] | None, summary: dict[str, Any]
+) -> tuple[str, str | None]:
+    """What the run is doing or how it ended, and why."""
+    turns = [r for r in records if r.get("event") in ("start", "resume", "end")]
+    ended = turns[-1] if turns and turns[-1]["event"] == "end" else None
+    if (
+        health is not None
+        and health["alive"]
+        and (ended is None or health["time"] > ended.get("time", 0) + 5)
+    ):
+        if ended is not None or not turns:
+            return "starting", None
+        stuck = min((rank["stuck_seconds"] for rank in health["ranks"]), default=0.0) + health["age"]
+        return ("stalled", f"no rank has got on for {stuck:.0f} s") if stuck > _STALLED else ("running", None)
+    if ended is not None:
+        reason = ended.get("reason", "finished")
+        known = ("finished", "out of time", "interrupted", "preempted")
+        return (reason, None) if reason in known else ("failed", ended.get("message") or reason)
+    if summary and health is None:  # of an earlier zoo, whose log has no last line
+        return ("interrupted" if summary.get("interrupted") else "finished"), None
+    if not turns and not records:
+        return "gone", "it has not come to its first step, and no process of it is there"
+    return "gone", "it has not told how it ended, and no process of it is there"
+
+
+def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
+    """From one step's end to the next, the median: a save or an evaluation between two of them is not typical."""
+    times = [r["time"] for r in recent if "time" in r]
+    gaps = [b - a for a, b in pairwise(times) if b >= a]
+    if gaps:
+        return statistics.median(gaps) or None
+    return statistics.median(r["step_ms"] for r in recent) / 1e3 if recent else None
+
+
+def _total(records: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
+    told = [r["total_steps"] for r in records if r.get("event") in ("start", "resume") and "total_steps" in r]
+    return told[-1] if told else summary.get("total_steps")
+
+
+def _age(record: dict[str, Any]) -> float | None:
+    return max(0.0, time.time() - record["time"]) if "time" in record else None
+
+
+def told(status: RunStatus) -> str:
+    """The status for a person, a few lines."""
+    total = "?" if status.total_steps is None else f"{status.total_steps}"
+    lines = [
+        ("run", status.run_dir),
+        ("state", status.state + (f": {status.why}" if status.why else "")),
+        ("step", _joined(f"{status.step} of {total}", _ago(status.last_step_age), _eta(status))),
+        ("speed", _speed(status)),
+        ("loss", _loss(status)),
+        ("eval", _eval(status.eval)),
+        ("last save", _saved(status)),
+        ("health", _health(status)),
+        *(("", line) for line in _trouble(status)),
+    ]
+    return "\n".join(f"{name:<10} {text}".rstrip() for name, text in lines if text)
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)
+
+
+def _ago(seconds: float | None) -> str:
+    return "" if seconds is None else f"{clock(seconds)} ago"
+
+
+def _eta(status: RunStatus) -> str:
+    return "" if status.eta_seconds is None else f"{clock(status.eta_seconds)} to go"
+
+
+def _speed(status: RunStatus) -> str:
+    if status.steps_per_second is None or status.tokens_per_second is None:
+        return ""
+    return f"{status.steps_per_second:.3g} steps/s, {status.tokens_per_second:,.0f} real tokens/s"
+
+
+def _loss(status: RunStatus) -> str:
+    if status.loss is None or status.mean_loss is None:
+        return ""
+    return f"{status.loss:.4f}, {status.mean_loss:.4f} over the last steps"
+
+
+def _eval(figures: dict[str, Any] | None) -> str:
+    if figures is None:
+        return ""
+    return f"loss {figures['loss']:.4f}, exact match {figures['exact_match']:.1%} at step {figures['step']}"
+
+
+def _saved(status: RunStatus) -> str:
+    if status.save_step is None:
+        return "none yet"
+    return f"step {status.save_step}, {_ago(status.save_age)}, {status.checkpoint}"
+
+
+def _health(status: RunStatus) -> str:
+    slow = ", ".join(f"{count} by {cause}" for cause, count in status.slow_steps.items())
+    left_out = ", ".join(f"{count} {cause}" for cause, count in status.bad_rows.items())
+    counts = [
+        f"{status.skipped_steps} steps skipped" if status.skipped_steps else "",
+        f"slow steps: {slow}" if slow else "",
+        f"rows left out: {left_out}" if left_out else "",
+        f"started {status.starts} times" if status.starts > 1 else "",
+    ]
+    alive = sum(not _silent(rank, status) for rank in status.ranks)
+    ranks = f"{alive} of {len(status.ranks)} ranks alive" if status.ranks else ""
+    if status.state in ("gone", "failed"):
+        ranks = f"{len(status.ranks)} ranks when it was last seen" if status.ranks else ""
+    return _joined(ranks, *counts)
+
+
+def _silent(rank: dict[str, Any], status: RunStatus) -> bool:
+    return rank["silent_seconds"] > max(10.0, _LATE * len(status.ranks) / 64)
+
+
+def _trouble(status: RunStatus) -> list[str]:
+    """Where ranks stand, where it matters."""
+    if status.state == "running":
+        ranks = [rank for rank in status.ranks if _silent(rank, status)]
+    else:
+        ranks = status.ranks if status.state in ("stalled", "gone", "failed") else []
+    lines = []
+    for rank in ranks[:16]:
+        call = f" in {rank['waits_in']}" if rank["waits_in"] else ""
+        place = f" at {rank['place']}" if rank["place"] else ""
+        silent = f", silent for {rank['silent_seconds']:.0f} s" if _silent(rank, status) else ""
+        lines.append(
+            f"rank {rank['rank']}: after step {rank['step']}, {rank['phase']}{call}{place} "
+            f"for {rank['phase_seconds']:.0f} s{silent}"
+        )
+    return lines + ([f"and {len(ranks) - 16} ranks more"] if len(ranks) > 16 else [])

@@ -1,0 +1,347 @@
+"""Two checkpoints against each other, tensor by tensor and, on some rows, token by token; `zoo.verify`.
+
+Either side may be a Hugging Face folder, in any layout that is read, zoo's own weights, or a run's checkpoint. Tensors are
+compared as zoo has them, so two layouts of the same weights are equal; a tensor that only one side has is missing in the
+other. Logits are compared by other code than what wrote the checkpoint: a Hugging Face folder's come from transformers.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Comm, SafetensorsFolder
+from zoo.bridge.load import unequal
+from zoo.bridge.mapping import Bridge, Entry
+from zoo.bridge.native import CARRIED, check_sums, native
+from zoo.bridge.streams import of_expert
+from zoo.bridge.transforms import Dims
+from zoo.config.compose import recipe_for_weights
+from zoo.config.locate import Place, locate, quantisation, read_arch
+from zoo.data.sources.rows import locate as locate_rows
+from zoo.data.sources.rows import read_rows
+from zoo.engine.distributed.determinism import plain_fp32
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.model import build
+from zoo.engine.model.meta_model import blueprint, family_of, published_names
+from zoo.engine.tools.convert import convert
+from zoo.engine.tools.score import score
+from zoo.errors import UserError
+
+LOGPROBS = 1e-3  # largest difference that passes for two ways to compute the same in fp32
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One tensor: `status` is equal, differs, shape, missing in A, missing in B."""
+
+    name: str
+    status: str
+    max_difference: float | None = None  # absolute, where shapes agree
+    shapes: tuple[tuple[int, ...] | None, tuple[int, ...] | None] = (None, None)
+    dtypes: tuple[str | None, str | None] = (None, None)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was found; `equal` where nothing differs."""
+
+    tensors: list[Compared]
+    # source, labels, max_difference of log-probabilities; skipped: why transformers can't be compared there, or None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    tolerance: float = LOGPROBS
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tensors by status."""
+        return dict(Counter(tensor.status for tensor in self.tensors))
+
+    @property
+    def largest_difference(self) -> float:
+        """Of all log-probabilities."""
+        return max((row["max_difference"] for row in self.compared_rows), default=0.0)
+
+    @property
+    def compared_rows(self) -> list[dict[str, Any]]:
+        """Rows that count."""
+        return [row for row in self.rows if row["skipped"] is None]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor is equal and every log-probability within the tolerance."""
+        return set(self.counts) <= {"equal"} and self.largest_difference <= self.tolerance
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found = {"equal": self.equal, "counts": self.counts, "tensors": [asdict(t) for t in self.tensors]}
+        if self.rows:
+            found |= {"rows": self.rows, "tolerance": self.tolerance}
+        return found
+
+
+@untouched()
+def verify(
+    a: str | Path,
+    b: str | Path,
+    *,
+    rows: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    tolerance: float = LOGPROBS,
+    here: bool = False,
+) -> Verification:
+    """Compare two checkpoints of one family.
+
+    Args:
+        a: what `zoo.convert` and `zoo.score` take.
+        b: the same, to compare with `a`.
+        rows: a JSONL file, or a bundled set, whose answers' log-probabilities are compared too, in fp32.
+        overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
+        tolerance: largest difference of a log-probability (natural) that is none.
+        here: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
+
+    Raises:
+        UserError: no such checkpoint, or two of different families.
+    """
+    if rows is not None:
+        locate_rows(str(rows), "rows")
+    given = [locate(str(path)) for path in (a, b)]
+    with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
+        places = [_readable(place, Path(folder) / side) for place, side in zip(given, "ab", strict=True)]
+        with _Side.open(places[0]) as left, _Side.open(places[1]) as right:
+            if left.family != right.family:
+                raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
+            tensors = list(_compare(left, right))
+    found = [] if rows is None else _compare_rows(given, rows, overrides, here)
+    return Verification(tensors, found, tolerance)
+
+
+def _readable(place: Place, folder: Path) -> Place:
+    """The place, or a run's checkpoint as a Hugging Face folder."""
+    return locate(str(convert(place.folder, folder, quiet=True))) if place.kind == "run" else place
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A checkpoint's tensors by zoo's names; those that zoo does not train, and those nobody knows, as they are."""
+
+    family: str
+    reader: SafetensorsFolder
+    entries: Mapping[str, Entry]
+    source: Mapping[str, str]  # name in the table -> name in the files
+    others: Mapping[str, str]  # published name -> name in the files
+    dims: Dims
+
+    @classmethod
+    def open(cls, place: Place) -> Self:
+        """Everything that is there, whether or not it makes a whole model."""
+        arch = read_arch(place.files)
+        reader = SafetensorsFolder(place.weights)
+        own = place.kind == "zoo"
+        if own:
+            check_sums(place.folder, Comm())
+        names = published_names(reader, arch) if own else reader.names()
+        plan = blueprint(arch, names)
+        table: Bridge = native(plan.bridge) if own else plan.bridge
+        resolution = table.resolve(reader.names(), plan.parameters, plan.dims, allow=["*"])
+        used = {
+            resolution.source[part]
+            for entry in resolution.entries.values()
+            for part in entry.layout.all_names(entry.binding, plan.dims.experts)
+        }
+        passed = resolution.passed - set(unequal(resolution, reader))  # the others hold nothing of their own
+        others = {
+            name.removeprefix(CARRIED) if own else name: actual
+            for name, actual in resolution.source.items()
+            if actual not in used and name not in passed
+        }
+        entries = {
+            name: entry
+            for name, entry in resolution.entries.items()
+            if not (plan.dims.tied and entry.rule.tied_to)
+        }
+        fitted = {name: _fitting(entry, resolution.source, reader, plan) for name, entry in entries.items()}
+        return cls(plan.family.name, reader, fitted, resolution.source, others, plan.dims)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.reader.close()
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """A zoo tensor, expert by expert where it stacks them."""
+        entry = self.entries[name]
+        transform = entry.layout.transform
+        if not entry.rule.stacked:
+            names = entry.layout.all_names(entry.binding, self.dims.experts)
+            yield transform.to_zoo([self.reader.read(self.source[part]) for part in names], self.dims)
+            return
+        for expert in range(self.dims.experts):
+            yield transform.to_zoo(of_expert(entry, expert, self.source, self.reader), self.dims)
+
+
+def _fitting(entry: Entry, source: Mapping[str, str], reader: SafetensorsFolder, plan: Any) -> Entry:
+    """The entry in the layout that the shapes are of; the first where none fits."""
+    shape = tuple(plan.parameters[entry.zoo].shape)
+    for variant in entry.variants(plan.dims):
+        try:
+            wanted = variant.hf_shapes(shape, plan.dims)
+        except ValueError:
+            continue
+        if all(reader.shape(source[name]) == there for name, there in wanted.items()):
+            return variant
+    return entry
+
+
+def _compare(left: _Side, right: _Side) -> Iterator[Compared]:
+    for name in sorted({*left.entries, *right.entries}):
+        if name not in left.entries or name not in right.entries:
+            yield Compared(name, "missing in A" if name not in left.entries else "missing in B")
+            continue
+        yield _joined(
+            name, [_difference(name, x, y) for x, y in zip(left.parts(name), right.parts(name), strict=True)]
+        )
+    for name in sorted({*left.others, *right.others}):
+        if name not in left.others or name not in right.others:
+            yield Compared(name, "missing in A" if name not in left.others else "missing in B")
+            continue
+        yield _difference(name, left.reader.read(left.others[name]), right.reader.read(right.others[name]))
+
+
+def _difference(name: str, a: Tensor, b: Tensor) -> Compared:
+    shapes = tuple(a.shape), tuple(b.shape)
+    dtypes = str(a.dtype).removeprefix("torch."), str(b.dtype).removeprefix("torch.")
+    if shapes[0] != shapes[1]:
+        return Compared(name, "shape", None, shapes, dtypes)
+    if a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b)):
+        return Compared(name, "equal", 0.0, shapes, dtypes)
+    difference = (a.double() - b.double()).abs()
+    largest = float(difference.max()) if difference.numel() else 0.0
+    return Compared(name, "equal" if largest == 0 else "differs", largest, shapes, dtypes)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _joined(name: str, parts: list[Compared]) -> Compared:
+    """The worst of a tensor's experts; its shapes are those of the whole."""
+    rank = ["equal", "differs", "shape"]
+    worst = max(parts, key=lambda part: (rank.index(part.status), _size(part.max_difference)))
+    if len(parts) == 1:
+        return worst
+    shapes = [None if shape is None else (len(parts), *shape) for shape in worst.shapes]
+    return Compared(name, worst.status, worst.max_difference, (shapes[0], shapes[1]), worst.dtypes)
+
+
+def _size(difference: float | None) -> float:
+    return float("inf") if difference is None or difference != difference else difference
+
+
+def _compare_rows(
+    places: Sequence[Place], rows: str | Path, overrides: Sequence[str], here: bool
+) -> list[dict[str, Any]]:
+    """Row by row, each side by its own code."""
+    left, right = (_logprobs(place, rows, overrides, here) for place in places)
+    mixed = len({place.kind == "hf" for place in places}) > 1
+    found = []
+    for one, other in zip(left, right, strict=True):
+        if one["token_ids"] != other["token_ids"]:
+            raise UserError(f"{one['source']}: the two tokenizers or processors give different tokens")
+        pairs = zip(one["labels"], one["logprobs"], other["logprobs"], strict=True)
+        differences = [abs(x - y) for label, x, y in pairs if label != -100]
+        found.append(
+            {
+                "source": one["source"],
+                "labels": len(differences),
+                "max_difference": max(differences, default=0.0),
+                "skipped": one.get("skipped") or other.get("skipped") if mixed else None,
+            }
+        )
+    return found
+
+
+def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bool) -> list[dict[str, Any]]:
+    if place.kind == "hf":
+        return hf_logprobs(place, rows)
+    return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
+
+
+def transformers_class(arch: Mapping[str, Any]) -> Any:
+    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read."""
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[arch["model_type"]]
+    return getattr(transformers, f"{config.__name__.removesuffix('Config')}ForConditionalGeneration")
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws no progress bars; as before at the end."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@plain_fp32()
+@torch.no_grad()
+def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
+    """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one."""
+    import transformers
+
+    arch = read_arch(place.files)
+    recipe = recipe_for_weights(str(place.folder), family_of(arch).name)
+    processor = build.assemble(recipe).processor
+    kind = transformers_class(arch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {
+        "dtype": torch.float32,
+        "experts_implementation": "eager",  # grouped products refuse narrow experts
+        "use_safetensors": True,  # no pickle
+        "trust_remote_code": False,
+    }
+    if quantisation(arch):  # what such a folder holds is of bf16
+        how = transformers.FineGrainedFP8Config(dequantize=True)
+        options |= {"dtype": torch.bfloat16, "quantization_config": how}
+    with _without_bars():
+        whole = kind.from_pretrained(place.folder, **options)
+    model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
+    found = []
+    for row in read_rows(str(rows)):
+        if row.media.difference(processor.modalities):
+            continue
+        sample, inputs = processor.encode_both(
+            row, video_fps=recipe.data.video_fps, max_frames=recipe.data.max_frames
+        )
+        moved = {
+            key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()
+        }
+        logits = model(**moved).logits[0, :-1].float()
+        targets = sample.input_ids[1:].to(device)
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+        labels = sample.labels.clone()
+        labels[0] = -100
+        found.append(
+            {
+                "source": row.source,
+                "skipped": processor.incomparable(sample),
+                "token_ids": sample.input_ids.tolist(),
+                "labels": labels.tolist(),
+                "logprobs": [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()],
+            }
+        )
+    return found

@@ -1,0 +1,135 @@
+"""`bad_steps/step_N.json` in a run folder: what was in a bad step, from all ranks, and where the data stood before it.
+
+It holds the step, the cause, loss and gradient norm (null where they are not finite), every packed row with its own loss
+and its samples (source file and line, kind, tokens), and the data's position, from which `zoo inspect` packs the very
+same rows again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.schema import TrainConfig
+from zoo.data.sample import MicroBatch
+from zoo.engine.distributed.world import World
+from zoo.engine.train.bad_step_detector import Bad, Guard
+from zoo.errors import UserError
+from zoo.files import finite, write_atomically
+
+FOLDER = "bad_steps"
+
+
+def write(
+    run_dir: Path,
+    figures: dict[str, Any],
+    bad: Bad,
+    batches: Sequence[MicroBatch],
+    sums: Sequence[dict[str, Any]],
+    data: dict[str, Any],
+    world: World,
+) -> Path:
+    """Gather what the ranks had in a step and write it; every rank calls it.
+
+    Args:
+        figures: step, loss and grad_norm.
+        batches: this rank's micro-batches.
+        sums: the step's own figures of each, on the ranks that count the loss.
+        data: the loader's state before the step.
+    """
+    mine = {
+        "rank": world.dp_rank,
+        "rows": [_row(batch) for batch in batches] if world.counts_data else None,
+        "losses": [(float(s["nll"]), float(s["weight"])) for s in sums] if world.counts_loss else None,
+    }
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine)
+    path = run_dir / FOLDER / f"step_{figures['step']}.json"
+    if world.is_main:
+        path.parent.mkdir(exist_ok=True)
+        found = {**figures, "cause": bad.cause, "why": bad.why, "rows": _joined(everyone), "data": data}
+        write_atomically(path, json.dumps(finite(found), indent=1, ensure_ascii=False) + "\n")
+    return path
+
+
+def _row(batch: MicroBatch) -> dict[str, Any]:
+    samples = [
+        {"source": source, "kind": kind, "tokens": length}
+        for source, kind, length in zip(batch.sources, batch.kinds, batch.lengths, strict=True)
+    ]
+    return {"tokens": batch.total, "labels": batch.num_labels, "samples": samples}
+
+
+def _joined(everyone: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of all data-parallel ranks, each with its loss, which context-parallel ranks have parts of."""
+    sums: dict[tuple[int, int], list[float]] = {}
+    for one in everyone:
+        for number, values in enumerate(one["losses"] or ()):
+            whole = sums.setdefault((one["rank"], number), [0.0, 0.0])
+            whole[0], whole[1] = whole[0] + values[0], whole[1] + values[1]
+    found = []
+    for one in sorted((one for one in everyone if one["rows"] is not None), key=lambda one: one["rank"]):
+        for number, row in enumerate(one["rows"]):
+            nll, weight = sums.get((one["rank"], number), (0.0, 0.0))
+            found.append({"rank": one["rank"], "micro_batch": number, "loss": nll / (weight or 1.0), **row})
+    return found
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A bad step's file.
+
+    Raises:
+        UserError: there is none, or it is none.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        there = sorted(file.name for file in path.parent.glob("step_*.json"))
+        known = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        raise UserError(f"{path}: no such file; {path.parent} has {known or 'no bad steps'}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not the file of a bad step ({error})") from None
+    if not isinstance(found, dict) or not {"step", "rows", "data"} <= set(found):
+        raise UserError(f"{path}: not the file of a bad step; {FOLDER}/step_N.json of a run folder is")
+    return found
+
+
+def told(figures: dict[str, Any], bad: Bad, run_dir: Path) -> str:
+    """A line for the person who watches."""
+    file = run_dir / FOLDER / f"step_{figures['step']}.json"
+    return f"step {figures['step']} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
+
+
+def taken(step: int, level: float, train: TrainConfig) -> str:
+    """A line for the person who watches, where the loss has stayed up for as long as the recipe waits."""
+    return (
+        f"{train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level of the loss from here "
+        f"on (train.on_new_level=take)"
+    )
+
+
+def stopped(
+    step: int, bad: Bad, guard: Guard, saved: Path | None, run_dir: Path, train: TrainConfig
+) -> UserError:
+    """Why the run ends, what is kept, and what can be done."""
+    row = guard.row_ends
+    steps = (
+        f"{guard.in_a_row} bad steps in a row" if row else f"{guard.limit} bad steps of the last {guard.span}"
+    )
+    steps = "1 bad step" if row and guard.in_a_row == 1 else steps
+    kept = f"the weights are those before them, saved in {saved}; " if saved else ""
+    if row and train.on_bad_step == "stop":
+        more = "raise train.bad_steps, or leave such steps out with train.on_bad_step=skip"
+    elif row and bad.cause == "spike" and train.on_new_level == "stop":
+        more = "raise train.skip_limit, or train at the new level with train.on_new_level=take"
+    else:
+        more = "or raise train.skip_limit"
+    return UserError(
+        f"{steps}, the last one step {step}: {bad.why}; none of them was applied, {kept}"
+        f"`zoo inspect {run_dir / FOLDER / f'step_{step}.json'}` shows the rows; mend them, lower train.lr or "
+        f"train.clip_grad (run.accept_changes=[data,train] allows that), {more}; the same command goes on behind them"
+    )

@@ -1,0 +1,105 @@
+"""Loss and exact match on held-out rows.
+
+Exact match of a row: every labelled token, the end of turn included, is the most likely one given what stands
+before it in the row. That is the same as greedy decoding giving exactly the answer: as long as all tokens so far
+are right, both see the same prefix. One forward pass instead of one a token.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from zoo.engine.distributed.world import World
+
+
+@torch.no_grad()
+def evaluate(
+    step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World, spare: Callable[[], Any]
+) -> dict[str, Any]:
+    """Figures over all rows of `batches` and all ranks.
+
+    Args:
+        step: the family's PackedStep.
+        chunks: this rank's model chunks.
+        batches: this rank's micro-batches, as many on every rank; None where there is nothing left to count.
+        world: the process groups.
+        spare: makes the batch that is run in the place of None, to keep the ranks' collectives in step.
+
+    Returns:
+        `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for chunk in chunks:
+        chunk.eval()
+    sums = _Sums()
+    for batch in batches:
+        given = batch if batch is not None else spare()
+        figures = get_forward_backward_func()(
+            forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
+            data_iterator=[itertools.repeat(given) for _ in chunks]
+            if len(chunks) > 1
+            else itertools.repeat(given),
+            model=list(chunks),
+            num_microbatches=smallest_count(world, chunks),
+            seq_length=given.input_ids.shape[1],
+            micro_batch_size=given.input_ids.shape[0],
+            forward_only=True,
+        )
+        if batch is not None and world.counts_loss:
+            sums.add(figures[0], batch.kinds, world)
+    for chunk in chunks:
+        chunk.train()
+    return sums.gather(world)
+
+
+def smallest_count(world: World, chunks: Sequence[Any]) -> int:
+    """Micro-batches of one forward pass: an interleaved pipeline wants as many as it has stages."""
+    return world.pp_size if len(chunks) > 1 else 1
+
+
+class _Sums:
+    """Sums per kind of row: negative log likelihood, weight of the labels, rows, rows that match."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, list[float]] = {}
+
+    def add(self, figures: dict[str, torch.Tensor], kinds: Sequence[str | None], world: World) -> None:
+        """Add one micro-batch; its segments may be spread over context-parallel ranks."""
+        table = torch.stack([figures[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
+        if world.groups.cp.size() > 1:
+            torch.distributed.all_reduce(table, group=world.groups.cp)
+        if world.cp_rank != 0:
+            return
+        for kind, nll, weight, labels, correct in zip(kinds, *table.tolist(), strict=True):
+            sums = self.kinds.setdefault(kind or "row", [0.0] * 4)
+            for i, value in enumerate((nll, weight, 1.0, float(correct == labels and labels > 0))):
+                sums[i] += value
+
+    def gather(self, world: World) -> dict[str, Any]:
+        """Sums of all ranks as shares and means."""
+        everyone: list[dict[str, list[float]]] = [{} for _ in range(world.size)]
+        torch.distributed.all_gather_object(everyone, self.kinds)
+        total: dict[str, list[float]] = {}
+        for kinds in everyone:
+            for kind, sums in kinds.items():
+                mine = total.setdefault(kind, [0.0] * 4)
+                total[kind] = [a + b for a, b in zip(mine, sums, strict=True)]
+        nll, weight, rows, match = (sum(sums[i] for sums in total.values()) for i in range(4))
+        return {
+            "loss": nll / (weight or 1.0),
+            "exact_match": match / max(rows, 1.0),
+            "rows": int(rows),
+            "by_kind": {
+                kind: {
+                    "exact_match": sums[3] / sums[2],
+                    "rows": int(sums[2]),
+                    "loss": sums[0] / (sums[1] or 1.0),
+                }
+                for kind, sums in sorted(total.items())
+            },
+        }

@@ -1,0 +1,103 @@
+"""Figures of one step: what the host knows before it, and what all ranks have found together after it.
+
+Loss and gradient are those of Hugging Face under gradient accumulation: the sum of negative log likelihoods over
+all labelled tokens of a global batch, divided by their number N (where they are weighted: each times its weight, and N
+is the sum of the weights). N is known on the host before the forward pass (one small all-reduce), so the scale of
+every micro-batch is right at once: mcore's schedule multiplies by cp / micro-batches and its DDP averages over
+dp * cp ranks, hence `Counts.loss_scale` = dp * micro-batches / N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zoo.engine.distributed.world import World
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Tokens of this rank's micro-batches of one step, as the host knows them."""
+
+    real: int
+    total: int
+    weight: float  # of the labels: their number where they are not weighted
+    batches: int
+
+    @classmethod
+    def of(cls, batches: Sequence[Any]) -> Counts:
+        """Sums over micro-batches."""
+        return cls(
+            sum(b.real_tokens for b in batches),
+            sum(b.total for b in batches),
+            sum(b.num_labels if b.label_weight is None else b.label_weight for b in batches),
+            len(batches),
+        )
+
+    def loss_scale(self, world: World) -> torch.Tensor | float:
+        """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
+        if world.dp_size == 1:
+            return self.batches / self.weight if self.weight else 1.0
+        total = torch.tensor(float(self.weight), device=world.device)
+        dist.all_reduce(total, group=world.groups.dp)
+        return world.dp_size * self.batches / total.masked_fill(total == 0, 1.0)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Figures of one step over all ranks."""
+
+    real: float
+    total: float
+    loss: float
+    labels: float
+    grad_norm: float
+    mtp_loss: float | None
+
+    @classmethod
+    def of(
+        cls, figures: Sequence[dict[str, Any]], counts: Counts, grad_norm: float, world: World, *, mtp: bool
+    ) -> Totals:
+        """Sum the figures of all ranks: with the gradient's norm, the step's one wait for the device.
+
+        `figures`: of this rank's micro-batches, as its step gave them; `mtp`: whether they have MTP's loss.
+        """
+        names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()))
+        sums = [0.0] * len(names)
+        if world.counts_loss and figures:
+            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
+        host = [counts.real, counts.total] if world.counts_data else [0, 0]
+        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
+        everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
+        real, total, grad_norm, nll, labels, weight, *further = everything
+        weight = weight or 1.0  # no label at all
+        mtp_loss = further[0] / weight if further else None
+        return cls(real, total, nll / weight, labels, grad_norm, mtp_loss)
+
+
+def expert_figures(config: Any, step: int, micro_batches: int) -> dict[str, float]:
+    """Load-balance figures of the MoE layers of a step; 1.0 is perfectly balanced. `config`: megatron-core's of the model."""
+    if not config.num_moe_experts:
+        return {}
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    losses = {"load_balancing_loss": config.moe_aux_loss_coeff, "z_loss": config.moe_z_loss_coeff}
+    names = [name for name, coefficient in losses.items() if coefficient]
+    if not names:
+        return {}
+    totals: dict[str, torch.Tensor] = {}
+    get_moe_metrics_tracker().report(
+        loss_scale=1.0 / micro_batches,
+        iteration=step,
+        force_initialize=True,
+        track_names=names,
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+        mtp_num_layers=config.mtp_num_layers,
+        total_loss_dict=totals,
+    )
+    return {f"moe_{name}": float(value) for name, value in totals.items()}

@@ -1,0 +1,61 @@
+"""`health.json` of a run folder: how its ranks are, written every few seconds by the first of them. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zoo.engine.distributed.processes import birth, machine
+from zoo.engine.watchdog.diagnosis import Seen
+from zoo.files import write_atomically
+
+_STALE = 30.0  # seconds after which a health.json of another machine's is of a run that is gone
+HEALTH = "health.json"
+
+
+def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
+    """Write it, where the run has got so far as to have a log; `every`: seconds from one to the next."""
+    if not (folder / "train.jsonl").is_file():
+        return
+    now = time.monotonic()
+    ranks = [
+        {
+            "rank": rank,
+            "state": one.beat.state,
+            "step": one.beat.moment.step,
+            "phase": one.beat.moment.phase,
+            "phase_seconds": round(one.beat.moment.seconds + now - one.beaten, 1),
+            "silent_seconds": round(now - one.beaten, 1),
+            "stuck_seconds": round(now - one.moved, 1),
+            "place": one.beat.moment.place,
+            "waits_in": one.beat.moment.waits_in,
+            "machine": one.beat.host,
+        }
+        for rank, one in sorted(seen.items())
+    ]
+    writer = {"machine": machine(), "pid": os.getpid(), "born": birth(os.getpid())}
+    found = {"time": round(time.time(), 3), "every": every, "writer": writer, "ranks": ranks}
+    write_atomically(folder / HEALTH, json.dumps(found) + "\n", durable=False)  # the next comes soon
+
+
+def forget_health(folder: Path) -> None:
+    """Take it away when the run has ended well."""
+    (folder / HEALTH).unlink(missing_ok=True)
+
+
+def read_health(folder: Path) -> dict[str, Any] | None:
+    """What was written last, with `alive`: whether the run is still there as far as can be told; None without a file."""
+    try:
+        found = json.loads((folder / HEALTH).read_text(encoding="utf-8"))
+        writer, age = found["writer"], time.time() - found["time"]
+        if writer["machine"] == machine():
+            found["alive"] = writer["born"] is not None and birth(writer["pid"]) == writer["born"]
+        else:
+            found["alive"] = age < _STALE + 3 * found["every"]
+        return {**found, "age": max(0.0, age)}
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None

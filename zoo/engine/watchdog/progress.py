@@ -1,0 +1,141 @@
+"""What a rank is doing: the phase it is in, and where in the code its threads stand.
+
+Phases follow one another alike on all ranks of a run, so the number of those entered says who is behind. A rank gets on as
+long as it enters phases, ticks, or as its main thread or one of zoo's own threads is met at another line than at the last look
+or has read or written a byte since. A thread that sleeps, or waits in an exchange, shows none of these.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[2])
+# These stand between torch and who calls it.
+_THIN = tuple(
+    str(Path(_PACKAGE) / name) for name in ("engine/megatron/cpu_host.py", "engine/report/step_timer.py")
+)
+# Threads that do a phase's work while the main thread waits for them, by the beginning of their names.
+_WORKING = {"data": "zoo-data", "save": "zoo-save"}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A rank's phase as another thread sees it."""
+
+    step: int  # optimizer steps that are done
+    phase: str
+    moves: int  # phases entered so far; the same on ranks that are equally far
+    progress: int  # grows as long as the rank gets on
+    seconds: float  # spent in the phase
+    place: str  # the innermost line of zoo's, or of who calls torch.distributed, as file:line
+    waits_in: str  # the torch.distributed call that it is in; "" where it is in none
+
+
+class Phases:
+    """Kept by the thread that trains, read by the one that watches."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.begun = False  # whether the run has written to its folder
+        self._thread = threading.get_ident()
+        self._phase, self._moves, self._since = "build", 0, time.monotonic()
+        self._ticks = 0
+        self._signs: Any = None  # what the last look saw of the threads that do the work
+
+    @property
+    def phase(self) -> str:
+        """The phase entered last."""
+        return self._phase
+
+    def enter(self, phase: str) -> None:
+        """Go on to: build, data, compute, update, figures, save, eval, export or end."""
+        self._phase, self._moves, self._since = phase, self._moves + 1, time.monotonic()
+
+    def tick(self) -> None:
+        """A sign of life within a phase, from any thread: a micro-batch, a row, a tensor or file that is written."""
+        self._ticks += 1
+
+    def moment(self, error: BaseException | None = None) -> Moment:
+        """How it stands now, or stood when the exception was raised."""
+        phase, moves, since = self._phase, self._moves, self._since
+        by_thread = _stacks()
+        threads = [thread for thread in threading.enumerate() if thread.ident in by_thread]
+        working = [thread for thread in threads if thread.name.startswith(tuple(_WORKING.values()))]
+        main = [thread for thread in threads if thread.ident == self._thread]
+        signs = [(by_thread[t.ident or 0], _bytes_moved(t.native_id)) for t in [*main, *working]]
+        if error is None:
+            self._ticks += signs != self._signs
+            self._signs = signs
+        stacks = [by_thread.get(self._thread, [])]
+        if error is not None:
+            stacks = [_raised(error.__traceback__)]
+        elif phase in _WORKING:
+            busy = [thread for thread in working if thread.name.startswith(_WORKING[phase])]
+            stacks = [by_thread[thread.ident or 0] for thread in busy] or stacks
+        found = [where(lines) for lines in stacks]
+        place, waits_in = next((one for one in found if not one[1]), found[0])
+        return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
+
+
+Line = tuple[str, int, str]  # file, line, function
+
+
+def _stacks() -> dict[int, list[Line]]:
+    """Every thread's stack, by its ident.
+
+    The frames are let go of at once. This function's own is among them: as a cycle they would outlive their functions,
+    with all activations that those hold, until the garbage collector comes.
+    """
+    frames = sys._current_frames()
+    try:
+        return {ident: _lines(frame) for ident, frame in frames.items()}
+    finally:
+        frames.clear()
+
+
+def _bytes_moved(thread: int | None) -> int:
+    """Bytes that a thread has read and written so far, by the kernel's count; 0 where that can't be told.
+
+    A thread that digests or copies a large file may be met at one and the same line for minutes.
+    """
+    try:
+        lines = Path(f"/proc/self/task/{thread}/io").read_text().splitlines()
+        return sum(int(line.partition(":")[2]) for line in lines[:2])
+    except (OSError, ValueError):
+        return 0
+
+
+def _lines(frame: FrameType | None) -> list[Line]:
+    """A thread's stack, outermost first."""
+    found = []
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _raised(trace: TracebackType | None) -> list[Line]:
+    """The stack that an exception has come through, outermost first."""
+    found = []
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        found.append((code.co_filename, trace.tb_lineno, code.co_name))
+        trace = trace.tb_next
+    return found
+
+
+def where(stack: list[Line]) -> tuple[str, str]:
+    """The innermost line of zoo's as file:line, and the torch.distributed call below it, "" where there is none."""
+    place, call = "", ""
+    for file, line, function in stack:
+        if file.startswith(_PACKAGE) and file not in _THIN:
+            place, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
+        elif "/torch/distributed/" in file:
+            call = call or (function if function != "wrapper" else "")
+    return place, call

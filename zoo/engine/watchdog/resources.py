@@ -1,0 +1,195 @@
+"""What a run says when the machine has no more to give: disk, memory of a GPU, memory of the host.
+
+Each becomes one sentence with the numbers and the settings that would mend it, whatever library has met the end first
+and however it has put it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from zoo.config.memory import limits, ran_out
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.engine.planning.plan import checkpoint_bytes, shortage
+from zoo.errors import UserError, disk, file_error, size
+
+# An OSError without a file's name is one of the run folder's if it is one of these.
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
+PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
+# torch's own words for a failed write
+_WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
+
+
+@contextmanager
+def explained(recipe: Recipe) -> Iterator[None]:
+    """Raise what runs out inside as a UserError."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        mistake = explain(error, recipe)
+        if mistake is None:
+            raise
+        raise mistake from error
+
+
+@contextmanager
+def memory_explained(recipe: Recipe) -> Iterator[None]:
+    """The same for memory alone, to be entered where other ranks still wait.
+
+    Planning takes seconds, and what starts ranks ends those that are left soon after the first has gone.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        mistake = _memory(error, recipe)
+        if mistake is None:
+            raise
+        raise mistake from error
+
+
+def explain(error: BaseException, recipe: Recipe) -> UserError | None:
+    """An error as what has run out; None where nothing has."""
+    mistake = _memory(error, recipe)
+    if mistake is not None:
+        return mistake
+    run_dir = Path(recipe.run.dir or ".")
+    for cause in _causes(error):
+        text = str(cause)
+        if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
+            mend = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            return file_error(cause, _full(run_dir), mend)
+        if isinstance(cause, RuntimeError) and _WRITER.search(text):
+            return _unwritten(run_dir, recipe)
+    return None
+
+
+def _memory(error: BaseException, recipe: Recipe) -> UserError | None:
+    for cause in _causes(error):
+        if isinstance(cause, torch.OutOfMemoryError):
+            return _gpu(str(cause), recipe)
+        if ran_out(cause):
+            return _host(str(cause), recipe)
+    return None
+
+
+def _full(run_dir: Path) -> Path:
+    """Where a write may have failed that names no file: the run folder, unless another disk alone has no space."""
+    places = (run_dir, Path(tempfile.gettempdir()), Path.cwd())  # the last: where output may be sent to
+    found = [(place, disk(place)) for place in places]
+    return next((place for place, space in found if space is None or space[0] < 2**24), run_dir)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and what it carries of other threads."""
+    yield error
+    failures = getattr(error, "failures", None)  # torch.distributed.checkpoint: (exception, stack) by rank
+    for failure in failures.values() if isinstance(failures, dict) else ():
+        yield from _causes(failure[0])
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _causes(one)
+    if error.__cause__ is not None:
+        yield from _causes(error.__cause__)
+
+
+def _gpu(text: str, recipe: Recipe) -> UserError:
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
+    whole = re.search(r"total capacity of ([\d.]+ \w+)", text)
+    facts = [f"{asked[1]} more were asked for"] if asked else []
+    facts += [f"it has {whole[1]}"] if whole else []
+    told = f" ({', '.join(facts)})" if facts else ""
+    return UserError(f"the GPU's memory is full{told}: {_shortage(recipe, on_gpu=True)}")
+
+
+def _host(text: str, recipe: Recipe) -> UserError:
+    asked = re.search(r"tried to allocate (\d+) bytes", text)
+    more = f" ({size(int(asked[1]))} more were asked for)" if asked else ""
+    bounds = limits()
+    where = f"; {bounds[0].name} is {size(bounds[0].total)}" if bounds else ""
+    return UserError(
+        f"the host's memory is used up{more}{where}: {_shortage(recipe, on_gpu=False)}; besides, data.cache_mb="
+        f"{recipe.data.cache_mb} MiB a rank may go to processed samples"
+    )
+
+
+def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
+    """The planner's figures, by a process of its own: this one has no memory to plan with."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    command = [sys.executable, "-m", "zoo.engine.watchdog.resources", ranks, str(int(on_gpu))]
+    env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    env["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        with Launcher() as here:
+            done = subprocess.run(
+                command,
+                env={**env, **here.environment},
+                input=pickle.dumps(recipe),
+                capture_output=True,
+                timeout=PLAN_SECONDS,
+                check=True,
+                pass_fds=here.files,
+            )
+        return done.stdout.decode().strip().splitlines()[-1]
+    except (OSError, MemoryError, subprocess.SubprocessError, IndexError):
+        return "set packing.budget lower, or engine.recompute=full, or take more GPUs with parallel.tp, pp, cp or ep"
+
+
+def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
+    """A file of tensors was cut short, and nobody has kept what the system said."""
+    try:
+        with (run_dir / ".probe").open("wb") as file:
+            file.write(bytes(2**16))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        found = file_error(error, run_dir, _room(recipe))
+        assert found is not None
+        return found
+    finally:
+        with contextlib.suppress(OSError):
+            (run_dir / ".probe").unlink()
+    found_disk = disk(run_dir)
+    free = f" ({size(found_disk[0])} of {size(found_disk[1])} are free now)" if found_disk else ""
+    return UserError(
+        f"{run_dir}: a checkpoint was cut short, as on a full disk{free}; free some{_room(recipe)}"
+    )
+
+
+def _room(recipe: Recipe) -> str:
+    """What a run needs room for."""
+    try:
+        one = checkpoint_bytes(recipe)
+    except (RuntimeError, OSError, MemoryError):  # what has failed already is what is told
+        one = None
+    if one is None:
+        return ""
+    keep = recipe.train.keep
+    return (
+        f", or set train.keep lower: a checkpoint takes about {size(one)}, and {keep + 1} are there while one is "
+        f"written (train.keep={keep})"
+    )
+
+
+if __name__ == "__main__":  # see `_shortage`
+    end_with_parent()
+    given = validate(pickle.loads(sys.stdin.buffer.read()), int(sys.argv[1]))
+    print(shortage(given, int(sys.argv[1]), on_gpu=sys.argv[2] == "1"))

@@ -1,0 +1,254 @@
+"""`RunLock`: one run at a time in a run folder, also where several machines see it.
+
+The first rank holds `run.lock`, which says who it is, and touches it every few seconds. Whoever finds one asks whether its
+holder lives: on the same machine the kernel knows at once; elsewhere a lock that nobody touches for STALE_SECONDS is of a run
+that is gone, as is one of an earlier start of the same SLURM job. Times are those of the file system, so clocks may differ.
+
+The file appears whole (a link to one that is written already), so of two starts in one moment one wins; a dead run's is
+replaced under a lock of the kernel's on it. Where the file system has neither, the one whose lock was replaced finds that out
+at its next touch, and leaves. Imports no torch before it is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from zoo.engine.distributed.processes import birth, machine
+from zoo.errors import UserError
+
+LOCK = "run.lock"
+TOUCH_SECONDS = 5.0
+STALE_SECONDS = 60.0  # of a holder that can't be asked for: network file systems may show a touch late
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EINVAL)
+
+
+class RunLock:
+    """A run folder, held while the block is open. Entered by all ranks alike; the first takes it for all."""
+
+    def __init__(self, folder: Path, rank: int = 0, size: int = 1) -> None:
+        self._folder, self._rank, self._size = folder, rank, size
+        self._path, self._token = folder / LOCK, uuid.uuid4().hex
+        self._mine = folder / f".{LOCK}.{self._token}"
+        self._made: list[Path] = []  # folders that were not there before, innermost first
+        self._touched = 0.0
+
+    def __enter__(self) -> RunLock:
+        """Raises UserError, on all ranks, where another run holds the folder."""
+        failure: list[Exception | None] = [None]
+        if self._rank == 0:
+            try:
+                self._take()
+            except Exception as error:
+                failure = [error]
+                self.release()
+            except BaseException:
+                self.release()
+                raise
+        if self._size > 1:
+            import torch.distributed as dist
+
+            dist.broadcast_object_list(failure)
+        if failure[0] is not None:
+            raise failure[0]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def touch(self) -> bool:
+        """Show that this run lives, every few seconds; whether the folder is still its own."""
+        now = time.monotonic()
+        if self._rank != 0 or now - self._touched < TOUCH_SECONDS:
+            return True
+        self._touched = now
+        with contextlib.suppress(OSError):  # a lost disk is told by those who need it
+            os.utime(self._path)
+            found = _read(self._path)
+            return found is None or found[0].get("token") == self._token
+        return True
+
+    def release(self) -> None:
+        """Give the folder back, and take it away where nothing was written to it."""
+        if self._rank != 0:
+            return
+        with contextlib.suppress(OSError):
+            self._mine.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            found = _read(self._path)
+            if found is not None and found[0].get("token") == self._token:
+                self._path.unlink()
+            for folder in self._made:
+                folder.rmdir()
+        self._made = []
+
+    def _take(self) -> None:
+        self._make_folder()
+        try:
+            self._mine.write_text(json.dumps(_myself(self._token)) + "\n", encoding="utf-8")
+            self._wait()
+        except OSError as error:
+            error.filename = str(self._folder)  # nobody knows the names in here
+            error.filename2 = None
+            raise
+
+    def _make_folder(self) -> None:
+        self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _wait(self) -> None:
+        """Take the lock, as soon as it is known that whoever has it is gone; UserError where that one lives."""
+        seen: float | None = None
+        while not self._create():
+            found = _read(self._path)
+            if found is None:
+                continue
+            holder, touched = found
+            os.utime(self._mine)
+            age = self._mine.stat().st_mtime - touched
+            alive = _alive(holder, age)
+            if alive is None and seen is None:
+                print(
+                    f"zoo: {self._folder}: waiting up to {STALE_SECONDS:.0f} s to see whether {_named(holder)} still trains there",
+                    flush=True,
+                )
+            if alive or (seen is not None and touched != seen):
+                raise refusal(self._folder, holder, age)
+            seen = touched
+            if alive is None:
+                time.sleep(1.0)
+            elif self._replace(holder):
+                print(
+                    f"zoo: {self._folder}: {_named(holder)} is gone and has left its lock; taken over",
+                    flush=True,
+                )
+                return
+
+    def _create(self) -> bool:
+        """Have the lock, if nobody has it."""
+        try:
+            os.link(self._mine, self._path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                with self._path.open("x", encoding="utf-8") as file:
+                    file.write(self._mine.read_text(encoding="utf-8"))
+            except FileExistsError:
+                return False
+        self._mine.unlink()
+        return True
+
+    def _replace(self, holder: dict[str, Any]) -> bool:
+        """Put this run's lock in the place of a dead one's; False where another start was first."""
+        try:
+            with self._path.open("r+") as file:
+                _lock_where_possible(file)
+                found = _read(self._path)
+                if found is None or found[0] != holder:
+                    return False
+                os.replace(self._mine, self._path)
+                return True
+        except (BlockingIOError, FileNotFoundError):
+            time.sleep(0.05)
+        return False
+
+
+def _lock_where_possible(file: IO[str]) -> None:
+    """The kernel's lock on an open file, which some file systems don't have; BlockingIOError where another process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass
+
+
+def refuse_second(folder: Path) -> None:
+    """UserError where it is certain that a run of this machine trains in the folder: to be asked before ranks are started."""
+    with contextlib.suppress(OSError):
+        found = _read(folder / LOCK)
+        if found is not None and _alive(found[0], 0.0):
+            raise refusal(folder, found[0], max(0.0, time.time() - found[1]))
+
+
+def refusal(folder: Path, holder: dict[str, Any], age: float) -> UserError:
+    """What is said to the second run; `age`: seconds since the last sign of life."""
+    return UserError(
+        f"run.dir={folder}: {_named(holder)} trains there already (its last sign of life is {max(age, 0.0):.0f} s old); "
+        f"wait for its end or stop it, or give another run.dir"
+    )
+
+
+def _named(holder: dict[str, Any]) -> str:
+    if "pid" not in holder:
+        return "a run"
+    return f"process {holder['pid']} on {holder.get('host', '?')}"
+
+
+def _myself(token: str) -> dict[str, Any]:
+    pid = os.getpid()
+    return {
+        "token": token,
+        "host": os.uname().nodename,
+        "machine": machine(),
+        "boot": _boot(),
+        "pid": pid,
+        "born": birth(pid),
+        **_job(),
+        "time": round(time.time(), 3),
+    }
+
+
+def _job() -> dict[str, Any]:
+    """The SLURM job, and how often it has been put back into the queue."""
+    job = os.environ.get("SLURM_JOB_ID")
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
+    start = os.environ.get("SLURM_RESTART_COUNT", "0")
+    return {"job": f"{cluster} {job}", "start": int(start) if start.isdecimal() else 0} if job else {}
+
+
+def _boot() -> str:
+    """What tells this start of this machine from any other of the same name; "" where the system doesn't say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _alive(holder: dict[str, Any], age: float) -> bool | None:
+    """Whether the holder of a lock that was touched so many seconds ago lives; None: that can't be told yet."""
+    if holder.get("machine") == machine() and holder.get("boot") == _boot() and "pid" in holder:
+        return birth(holder["pid"]) == holder.get("born")
+    mine = _job()
+    if mine and holder.get("job") == mine["job"] and holder.get("start", 0) < mine["start"]:
+        return False
+    return False if age > STALE_SECONDS else None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], float] | None:
+    """What a lock says, {} where it can't be read (yet), and when it was touched; None: there is none."""
+    try:
+        with path.open(
+            encoding="utf-8"
+        ) as file:  # opening asks a network file system for the file as it is now
+            text, touched = file.read(10_000), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = {}
+    return (found if isinstance(found, dict) else {}), touched

@@ -1,0 +1,331 @@
+"""Gated DeltaNet: linear attention with a decaying state that is corrected rather than summed (arXiv 2412.06464).
+
+The layer is mcore's in its parameters and checkpoints, with a forward of its own: mcore's needs
+flash-linear-attention, asks the device for the offsets in every layer, and has no plain rule for packed rows.
+
+Causal convolution and state start anew at every segment: with flash-linear-attention through its offsets, without
+(on a CPU, in fp32 checks) by `causal_convolution` and `gated_delta_rule` below, which know the layout.
+
+Context parallelism: every rank trades its tokens' channels for all tokens of its heads in one all-to-all, puts them
+in row order, runs convolution and rule over whole segments, and trades back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net.common import get_parameter_local_cp
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet as McoreGatedDeltaNet
+from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
+from torch import Tensor
+
+from zoo.errors import UserError
+from zoo.nn.decoder.attention import uniform_layout
+from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.kernels import fused
+from zoo.nn.kernels.delta_rule_settings import settle
+from zoo.nn.kernels.widths import fla_takes
+from zoo.packing import PackedLayout
+from zoo.packing.index import host_to_device, int64, offsets, owner, positions
+
+CHUNK = 64  # tokens that are worked on at once; flash-linear-attention's size too
+
+
+class GatedRMSNorm(torch.nn.Module):
+    """rms_norm(x) * weight * silu(gate) over a head's width; the norm and the gate in fp32."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x and gate (..., hidden_size); the result has x's dtype."""
+        # Tensor-parallel ranks hold other heads: the weight's gradient is summed over them here.
+        weight = copy_to_tensor_model_parallel_region(self.weight)
+        if fused(x):
+            from zoo.nn.kernels.norm import gated_rms_norm
+
+            return gated_rms_norm(x, gate, weight, self.eps)
+        normed = F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype) * weight
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(McoreGatedDeltaNet):
+    """Projection, causal convolution, gated delta rule, gated norm, projection. Input and output (T, B, hidden)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.A_log.initial = _initial_decay
+        self.delta_rule = getattr(self.config, "delta_rule", "auto")  # engine.delta_rule
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states (T', B, hidden): this rank's tokens, of a packed row (B = 1, SeqParams) or of B rows.
+
+        `rotary_pos_emb` comes to every layer; this one has no use for angles, as its state knows the order.
+        """
+        refuse_unused("GatedDeltaNet", {**unused, "attention_mask": attention_mask})
+        mixed, _ = self.in_proj(hidden_states)  # (T / cp, B, channels / tp)
+        tokens, batch = mixed.shape[:2]
+        layout = getattr(packed_seq_params, "layout", None)
+        if layout is None:
+            layout = uniform_layout(batch, tokens * self.cp_size).to(mixed.device)
+        rows = mixed.transpose(0, 1).flatten(0, 1)
+        if self.cp_size > 1:
+            rows = self._tokens_of_my_heads(rows, layout)
+        out = self._mix(rows, layout)
+        if self.cp_size > 1:
+            out = self._heads_of_my_tokens(out, layout)
+        return self.out_proj(out.unflatten(0, (batch, tokens)).transpose(0, 1).contiguous())
+
+    def _mix(self, rows: Tensor, layout: PackedLayout) -> Tensor:
+        """(N, channels of this rank's heads) -> (N, value width of this rank's heads)."""
+        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        widths = [section // self.cp_size for section in sections]
+        *qkv, gate, beta, alpha = rows.split([*widths, *self.feat_dim_split[1:]], dim=-1)
+        kernel, a_log, dt_bias = (
+            get_parameter_local_cp(parameter, dim=0, cp_group=self.pg_collection.cp, split_sections=parts)
+            for parameter, parts in (
+                (self.conv1d.weight, sections),
+                (self.A_log, None),
+                (self.dt_bias, None),
+            )
+        )
+        parts = zip(qkv, kernel.squeeze(1).split(widths), strict=True)
+        query, key, value = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
+        decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
+        value = value.unflatten(-1, (-1, self.value_head_dim))
+        out = gated_delta_rule(
+            query.unflatten(-1, (-1, self.key_head_dim)),
+            key.unflatten(-1, (-1, self.key_head_dim)),
+            value,
+            decay,
+            beta.sigmoid(),
+            layout,
+            self.delta_rule,
+        )
+        return self.out_norm(out, gate.reshape(out.shape)).flatten(1)
+
+    def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> Tensor:
+        """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row."""
+        rows = rows.index_select(1, _channels_by_rank(self.in_proj_split_sections, self.cp_size, rows.device))
+        parts = (
+            rows.unflatten(1, (self.cp_size, -1)).transpose(0, 1).contiguous()
+        )  # (cp, T / cp, channels / cp)
+        gathered = all_to_all(self.pg_collection.cp, parts.flatten(0, 1))
+        return gathered.index_select(0, layout.cp_restore_index(self.cp_size))
+
+    def _heads_of_my_tokens(self, rows: Tensor, layout: PackedLayout) -> Tensor:
+        """(T, width / cp) of this rank's heads, in the order of the row -> (T / cp, width) of its tokens."""
+        order = torch.cat([layout.cp_index(rank, self.cp_size) for rank in range(self.cp_size)])
+        parts = all_to_all(self.pg_collection.cp, rows.index_select(0, order))
+        return parts.unflatten(0, (self.cp_size, -1)).transpose(0, 1).flatten(1)
+
+
+def _initial_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """log A of the full layer, A uniform in [1, 16) as mcore draws it, whatever the parallel layout."""
+    return torch.empty(shape).uniform_(1, 16, generator=generator).log()
+
+
+@lru_cache(maxsize=8)
+def _channels_by_rank(sections: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Order of channels in which rank r's part of every section stands in the r-th of `size` equal blocks."""
+    pieces = torch.arange(sum(sections)).split(list(sections))
+    order = torch.cat([piece.chunk(size)[rank] for rank in range(size) for piece in pieces])
+    return host_to_device(order, device)
+
+
+@lru_cache(maxsize=8)
+def _kernel_offsets(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+    """What flash-linear-attention's kernels want of a packed row: `cu_seqlens` (S + 1,) and `chunk_indices`.
+
+    The latter, (chunks, 2) of segment and chunk within it, the library would make in every layer, and wait for the
+    device to know how many there are. Made here once a layout, from lengths on the host.
+    """
+    counts = [-(-length // CHUNK) for length in lengths]
+    chunks = torch.stack((owner(counts), positions(counts)), dim=1)
+    made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks}
+    return {name: host_to_device(tensor, device) for name, tensor in made.items()}
+
+
+def has_fla(x: Tensor) -> bool:
+    """Whether flash-linear-attention takes this tensor (installed, GPU, half precision).
+
+    It is not asked to where runs are to be the same to the bit: its block sizes, and so the order of its sums, are chosen
+    by timing them.
+    """
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if not (x.is_cuda and half) or torch.are_deterministic_algorithms_enabled():
+        return False
+    return importlib.util.find_spec("fla") is not None
+
+
+@cache
+def fla_fault() -> str | None:
+    """Why flash-linear-attention's gated delta rule must not train on this GPU with the Triton that is here; or None.
+
+    Its backward kernel is miscompiled for Hopper by Triton 3.4 up to 3.7.0 (fla issue 640). fla 0.6 refuses, older ones
+    train with wrong gradients.
+    """
+    try:
+        triton = Version(version("triton"))
+    except PackageNotFoundError:
+        return None
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if not hopper or not Version("3.4") <= triton < Version("3.7.1"):
+        return None
+    return (
+        f"Triton {triton} on {torch.cuda.get_device_name()} gives wrong gradients of the gated delta rule; "
+        f"pip install 'triton>=3.7.1', or set engine.delta_rule=torch, which is several times slower"
+    )
+
+
+def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = None) -> str:
+    """What works the rule on values x (..., V): "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
+
+    `key_width`: that of the keys' heads; None doesn't ask whether the kernel takes the widths.
+
+    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong.
+    """
+    takes = key_width is None or fla_takes(key_width, x.shape[-1])
+    if wanted == "torch" or not takes or not has_fla(x):
+        return "torch"
+    fault = fla_fault() if torch.is_grad_enabled() else None
+    if fault is not None:
+        raise UserError(fault)
+    return "fla"
+
+
+def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
+    """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
+    if fused(x) and weight.shape[1] <= 4:
+        from zoo.nn.kernels.conv import causal_conv_silu
+
+        return causal_conv_silu(x, weight, layout.positions[0])
+    width = weight.shape[1]
+    index = layout.positions[0, :, None]
+    out = x * weight[:, -1]
+    for back in range(1, width):
+        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
+        out = out + torch.where(index >= back, earlier, 0) * weight[:, width - 1 - back]
+    return F.silu(out)
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    layout: PackedLayout,
+    wanted: str = "auto",
+) -> Tensor:
+    """The gated delta rule over every segment, from a state of zeros at its start.
+
+    With S (K, V) the state of a head, q and k of unit length, and g the log of the decay:
+
+        S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T,    out_t = S_t^T q_t / sqrt(K)
+
+    query, key (T, H, K) not yet normalised; value (T, G, V), G a multiple of H; decay, beta (T, G) -> (T, G, V).
+    `wanted`: see `delta_rule_kernel`.
+    """
+    if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        settle()
+        facts = _kernel_offsets(layout.padded_lengths, value.device)
+        packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
+        out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **facts)
+        return out[0]
+    return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
+
+
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]
+) -> Tensor:
+    """`gated_delta_rule` in plain PyTorch, in fp32: chunks of all segments at once, then a scan over a segment's chunks.
+
+    Within a chunk the corrections of its tokens depend on one another through a unit lower triangular system (the
+    WY form of arXiv 2412.06464, section 3.3); what they owe to the state before the chunk is linear in that state
+    and is put in during the scan. Chunks that come i-th in their segments are scanned together, longest segments
+    first, so that the states still in use are always the first ones.
+    """
+    dtype, repeats = value.dtype, value.shape[1] // query.shape[1]
+    slots, active = _chunk_slots(lengths)
+    slots = host_to_device(slots, value.device)
+
+    def in_chunks(x: Tensor) -> Tensor:
+        """(T, G, ...) -> (chunks, G, CHUNK, ...) fp32, zeros behind a segment's end."""
+        filled = x.new_zeros(sum(active) * CHUNK, *x.shape[1:], dtype=torch.float32).index_copy(
+            0, slots, x.float()
+        )
+        return filled.unflatten(0, (-1, CHUNK)).transpose(1, 2)
+
+    query, key = (
+        in_chunks(x).repeat_interleave(repeats, 1) if repeats > 1 else in_chunks(x)
+        for x in (_unit(query) * query.shape[-1] ** -0.5, _unit(key))
+    )
+    beta = beta.float()
+    scaled_value, scaled_key = in_chunks(value * beta[..., None]), key * in_chunks(beta)[..., None]
+    total = in_chunks(decay).cumsum(-1)  # (chunks, G, CHUNK): log of the decay since the chunk's start
+    between = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    system = (scaled_key @ key.mT) * between
+    since_start = total.exp()[..., None]
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat((scaled_value, scaled_key * since_start), -1), upper=False, unitriangular=True
+    )
+    updates, owed = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    scores = (query @ key.mT) * between
+    reads = query * since_start
+    writes = key * (total[..., -1:] - total).exp()[..., None]
+    kept = total[..., -1].exp()[..., None, None]
+
+    state = value.new_zeros(len(lengths), value.shape[1], key.shape[-1], value.shape[-1], dtype=torch.float32)
+    outputs = []
+    steps = (x.split(active) for x in (updates, owed, scores, reads, writes, kept))
+    for update, owe, score, read, write, keep in zip(*steps, strict=True):
+        state = state[: len(update)]
+        update = update - owe @ state
+        outputs.append(read @ state + score @ update)
+        state = state * keep + write.mT @ update
+    out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    return out.index_select(0, slots).to(dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis in fp32, as flash-linear-attention has it: 1e-6 is added to the squares' sum."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+@lru_cache(maxsize=8)
+def _chunk_slots(lengths: tuple[int, ...]) -> tuple[Tensor, list[int]]:
+    """((T,) int64 place of each token among the chunks, chunks that come i-th in their segments).
+
+    Chunks stand in the order of the scan: the first ones of all segments, longest segment first, then the second
+    ones, and so on. Lengths 70 and 200 make 2 and 4 chunks, of which [2, 2, 1, 1] are scanned together.
+    """
+    counts = [-(-length // CHUNK) for length in lengths]
+    by_length = sorted(range(len(counts)), key=lambda segment: -counts[segment])
+    rank = {segment: place for place, segment in enumerate(by_length)}
+    active = [sum(count > step for count in counts) for step in range(max(counts))]
+    first = int64([sum(active[:step]) for step in range(len(active))])
+    layout = PackedLayout.from_lengths(lengths)
+    position = layout.positions[0]
+    place = int64([rank[segment] for segment in range(len(counts))])[layout.segment_ids[0]]
+    return (first[position // CHUNK] + place) * CHUNK + position % CHUNK, active

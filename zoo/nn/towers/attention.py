@@ -1,0 +1,184 @@
+"""Towers of transformers on zoo's attention: one call for the whole flat batch, as an attention function of theirs.
+
+transformers' vision and audio encoders run all images or clips as one row with `cu_seqlens`, but split it in
+Python for every implementation whose name lacks "flash". `use_varlen_attention` gives them this one: PyTorch's
+varlen flash attention on a GPU in half precision, else one masked call over the segments side by side.
+
+On a GPU in half precision, attention with one projection for queries, keys and values turns them in one pass, sums and
+norms of a block are one kernel, so are the gradients of GELU and of the bias before it, and a convolution whose input is
+one patch is the matrix product that it amounts to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.activations import GELUTanh
+
+from zoo.errors import UserError
+from zoo.nn.decoder.attention import has_flash, sdpa, varlen_attention
+from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.kernels import fused
+from zoo.nn.kernels.widths import flash_takes
+from zoo.packing import PackedLayout
+
+NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
+
+
+def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
+    """Make every attention of `tower`, a transformers encoder, use `tower_attention`."""
+    AttentionInterface.register(NAME, tower_attention)
+    for module in tower.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "attention_dropout", 0):
+            raise UserError(
+                f"config.json: attention_dropout is {config.attention_dropout} in a tower, whose attention has no dropout "  # type: ignore[union-attr]
+                "here; set it to 0"
+            )
+        if config is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = NAME
+        if hasattr(module, "qkv") and hasattr(module, "proj") and hasattr(module, "num_heads"):
+            _give(module, _attend)
+        if isinstance(module, torch.nn.Conv3d):
+            _give(module, _project_patches)
+        if isinstance(module, torch.nn.LayerNorm):
+            _give(module, _normalise)
+        if is_block(module):
+            _give(module, _block)
+        if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
+            _give(module, _feed_forward)
+    return tower
+
+
+def is_block(module: torch.nn.Module) -> bool:
+    """Whether it is a vision block as Qwen's towers have them: attention and MLP, each behind a LayerNorm."""
+    return all(isinstance(getattr(module, norm, None), torch.nn.LayerNorm) for norm in ("norm1", "norm2"))
+
+
+def _give(module: Any, forward: Callable[..., Tensor]) -> None:
+    module.forward = MethodType(forward, module)
+
+
+def _attend(
+    self: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    max_seqlen: int | None = None,
+    **further: Any,
+) -> Tensor:
+    """The attention module's own forward, hidden_states (N, C), with queries, keys and values turned in one pass."""
+    takes = flash_takes(hidden_states.shape[-1] // self.num_heads)
+    if not takes or not fused(hidden_states) or position_embeddings is None or max_seqlen is None:
+        out: Tensor = type(self).forward(
+            self,
+            hidden_states,
+            cu_seqlens,
+            position_embeddings=position_embeddings,
+            max_seqlen=max_seqlen,
+            **further,
+        )
+        return out
+    from zoo.nn.kernels.rotary import rotate_qkv
+
+    qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+    query, key, value = rotate_qkv(qkv, *(angles.float() for angles in position_embeddings))
+    attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
+    return self.proj(attended.flatten(1))
+
+
+def _block(
+    self: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **further: Any,
+) -> Tensor:
+    """The block's own forward, hidden_states (N, C), with sums and norms in one pass."""
+    if not fused(hidden_states):
+        out: Tensor = type(self).forward(
+            self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **further
+        )
+        return out
+    from zoo.nn.kernels.layer_norm import add_layer_norm
+
+    first, second = self.norm1, self.norm2
+    normed, hidden = add_layer_norm(hidden_states, None, first.weight, first.bias, first.eps)
+    attended = self.attn(normed, cu_seqlens, position_embeddings=position_embeddings, **further)
+    normed, hidden = add_layer_norm(hidden, attended, second.weight, second.bias, second.eps)
+    return hidden + self.mlp(normed)
+
+
+def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
+    """The MLP's own forward, hidden_state (N, C), with the gradients of GELU and of the bias before it in one pass."""
+    first = self.linear_fc1
+    if not fused(hidden_state) or first._forward_hooks:  # an adapter's, for one
+        out: Tensor = type(self).forward(self, hidden_state)
+        return out
+    from zoo.nn.kernels.gelu import linear_gelu
+
+    return self.linear_fc2(linear_gelu(hidden_state, first.weight, first.bias, tanh=True))
+
+
+def _normalise(self: Any, x: Tensor) -> Tensor:
+    """The LayerNorm's own forward, x (..., C)."""
+    if not fused(x) or self.bias is None:
+        out: Tensor = type(self).forward(self, x)
+        return out
+    from zoo.nn.kernels.layer_norm import layer_norm
+
+    return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _project_patches(self: Any, x: Tensor) -> Tensor:
+    """The convolution's own forward, x (N, C, t, h, w); of patches as large as its kernel it is a matrix product."""
+    if not fused(x) or tuple(x.shape[2:]) != tuple(self.kernel_size):
+        out: Tensor = type(self).forward(self, x)
+        return out
+    return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)[:, :, None, None, None]
+
+
+def tower_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int | Tensor | None = None,
+    is_causal: bool = False,
+    **unused: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each segment: query, key, value (1, H, N, D) -> (1, N, H, D)."""
+    same = {"cu_seq_lens_k": cu_seq_lens_q, "max_length_k": max_length_q}  # each segment against itself
+    refuse_unused(
+        NAME,
+        {n: x for n, x in unused.items() if x is not same.get(n, NAME)} | {"attention_mask": attention_mask},
+    )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (N, H, D)
+    if has_flash(q):
+        longest = int(max_length_q) if max_length_q is not None else int(cu_seq_lens_q.diff().max())
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        return varlen_attention(q, k, v, cu_seq_lens_q, longest, scaling, causal=is_causal)[None], None
+    layout, mask = _segments(tuple(cu_seq_lens_q.diff().tolist()), q.device)
+    q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+    out = sdpa(q, k, v, scaling, causal=is_causal, mask=None if is_causal else mask)
+    return layout.pack(out.transpose(1, 2)), None
+
+
+@lru_cache(maxsize=16)
+def _segments(lengths: tuple[int, ...], device: torch.device) -> tuple[PackedLayout, Tensor | None]:
+    """Layout of the segments, and which keys are real (S, 1, 1, L); None where all segments are as long."""
+    layout = PackedLayout.from_lengths(lengths)
+    if len(set(lengths)) == 1:
+        return layout.to(device), None
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return layout.to(device), real[:, None, None].to(device)
