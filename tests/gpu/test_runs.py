@@ -85,12 +85,14 @@ def test_full_weights_are_trained(recipe: str, cache: Path, tmp_path: Path) -> N
 
 def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
     """The recipe's assembly, and its model with weights under mcore's DDP."""
+    from zoo.engine.checkpoint import initial_weights
     from zoo.engine.model import build
+    from zoo.engine.train import optimization
 
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, here)
-    build.init_weights(chunks, assembly, recipe, here)
-    (wrapped,) = build.wrap_ddp(chunks, recipe)
+    initial_weights.init_weights(chunks, assembly, recipe, here)
+    (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     return assembly, wrapped
 
 
@@ -98,7 +100,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 copies, which keep what bf16 rounds off."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
-    from zoo.engine.model import build
+    from zoo.engine.train import optimization
 
     overrides = [
         "size=tiny",
@@ -112,7 +114,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
     with single_process_world() as here:
         assembly, wrapped = under_ddp(recipe, here)
-        optimizer, scheduler = build.build_optimizer([wrapped], recipe, assembly.family, 10)
+        optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly.family, 10)
         assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
         buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
         assert {buffer.grad_data.dtype for buffer in buffers} == {torch.float32}

@@ -10,7 +10,9 @@ from support.engine import packed_batch, recipe_for
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
+from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
+from zoo.engine.train import optimization
 from zoo.nn.decoder import weight_gradients
 
 
@@ -24,9 +26,9 @@ def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[i
     recipe = recipe_for(folder, *overrides, recipe="qwen35_vl_sft")
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, world)
-    build.init_weights(chunks, assembly, recipe, world)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
     build.freeze(chunks, recipe.model.freeze, assembly.family)
-    (wrapped,) = build.wrap_ddp(chunks, recipe)
+    (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     count = weight_gradients.accumulate_in_place(chunks) if in_place else 0
     step, examples = build.build_step(assembly, recipe, world), vision_examples(assembly.processor)
     wrapped.zero_grad_buffer()

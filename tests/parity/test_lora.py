@@ -30,7 +30,7 @@ from support.weights import tensors
 from torch import Tensor
 
 from zoo.bridge.peft import tensor_names, to_peft
-from zoo.engine.checkpoint import lora_files
+from zoo.engine.checkpoint import initial_weights, lora_files
 from zoo.engine.checkpoint.export import export
 from zoo.engine.model import build
 from zoo.engine.model.lora import seed_dropout
@@ -156,7 +156,7 @@ def with_adapters(recipe: Any, world: Any) -> tuple[Zoo, Any]:
     """zoo's model of a recipe with random adapters."""
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, world)
-    build.init_weights(chunks, assembly, recipe, world)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
     adapters = adapt(chunks, assembly, recipe, world)
     return Zoo(recipe, assembly, chunks[0].train(), world), adapters
 

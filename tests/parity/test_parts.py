@@ -13,7 +13,9 @@ from support.engine import packed_batch, recipe_for
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
 
+from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
+from zoo.engine.train import optimization
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +30,10 @@ class Trained:
         recipe = recipe_for(folder, "train.lr=1e-3", "train.min_lr=1e-4", *overrides, recipe="qwen3_vl_sft")
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, world)
-        build.init_weights(chunks, assembly, recipe, world)
+        initial_weights.init_weights(chunks, assembly, recipe, world)
         build.freeze(chunks, recipe.model.freeze, assembly.family)
-        self.wrapped = build.wrap_ddp(chunks, recipe)
-        self.optimizer, scheduler = build.build_optimizer(self.wrapped, recipe, assembly.family, 10)
+        self.wrapped = optimization.wrap_ddp(chunks, recipe)
+        self.optimizer, scheduler = optimization.build_optimizer(self.wrapped, recipe, assembly.family, 10)
         self.family, self.model = assembly.family, chunks[0]
         self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.backward_through: set[str] = set()

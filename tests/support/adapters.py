@@ -12,9 +12,9 @@ WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallel
 
 def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
     """New adapters (zoo.engine.model.lora.Adapters), B random, the same under any parallel layout."""
-    from zoo.engine.model import build
+    from zoo.engine.checkpoint import initial_weights
 
-    adapters = build.attach_adapters(chunks, assembly, recipe, world)
+    adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
     for one in adapters.held:
         shape, rank = adapters.full_shape(one), recipe.lora.rank
         stacked = one.target.stacked

@@ -86,12 +86,13 @@ class Zoo:
     @classmethod
     def load(cls, folder: Path, world: Any, *overrides: str) -> Zoo:
         """Weights of a Hugging Face folder, in training mode."""
+        from zoo.engine.checkpoint import initial_weights
         from zoo.engine.model import build
 
         recipe = recipe_for(folder, *overrides)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, world)
-        build.init_weights(chunks, assembly, recipe, world)
+        initial_weights.init_weights(chunks, assembly, recipe, world)
         return cls(recipe, assembly, chunks[0].train(), world)
 
     def step(self, **packing: Any) -> Any:

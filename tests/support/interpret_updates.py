@@ -21,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.engine import single_process_world
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
-from zoo.engine.train import adamw, bad_step_detector
+from zoo.engine.train import adamw, bad_step_detector, optimization
 
 STEPS = 4
 
@@ -42,9 +43,9 @@ def updated(
         recipe = validate(load_recipe("qwen35_vl_sft", [*overrides, "train.warmup_steps=2"]), 1)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
-        build.init_weights(chunks, assembly, recipe, here)
-        (wrapped,) = build.wrap_ddp(chunks, recipe)
-    optimizer, scheduler = build.build_optimizer([wrapped], recipe, assembly.family, 10)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
+        (wrapped,) = optimization.wrap_ddp(chunks, recipe)
+    optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly.family, 10)
     torch.manual_seed(0)
     for step in range(-1, STEPS + 1):
         if step == fused_from:

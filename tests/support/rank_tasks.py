@@ -80,21 +80,21 @@ def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
 
 def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
     """`run_layouts` with gradients reduced during the backward pass, as on a GPU, so many of them at once."""
-    from zoo.engine.model import build
+    from zoo.engine.train import optimization
 
-    wrap = build.wrap_ddp
+    wrap = optimization.wrap_ddp
 
     def wrap_as_on_a_gpu(chunks: list[Any], recipe: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(build, "BUCKET", bucket)
+            patch.setattr(optimization, "BUCKET", bucket)
             wrapped = wrap(chunks, recipe)
         for chunk in wrapped:
             chunk.force_all_reduce = True  # as in `_schedule`
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "wrap_ddp", wrap_as_on_a_gpu)
+        patch.setattr(optimization, "wrap_ddp", wrap_as_on_a_gpu)
         return run_layouts(rank, size, plan)
 
 
@@ -122,13 +122,15 @@ class _Built:
     """A model under DDP, and what it was built from."""
 
     def __init__(self, recipe: Any, world: Any) -> None:
+        from zoo.engine.checkpoint import initial_weights
         from zoo.engine.model import build
+        from zoo.engine.train import optimization
 
         self.world, self.assembly = world, build.assemble(recipe)
         chunks = build.build_model(self.assembly, recipe, world)
-        build.init_weights(chunks, self.assembly, recipe, world)
+        initial_weights.init_weights(chunks, self.assembly, recipe, world)
         self.adapters = adapt(chunks, self.assembly, recipe, world) if recipe.lora.rank else None
-        self.wrapped = build.wrap_ddp(chunks, recipe)
+        self.wrapped = optimization.wrap_ddp(chunks, recipe)
         self.encoded = _count_encoded(chunks[0])
 
     def run(self, recipe: Any, plan: Plan, layout: Layout) -> Held:

@@ -53,7 +53,7 @@ FIXED: tuple[str, ...] = (
     "lora.parts", "lora.init", "engine.precision", "engine.fp8",
 )  # fmt: skip
 
-# Where rows lie; which rows they are is known by their digests (zoo.data.loading.identity).
+# Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
 _SHOWN = 6  # changes that a message names
 

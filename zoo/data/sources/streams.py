@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
-from zoo.data.loading.identity import digest_of
+from zoo.data.sources.identity import digest_of
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, load_line, locate, make_row, next_line, reading
 from zoo.data.sources.tables import held_out, kind_of, plain_item, without_nones

@@ -13,7 +13,7 @@ from zoo.config.compose import load_recipe, recipe_for_weights
 from zoo.config.locate import Place, read_arch, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.checkpoint import model_card, sharded
+from zoo.engine.checkpoint import initial_weights, model_card, sharded
 from zoo.engine.distributed.world import World, world
 from zoo.engine.model import build
 from zoo.engine.model.meta_model import family_of
@@ -60,7 +60,7 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
-        adapters = build.load_run(chunks, run, assembly, recipe, here)
+        adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
             adapters.freeze_others()
         about = partial(model_card.trained, _recipe_of(run), step_of(run.folder), sharded.started_from(run))

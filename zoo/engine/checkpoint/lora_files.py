@@ -31,7 +31,7 @@ from zoo.bridge.safetensors_io import read_header
 from zoo.bridge.side_files import write_card
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import model_card, sharded
+from zoo.engine.checkpoint import initial_weights, model_card, sharded
 from zoo.engine.checkpoint.export import export
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
@@ -53,15 +53,15 @@ def load_base(
     arch = {} if source is None else read_arch(source.files)
     find(chunks, assembly.family, arch, recipe, TorchComm.from_groups(here.groups))
     if source is not None and source.kind == "hf" and not quantisation(arch):
-        build.init_weights(chunks, assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
         return assembly
     assert recipe.run.dir is not None
     folder = Path(recipe.run.dir)
     if not fresh:
         based = replace(assembly, source=agreed(lambda: sharded.started_from(locate(str(folder)))))
-        build.init_weights(chunks, based, recipe, here)
+        initial_weights.init_weights(chunks, based, recipe, here)
         return based
-    build.init_weights(chunks, assembly, recipe, here)
+    initial_weights.init_weights(chunks, assembly, recipe, here)
     about = partial(model_card.untrained, source)
     export(chunks, folder / BASE, assembly, here, source, card=about, overwrite="aside")
     return replace(assembly, source=locate(str(folder / BASE)))

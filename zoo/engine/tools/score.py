@@ -27,6 +27,7 @@ from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.rows import MEDIA
 from zoo.data.sources.rows import locate as locate_rows
+from zoo.engine.checkpoint import initial_weights
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import peers
 from zoo.engine.distributed.process_state import untouched
@@ -111,7 +112,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
-        build.init_weights(chunks, assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
         for chunk in chunks:
             chunk.eval()
         step = build.build_step(assembly, recipe, here)

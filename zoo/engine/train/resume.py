@@ -1,6 +1,6 @@
 """Whether a run may go on from a checkpoint: its recipe and its rows are those that were saved, or what is otherwise is allowed.
 
-`zoo.config.resume` lists what a recipe may say otherwise, `zoo.data.loading.identity` says what rows are known by.
+`zoo.config.resume` lists what a recipe may say otherwise, `zoo.data.sources.identity` says what rows are known by.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from zoo.config.files import read_recipe
 from zoo.config.resume import Change, changes, refuse
 from zoo.config.schema import Recipe
-from zoo.data.loading.identity import FORM, Known, difference, of_part
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World

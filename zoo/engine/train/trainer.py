@@ -20,7 +20,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import evaluated_on
 from zoo.doctor.startup import check_kernels
-from zoo.engine.checkpoint import export, lora_files, model_card, sharded
+from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
 from zoo.engine.checkpoint.saver import Saved, Saver
 from zoo.engine.checkpoint.selection import Chosen, choose
 from zoo.engine.checkpoint.sharded import Trainable
@@ -34,7 +34,7 @@ from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
-from zoo.engine.train import adamw, bad_step_detector, bad_step_records, messages, resume
+from zoo.engine.train import adamw, bad_step_detector, bad_step_records, messages, optimization, resume
 from zoo.engine.train.dataloader import open_feed
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.step_metrics import Counts, Totals, expert_figures
@@ -161,11 +161,13 @@ class Run:
         if recipe.lora.rank:
             self._adapt(chunks)
         elif self.resume_from is None:
-            build.init_weights(chunks, self.assembly, recipe, world)
-        self.startup.mark("weights", build.weight_bytes(self.assembly) if self.resume_from is None else 0)
+            initial_weights.init_weights(chunks, self.assembly, recipe, world)
+        self.startup.mark(
+            "weights", initial_weights.weight_bytes(self.assembly) if self.resume_from is None else 0
+        )
         build.freeze(chunks, recipe.model.freeze, family)
-        wrapped = build.wrap_ddp(chunks, recipe)
-        optimizer, scheduler = build.build_optimizer(wrapped, recipe, family, self.total_steps)
+        wrapped = optimization.wrap_ddp(chunks, recipe)
+        optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
         self.saver = Saver(recipe, world, self.assembly.save_files, self.phases.tick)
@@ -185,7 +187,7 @@ class Run:
         """Load what adapters belong to, and put new ones (or those of lora.init) beside it."""
         recipe, world, fresh = self.recipe, self.world, self.resume_from is None
         self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=fresh)
-        self.adapters = build.attach_adapters(chunks, self.assembly, recipe, world)
+        self.adapters = initial_weights.attach_adapters(chunks, self.assembly, recipe, world)
         if fresh:
             lora_files.start(self.adapters, recipe)
 

@@ -9,9 +9,9 @@ import torch
 from zoo.config import devices
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.engine.checkpoint import initial_weights
 from zoo.engine.distributed import world as place
 from zoo.engine.distributed.world import world
-from zoo.engine.model import build
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,8 @@ def test_one_thread_beside_a_gpu(
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     loaded_with: list[int] = []
-    monkeypatch.setattr(build, "load_hf", lambda *_: loaded_with.append(torch.get_num_threads()))
-    monkeypatch.setattr(build, "model_dims", lambda _: None)
+    monkeypatch.setattr(initial_weights, "load_hf", lambda *_: loaded_with.append(torch.get_num_threads()))
+    monkeypatch.setattr(initial_weights, "model_dims", lambda _: None)
     source = SimpleNamespace(kind="hf", weights=None)
     assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)
     before = torch.get_num_threads()
@@ -36,7 +36,7 @@ def test_one_thread_beside_a_gpu(
     try:
         with world(recipe) as here:
             assert torch.get_num_threads() == in_steps
-            build.init_weights([], assembly, recipe, here)
+            initial_weights.init_weights([], assembly, recipe, here)
             assert loaded_with == [on_weights]
             assert torch.get_num_threads() == in_steps
         assert torch.get_num_threads() == 2

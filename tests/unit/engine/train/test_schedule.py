@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.model.build import build_schedule
+from zoo.engine.train.optimization import build_schedule
 
 LR, MIN_LR, SCALE = 2e-3, 1e-4, 0.1
 

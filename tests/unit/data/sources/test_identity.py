@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zoo.config.entries import DataEntry, parse_entry
-from zoo.data.loading.identity import DIGESTS, difference, of_part
+from zoo.data.sources.identity import DIGESTS, difference, of_part
 from zoo.data.sources.references import Access
 from zoo.data.sources.streams import open_stream
 from zoo.data.sources.tables import open_table

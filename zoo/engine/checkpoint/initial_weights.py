@@ -1,0 +1,104 @@
+"""Weights that a run begins with: from a folder, from a run's checkpoint, or random."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import Dims, ShardInfo, load_hf
+from zoo.bridge.native import check_sums, native
+from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
+from zoo.config.compose import replace_in
+from zoo.config.locate import Place, read_arch
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import sharded
+from zoo.engine.distributed.world import World, on_all_cores
+from zoo.engine.model import lora
+from zoo.engine.model.build import Assembly, model_dims
+
+
+def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
+    """Weights from the source folder, or random ones that don't depend on the parallel layout."""
+    bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
+    shard, source = ShardInfo.from_groups(world.groups), assembly.source
+    if source is not None and source.kind == "run":
+        load_run(chunks, source, assembly, recipe, world)
+        return
+    if source is not None:
+        if source.kind == "zoo":
+            check_sums(source.folder, default_comm())
+        table = native(bridge) if source.kind == "zoo" else bridge
+        with on_all_cores(recipe, world):
+            load_hf(chunks, source.weights, table, dims, shard)
+        return
+    randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
+
+
+def weight_bytes(assembly: Assembly) -> int:
+    """Bytes of the safetensors files that weights come from; 0 where they come from elsewhere, or nowhere."""
+    if assembly.source is None or assembly.source.kind == "run":
+        return 0
+    return sum(file.stat().st_size for file in assembly.source.weights.glob("*.safetensors"))
+
+
+def load_run(
+    chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
+) -> lora.Adapters | None:
+    """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and they are told."""
+    settings = sharded.read_origin(run).get("lora")
+    if settings is None:
+        sharded.load_weights(chunks, run.folder, world)
+        return None
+    base = replace(assembly, source=sharded.started_from(run))
+    init_weights(chunks, base, recipe, world)
+    adapters = attach_adapters(chunks, base, replace_in(recipe, {"lora": settings}), world)
+    sharded.load_adapters(adapters, run.folder)
+    adapters.merge()
+    return adapters
+
+
+def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:
+    """New adapters beside the weights of `assembly.source`, a Hugging Face folder."""
+    assert assembly.source is not None
+    arch = read_arch(assembly.source.files)
+    return lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
+
+
+@torch.no_grad()
+def randomise(chunks: list[Any], bridge: Any, dims: Dims, shard: ShardInfo, seed: int, std: float) -> None:
+    """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
+
+    So a run from random weights starts from the same model under any parallel layout of GPUs of one model, or of CPUs:
+    the numbers are drawn where the parameter lies (a core makes some 50 million a second). A parameter may bring its
+    own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with.
+    """
+    parameters = dict(model_parameters(chunks))
+    for name, entry in bridge.publish(parameters).items():
+        parameter = parameters[name]
+        initial = getattr(parameter, "initial", None)
+        if "{rest}" in entry.rule.zoo or (parameter.ndim < 2 and initial is None):
+            continue
+        how = entry.rule.shard_for(dims)
+        shape = full_shape(parameter.shape, how, shard)
+        if initial is not None:
+            parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), how, shard))
+            continue
+        if not entry.rule.stacked:
+            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}", parameter.device), how, shard))
+            continue
+        first = shard.ep_rank * parameter.shape[0]
+        for local in range(parameter.shape[0]):
+            full = _normal(shape[1:], std, f"{seed}/{name}/{first + local}", parameter.device)
+            parameter[local].copy_(cut(full, how, shard))
+
+
+def _normal(shape: Any, std: float, name: str, device: torch.device) -> Tensor:
+    return torch.randn(*shape, generator=_generator(name, device), device=device).mul_(std)
+
+
+def _generator(name: str, device: torch.device | str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(zlib.crc32(name.encode()))

@@ -1,0 +1,115 @@
+"""What updates the weights: DDP, AdamW as megatron-core's distributed optimizer, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zoo.config.schema import Recipe, TrainConfig
+from zoo.engine.distributed.gradient_reduction import reduce_in_order
+from zoo.engine.train.adamw import fuse
+from zoo.nn.decoder.weight_gradients import accumulate_in_place
+from zoo.nn.kernels import has_triton
+from zoo.registry import ModelFamily
+
+BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass goes on
+
+
+def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
+    """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+
+    on_gpu = torch.cuda.is_available()
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=on_gpu,
+        overlap_param_gather=False,
+        bucket_size=BUCKET if on_gpu else None,
+    )
+    wrapped: list[Any] = [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    config = chunks[0].config
+    config.finalize_model_grads_func = finalize_model_grads
+    if on_gpu:
+        if recipe.engine.precision == "bf16":
+            accumulate_in_place(chunks)
+        for chunk in wrapped:
+            reduce_in_order(chunk)
+        config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    for chunk in chunks[1:]:
+        chunk.config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(
+    chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
+) -> tuple[Any, Any]:
+    """AdamW as mcore's distributed optimizer, and its warm-up and cosine schedule."""
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        ParamKey,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+
+    train = recipe.train
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=train.lr,
+        min_lr=train.min_lr,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.beta1,
+        adam_beta2=train.beta2,
+        adam_eps=train.eps,
+        clip_grad=train.clip_grad,
+        bf16=recipe.engine.precision == "bf16",
+        params_dtype=torch.bfloat16 if recipe.engine.precision == "bf16" else torch.float32,
+        use_distributed_optimizer=True,
+    )
+    groups: dict[Any, Any] = get_standard_config_overrides(config)
+    for part, scale in train.lr_scale.items():
+        of_part = ParamWithNamePredicate(part, lambda _, name, part=part: family.part_of(name) == part)
+        groups[ParamKey(with_name_predicate=of_part)] = {
+            "max_lr": train.lr * scale,
+            "min_lr": train.min_lr * scale,
+        }
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
+    if torch.cuda.is_available() and has_triton():
+        fuse(optimizer)
+    config.grad_scale_func = optimizer.scale_loss
+    return optimizer, build_schedule(optimizer, train, total_steps)
+
+
+def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
+    """The learning rate of update k of N = `total_steps`, k from 1, in each of the optimizer's groups.
+
+    In a warm-up of W steps it is lr * k / W. Then it follows a cosine that would reach min_lr one update after the last:
+    min_lr + (lr - min_lr) * (1 + cos(pi * (k - W) / (N + 1 - W))) / 2. So every update moves the weights.
+    """
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    after_last = max(total_steps, train.warmup_steps) + 1
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=train.warmup_steps,
+        lr_decay_steps=after_last,
+        lr_decay_style="cosine",
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=after_last,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run, too, follows its recipe
+    )
