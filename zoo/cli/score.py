@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         rows = score(path, file, overrides, here=True)
     except WorkerError as error:
         if error.code != 2:  # a user's mistake has been told in one line already
-            print(f"zoo: {error}", file=sys.stderr)
+            print(f"zoo: {error.line}", file=sys.stderr)
         return error.code
     text = "".join(f"{json.dumps(row)}\n" for row in rows)
     if out:

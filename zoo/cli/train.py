@@ -63,7 +63,7 @@ def _run(arguments: Sequence[str]) -> int:
         result = launch(recipe, here=True)
     except WorkerError as error:
         if not error.told:
-            print(f"zoo: {error}", file=sys.stderr)
+            print(f"zoo: {error.line}", file=sys.stderr)
         return error.code
     return result.code
 

@@ -9,7 +9,6 @@ from zoo.bench import length_sets
 from zoo.errors import UserError
 
 OPTIONS = bench.Options(count=30_000)
-SECONDS = 10  # of a core, that planning a million rows may take
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +25,6 @@ def test_rows_are_full_and_ranks_even(name: str, report: dict[str, list[bench.Wa
         assert by_cost.worst[ranks] < by_tokens.worst[ranks] < dealt.worst[ranks]
         assert by_cost.worst99[ranks] >= by_cost.worst[ranks]
     assert dealt.worst[64] > 0.2
-    seconds = by_cost.seconds
-    for _ in range(4):  # beside other work a core is slower: it waits for memory
-        if seconds >= SECONDS:
-            seconds = min(seconds, bench.run(OPTIONS)[name][2].seconds)
-    assert seconds < SECONDS
 
 
 def test_table_and_json_say_the_same(report: dict[str, list[bench.Way]]) -> None:

@@ -68,10 +68,14 @@ _STOPPED = (
 
 
 class WorkerError(RuntimeError):
-    """A rank failed; what it had to `say` has been shown. `code` is the exit code to pass on."""
+    """A rank failed; what it had to say has been shown, and follows the first `line` of the message.
+
+    `code` is the exit code to pass on.
+    """
 
     def __init__(self, code: int, said: Sequence[str] = ()) -> None:
-        super().__init__("\n".join((f"a rank of the run failed with exit code {code}", *said)))
+        self.line = f"a rank of the run failed with exit code {code}"
+        super().__init__("\n".join((self.line, *said)))
         self.code = code
         self.told = code in (2, LOST) or code > 128  # in one line already
 

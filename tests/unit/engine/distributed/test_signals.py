@@ -42,9 +42,9 @@ def test_an_error_of_its_own_stays() -> None:
 def test_a_closed_terminal_is_noted_once_and_the_second_signal_ends(number: signal.Signals) -> None:
     program = f"""
 import os, time
-from zoo.engine import interrupts
-interrupts.SAME_SECONDS = 0.2
-with interrupts.interrupts() as stop, stop.deferred():
+from zoo.engine.distributed import signals
+signals.SAME_SECONDS = 0.2
+with signals.interrupts() as stop, stop.deferred():
     os.kill(os.getpid(), {int(number)})
     os.kill(os.getpid(), {int(number)})  # the same request
     assert stop.asked and stop.preempted

@@ -78,7 +78,7 @@ def test_it_is_said_before_megatron_core_is_imported(task: bool, tmp_path: Path)
     code = (
         "import os, sys\n"
         "from zoo.config.compose import load_recipe\n"
-        "from zoo.engine import kernel_cache\n"
+        "from zoo.engine.launch import kernel_cache\n"
         "from zoo.engine.launch.launcher import launch, run_task\n"
         "kernel_cache.gpu_capabilities = lambda: {(9, 0)}\n"
         "assert 'megatron.core' not in sys.modules\n"

@@ -305,10 +305,10 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> No
     text = """
         from datetime import timedelta
         from torch.distributed import TCPStore
-        from zoo.engine import parent
+        from zoo.engine.distributed import processes
         from zoo.engine.distributed.signals import interrupts
-        parent._POLL_SECONDS, parent._DEAF_SECONDS = 0.05, 0.5
-        parent.end_with_parent()
+        processes._POLL_SECONDS, processes._DEAF_SECONDS = 0.05, 0.5
+        processes.end_with_parent()
         with interrupts():
             open(sys.argv[1] + f"/ready{rank}", "w").write(str(os.getpid()))
             if sys.argv[2] == "True":
@@ -345,9 +345,9 @@ def test_ranks_whose_launcher_dies_as_they_start_end(tmp_path: Path, delay: floa
     """Whatever the moment: none runs on unwatched."""
     text = """
         open(sys.argv[1] + f"/began{rank}", "w").write(str(os.getpid()))
-        from zoo.engine import parent
-        parent._POLL_SECONDS = 0.05
-        parent.end_with_parent()
+        from zoo.engine.distributed import processes
+        processes._POLL_SECONDS = 0.05
+        processes.end_with_parent()
         time.sleep(20)
         open(sys.argv[1] + "/survived", "w").close()
     """
@@ -372,7 +372,7 @@ def test_a_rank_of_another_launcher_ends_with_it(tmp_path: Path) -> None:
     """torchrun and SLURM name no process: who started the rank is asked as zoo is imported, before that one can be gone."""
     rank = (
         "import os, sys, time, zoo; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(1.0)\n"
-        "from zoo.engine import parent; parent._POLL_SECONDS = 0.05; parent.end_with_parent(); time.sleep(60)"
+        "from zoo.engine.distributed import processes; processes._POLL_SECONDS = 0.05; processes.end_with_parent(); time.sleep(60)"
     )
     agent = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
     pid = tmp_path / "pid"

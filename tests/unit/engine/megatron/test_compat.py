@@ -110,7 +110,7 @@ ANOTHER_VERSION = """
 import importlib.metadata
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.19.99" if name == "megatron-core" else real(name)
-from zoo.engine import compat, probes
+from zoo.engine.megatron import compat, probes
 print(sorted(probes.pickles_that_ran()), probes.moments_are_saved_whole())
 compat.install()
 print(sorted(probes.pickles_that_ran()), probes.moments_are_saved_whole())
