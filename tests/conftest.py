@@ -16,8 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Tests that share a world come last: it lasts up to the end, and others start worlds of their own.
-    items.sort(key=lambda item: "cpu_world" in getattr(item, "fixturenames", ()))
+    # Tests that share a world come last, file by file: it lasts up to the end, and others start worlds of their own.
+    shared = {item.path for item in items if _shares_world(item)}
+    items.sort(key=lambda item: (item.path in shared, _shares_world(item)))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return
@@ -26,6 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _shares_world(item: pytest.Item) -> bool:
+    return "cpu_world" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")
