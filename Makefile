@@ -4,8 +4,6 @@ EXTRAS ?= dev
 DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 train.eval_every=100 train.max_minutes=3.5 run.dir=runs/demo
 PYTEST_ARGS ?=
 WORKERS ?= $(shell nproc)
-# Whole files go to a worker; tests that start ranks of their own run two files at a time.
-BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
@@ -27,10 +25,7 @@ demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few m
 	@echo "  $(VENV)/bin/zoo show recipe=qwen3_omni_sft                               every key of the recipe"
 
 test: env ## run the tests in WORKERS processes, by default one a core; PYTEST_ARGS="-m slow" runs the slow ones
-	@status=0; \
-	$(PYTHON) -m pytest -n $(WORKERS) $(BY_FILE) tests/unit tests/parity tests/fuzz $(PYTEST_ARGS) || status=$$?; \
-	$(PYTHON) -m pytest -n 2 $(BY_FILE) tests/cli tests/distributed tests/slow tests/gpu $(PYTEST_ARGS) || status=$$?; \
-	exit $$status
+	@sh scripts/run_tests.sh $(PYTHON) $(WORKERS) $(PYTEST_ARGS)
 
 lint: env ## ruff, ruff format --check and mypy: all three run, and all must pass
 	@status=0; \

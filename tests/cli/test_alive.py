@@ -66,7 +66,7 @@ def command(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
 
 def arguments(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
     return zoo.train_arguments(
-        folder, "nproc=2", "train.steps=400", "log.tensorboard=false", "export=false", *overrides
+        folder, "nproc=2", "train.steps=2000", "log.tensorboard=false", "export=false", *overrides
     )
 
 
@@ -192,7 +192,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(
     run = Launched(command(zoo, folder), folder)
     run.until_step(3)
     while_running = json.loads(zoo("show", str(folder), "--json").out)
-    assert (while_running["state"], while_running["total_steps"]) == ("running", 400)
+    assert (while_running["state"], while_running["total_steps"]) == ("running", 2000)
     assert while_running["steps_per_second"] > 0 and while_running["eta_seconds"] > 0
     ranks = run.children()
     targets = {"launcher": [run.process.pid], "rank": ranks[1:], "all": [run.process.pid, *ranks]}[to]
@@ -203,7 +203,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(
     assert (code, err) == (75, ""), err
     assert time.monotonic() - since < SECONDS
     at = summary(folder)["steps"]
-    assert f"stopped at step {at} of 400, saved in {folder}/checkpoints/iter_{at}" in out
+    assert f"stopped at step {at} of 2000, saved in {folder}/checkpoints/iter_{at}" in out
     assert (folder / "checkpoints" / f"iter_{at}" / "state.json").is_file()
     assert last_event(folder)["reason"] == "preempted"
     assert "preempted" in zoo("show", str(folder)).out
