@@ -66,7 +66,7 @@ def command(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
 
 def arguments(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
     return zoo.train_arguments(
-        folder, "nproc=2", "train.steps=2000", "log.tensorboard=false", "export=false", *overrides
+        folder, "nproc=2", "train.steps=400", "log.tensorboard=false", "export=false", *overrides
     )
 
 
@@ -189,7 +189,7 @@ def test_a_signal_saves_and_asks_to_be_started_again(
     zoo: Zoo, tmp_path: Path, number: signal.Signals, to: str
 ) -> None:
     folder = tmp_path / "run"
-    run = Launched(command(zoo, folder), folder)
+    run = Launched(command(zoo, folder, "train.steps=2000"), folder)
     run.until_step(3)
     while_running = json.loads(zoo("show", str(folder), "--json").out)
     assert (while_running["state"], while_running["total_steps"]) == ("running", 2000)
