@@ -75,7 +75,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         ),
         (["bench", "packing", "sample=4"], "sample: no such key; nearest: samples"),
         (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
-        (["bench", "packing", "repeats=0"], "samples, shortest, cp, threads and repeats must be at least 1"),
+        (["bench", "packing", "repeats=0"], "repeats: wanted whole numbers from 1 to 1,000,000"),
         (["bench", "packing", "--jsn"], "--jsn: no such option; nearest: --json"),
         (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}"),
         (

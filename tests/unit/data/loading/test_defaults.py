@@ -16,7 +16,7 @@ from zoo.config.validate import validate
 from zoo.data.loading.defaults import with_defaults
 from zoo.errors import ConfigError
 
-RECIPES = Path(zoo.__file__).parents[2] / "recipes"
+RECIPES = Path(zoo.__file__).parents[1] / "recipes"
 NAME = "qwen3_vl_sft"
 TINY = ["size=tiny", "hardware=cpu"]
 
