@@ -89,7 +89,10 @@ def test_where_a_thread_stands() -> None:
     import zoo
 
     home = str(Path(zoo.__file__).parent)
-    ours = [(f"{home}/engine/loop.py", 5, "run"), (f"{home}/engine/cpu_host.py", 9, "gather")]
+    ours = [
+        (f"{home}/engine/train/trainer.py", 5, "run"),
+        (f"{home}/engine/megatron/cpu_host.py", 9, "gather"),
+    ]
     theirs = [
         ("/x/torch/distributed/c10d_logger.py", 1, "wrapper"),
         ("/x/torch/distributed/distributed_c10d.py", 2, "barrier"),
