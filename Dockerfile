@@ -27,6 +27,6 @@ RUN pip install . 'setuptools>=77,<82' ninja \
     && if [ -n "$EXTRAS" ]; then pip install --no-build-isolation ".[$EXTRAS]"; fi \
     && case ",$EXTRAS," in *,kernels,*) pip install 'triton>=3.7.1,<3.8' ;; esac
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["zoo"]
 CMD ["--help"]
