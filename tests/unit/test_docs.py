@@ -101,7 +101,8 @@ def test_the_table_of_parallel_layouts_is_that_of_the_tests() -> None:
 
 
 def test_there_are_pages() -> None:
-    assert {"README.md", "architecture.md", "data.md", "packing.md", "parallelism.md", "recipes.md"} <= {
+    inside = {"architecture.md", "packing-contract.md", "decisions.md", "megatron-faults.md"}
+    assert {"README.md", "data.md", "packing.md", "parallelism.md", "recipes.md"} | inside <= {
         page.name for page in PAGES
     }
 

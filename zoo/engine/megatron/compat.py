@@ -5,7 +5,7 @@ would harm without its fault, a probe asks megatron-core itself. Where the shim 
 changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
 
 tests/unit/engine/megatron/test_compat.py shows every fault in the installed version, and asks for the removal of what stands
-against it once it is gone. docs/architecture.md holds the same as a table. Below stand the functions that are called in the
+against it once it is gone. docs/megatron-faults.md holds the same as a table. Below stand the functions that are called in the
 place of faulty ones.
 """
 
