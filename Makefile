@@ -3,14 +3,15 @@ VENV ?= .venv
 EXTRAS ?= dev
 DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 train.eval_every=100 train.max_minutes=3.5 run.dir=runs/demo
 PYTEST_ARGS ?=
+TURN ?= 1
 WORKERS ?= $(shell nproc)
 PYTHON := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format docs clean
+.PHONY: help env demo check test test-all test-turn lint format docs clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
 
 env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds more; ZOO_PYTHON=/path picks the Python)
 	@sh scripts/setup_env.sh $(VENV) $(EXTRAS)
@@ -24,8 +25,17 @@ demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few m
 	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft nproc=2 parallel.ep=2 run.dir=runs/ep   experts over two ranks"
 	@echo "  $(VENV)/bin/zoo show recipe=qwen3_omni_sft                               every key of the recipe"
 
-test: env ## run the tests in WORKERS processes, by default one a core; PYTEST_ARGS="-m slow" runs the slow ones
-	@sh scripts/run_tests.sh $(PYTHON) $(WORKERS) $(PYTEST_ARGS)
+check: env ## ruff, mypy and the tests that your change touches: under a minute for a typical file
+	@$(PYTHON) scripts/check.py
+
+test: env ## every promise once, in WORKERS processes, by default one a core: minutes (PYTEST_ARGS="-x" adds options)
+	@$(PYTHON) scripts/run_tests.py fast --workers $(WORKERS) $(PYTEST_ARGS)
+
+test-all: env ## every test: the slow ones too, and those for a GPU where there is one: hours
+	@$(PYTHON) scripts/run_tests.py all --workers $(WORKERS) $(PYTEST_ARGS)
+
+test-turn: env ## piece TURN of the five that the slow tests are dealt into, as continuous integration runs them
+	@$(PYTHON) scripts/run_tests.py turn --turn $(TURN) --workers $(WORKERS) $(PYTEST_ARGS)
 
 lint: env ## ruff, ruff format --check and mypy: all three run, and all must pass
 	@status=0; \
@@ -34,7 +44,7 @@ lint: env ## ruff, ruff format --check and mypy: all three run, and all must pas
 	sh scripts/typecheck.sh $(PYTHON) || status=1; \
 	exit $$status
 
-format: env ## let ruff mend and format the code
+format: env ## let ruff fix and format the code
 	@$(PYTHON) -m ruff check --fix .
 	@$(PYTHON) -m ruff format .
 

@@ -12,10 +12,33 @@ sys.path.insert(0, str(Path(__file__).parent))  # the package `support`
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing a test needs lies on the hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # tests fork
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # several workers run side by side, and tiny tensors gain nothing
+
+from support import slow_tests, turns
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    slow_tests.mark(item)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    turns.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    turns.leave_out_when_late(item)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    turns.list_left_out(terminalreporter)
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turns.select(config, items)
     # Tests that share a world come last, file by file: it lasts up to the end, and others start worlds of their own.
     shared = {item.path for item in items if _shares_world(item)}
     items.sort(key=lambda item: (item.path in shared, _shares_world(item)))

@@ -1,7 +1,7 @@
 """The losses of each recipe's first steps on the bundled digits stay what they were.
 
 They change with the model, the data, augmentation, packing, the optimizer: with anything that a user would see in a loss
-curve. `python -m pytest tests/distributed/test_golden.py --write-golden` writes them anew, where a change is meant.
+curve. `python -m pytest -m "" tests/distributed/test_golden.py --write-golden` writes them anew, where a change is meant.
 """
 
 import json

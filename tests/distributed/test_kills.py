@@ -1,7 +1,7 @@
 """A run that is killed at random moments, saves included, and started again by the same command loses and repeats nothing.
 
 The loss curve is that of the run without kills, to the bit; see support/kill_train.py. All hundred kills:
-`make test PYTEST_ARGS="-m slow tests/distributed/test_kills.py"` (a quarter of an hour on two cores).
+`python -m pytest -m slow tests/distributed/test_kills.py` (a quarter of an hour on two cores).
 """
 
 import json
@@ -17,9 +17,9 @@ from support import rank_tasks
     ("ranks", "kills", "steps"),
     [
         (1, 5, 30),
-        (4, 2, 16),
-        pytest.param(1, 100, 500, marks=pytest.mark.slow),
-        pytest.param(4, 100, 400, marks=pytest.mark.slow),
+        pytest.param(4, 2, 16, marks=pytest.mark.slow),
+        pytest.param(1, 100, 500, marks=pytest.mark.slow(minutes=15)),
+        pytest.param(4, 100, 400, marks=pytest.mark.slow(minutes=15)),
     ],
 )
 def test_killed_at_any_moment_a_run_goes_on_to_the_bit(

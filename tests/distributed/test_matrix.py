@@ -6,15 +6,16 @@ hold; where several hold the same part it must be the same to the bit on each.
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from support.engine import Batch, packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
-from support.matrix import LAYOUTS, MODELS, PARALLEL, REFUSED, Model, layouts
+from support.matrix import CORE, LAYOUTS, MODELS, PARALLEL, REFUSED, Model, layouts
 from support.pool import Pool
 from support.rank_tasks import Held, Layout, Plan, run_layouts
 from torch import Tensor
@@ -126,8 +127,29 @@ def test_what_zoo_list_shows_is_what_is_proved() -> None:
     assert {name: set(family.proved) for name, family in families().items()} == found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("parallel", PARALLEL)
+def test_the_fast_cells_combine_all_that_the_matrix_combines() -> None:
+    """Each pair of kinds of parallelism that some row has, and each model."""
+
+    def pairs(rows: Iterable[str]) -> set[frozenset[str]]:
+        return {frozenset(pair) for row in rows for pair in product(PARALLEL[row].kinds, repeat=2)}
+
+    assert pairs(CORE) == pairs(PARALLEL)
+    assert sorted(CORE.values()) == sorted(MODELS)
+    assert not CORE.items() & REFUSED.keys()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "model"),
+    [
+        pytest.param(
+            parallel,
+            model,
+            marks=[] if CORE.get(parallel) == model or (parallel, model) in REFUSED else pytest.mark.slow,
+            id=f"{parallel}-{model}",
+        )
+        for parallel, model in product(PARALLEL, MODELS)
+    ],
+)
 def test_matrix(
     parallel: str,
     model: str,

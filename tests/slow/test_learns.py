@@ -1,6 +1,6 @@
 """Each family's recipe learns what it is for, from random weights: ten to twenty minutes each on two cores.
 
-`make test PYTEST_ARGS="-m slow tests/slow/test_learns.py"`
+`python -m pytest -m slow tests/slow/test_learns.py`
 """
 
 import json
@@ -29,7 +29,7 @@ def trained(recipe: str, folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=15)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nine_of_ten_held_out_rows_are_exactly_right(recipe: str, tmp_path: Path) -> None:
     metrics = trained(recipe, tmp_path / "run")["metrics"]

@@ -47,7 +47,7 @@ def losses(folder: Path, *overrides: str) -> list[float]:
     return [line["loss"] for line in lines if "grad_norm" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=10)
 def test_eight_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     one, eight = losses(tmp_path / "one", "nproc=1"), losses(tmp_path / "eight", *EIGHT)
     assert len(one) == len(eight) == STEPS

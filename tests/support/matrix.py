@@ -1,6 +1,6 @@
 """The matrix of tests/distributed/test_matrix.py: models, parallel layouts, sample layouts, and what is refused.
 
-docs/parallelism.md shows it as a table; `python -m pytest tests/distributed/test_matrix.py --write-table` writes it anew
+docs/parallelism.md shows it as a table; `python -m pytest -m "" tests/distributed/test_matrix.py --write-table` writes it anew
 from what was run and measured.
 """
 
@@ -133,6 +133,17 @@ PARALLEL = {
     "pp2 cp2": Parallel("PP2 x CP2", 4, ("parallel.pp=2", "parallel.cp=2")),
     "cp2 ep2": Parallel("CP2 x EP2", 2, ("parallel.cp=2", "parallel.ep=2")),
     "tp2 pp2": Parallel("TP2 (+ SP) x PP2", 4, ("parallel.tp=2", "parallel.pp=2")),
+}
+
+# The cells of the fast tier, parallel: model. Each pair of kinds of parallelism that some row combines, and each model once.
+CORE = {
+    "pp2 vpp2": "dense",
+    "ep2 etp2": "deepstack",
+    "dp2": "moe",
+    "tp2 cp2": "gdn",
+    "cp2 ep2": "mtp",
+    "tp2 pp2": "llava",
+    "pp2 cp2": "omni",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.

@@ -1,0 +1,128 @@
+"""Which tests `make test` leaves out: those that take long, or repeat for a further case what another shows.
+
+By file, then by function: of its cases each n-th stays in the fast tier, 0 keeps none; "*" speaks for all that the file's other
+lines don't name. A file or function that is not here stays whole. Tests may also carry `@pytest.mark.slow` themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+SLOW: dict[str, dict[str, int]] = {
+    "unit/bench/test_train.py": {
+        "test_the_same_samples_packed_padded_and_under_transformers": 0,
+        "test_a_setting_that_fails_is_told_and_the_next_one_runs": 0,
+    },
+    "unit/bench/test_plot.py": {
+        "test_a_picture": 0,
+        "test_a_page_is_filled_and_filled_again": 0,
+        "test_lines_without_figures_say_why": 0,
+    },
+    "unit/bench/test_data.py": {"test_rows_are_measured_without_encoding_where_nothing_changes_them": 0},
+    "unit/bench/test_packing.py": {
+        "test_bytes_grow_with_the_tokens": 0,
+        "test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select": 0,
+    },
+    "unit/bridge/test_quantised.py": {"test_blocks_that_are_cut_short_and_every_slice": 0},
+    "unit/cli/test_plan.py": {"test_a_plan_says_nothing_else": 0},
+    "unit/config/test_foreign.py": {"test_common_names": 3},
+    "unit/config/test_recipes.py": {
+        "test_a_recipe_resolves_at_every_size_and_on_all_hardware": 8,
+        "test_parameters_of_every_size": 3,
+    },
+    "unit/config/test_resume.py": {"test_every_fixed_key_is_compared": 4},
+    "unit/data/loading/test_defaults.py": {"test_none_evaluates_nothing": 3},
+    "unit/data/loading/test_lengths.py": {"test_a_hundred_thousand_samples_leave_nothing_behind": 0},
+    "unit/data/media/test_bounds.py": {"test_a_worker_keeps_its_bounds": 5, "test_lines_without_end": 3},
+    "unit/data/sources/test_sources.py": {"test_a_mixture_is_drawn_and_resumed_to_the_sample": 3},
+    "unit/nn/test_config_keys.py": {
+        "test_every_key_is_used_or_refused_or_in_the_list": 5,
+        "test_who_says_whether_the_head_is_the_embedding": 4,
+    },
+    "unit/nn/test_kernels.py": {
+        "test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch": 0,
+        "test_they_compile_for_a_gpu_without_running_out_of_registers": 0,
+        "test_updates_in_one_kernel_are_those_of_adamw": 0,
+    },
+    "parity/test_accumulate.py": {"test_the_gradient_is_the_same": 3},
+    "parity/test_calls.py": {"test_alternating_calls_give_what_a_fresh_model_gives": 2},
+    "parity/test_flops.py": {"test_flops_of_a_sample_by_part": 7},
+    "parity/test_grid_positions.py": {"test_positions_of_any_pack": 2},
+    "parity/test_llava.py": {"test_other_architectures": 7},
+    "parity/test_llava_weights.py": {"test_what_goes_in_comes_out_as_published": 5},
+    "parity/test_lora.py": {
+        "test_peft_gives_the_same_logits": 9,
+        "test_peft_gives_the_same_gradients": 9,
+        "test_a_part_of_the_linears": 6,
+        "test_an_adapter_is_gone_on_with_and_merged": 9,
+        "test_layers_that_are_made_again_drop_the_same": 0,
+    },
+    "parity/test_qwen35_vl.py": {"test_other_architectures_or_an_error": 8},
+    "parity/test_qwen35_vl_mtp.py": {"test_multi_token_prediction": 4},
+    "parity/test_qwen35_vl_weights.py": {"test_what_goes_in_comes_out": 4},
+    "parity/test_qwen3_omni_variants.py": {"test_logits_or_an_error": 7},
+    "parity/test_qwen3_vl.py": {
+        "test_deepstack_from_other_layers": 8,
+        "test_other_architectures_or_an_error": 5,
+    },
+    "parity/test_qwen3_vl_weights.py": {"test_what_goes_in_comes_out_as_published": 4},
+    "cli/test_alive.py": {"*": 0},
+    "cli/test_bad_input.py": {
+        "test_adapters": 0,
+        "test_a_bad_row_ends_the_run_where_it_is_not_to_be_skipped": 4,
+        "test_overlong_rows_are_dropped_or_cut": 0,
+        "test_a_file_without_usable_rows": 0,
+    },
+    "cli/test_bad_steps.py": {"*": 0, "test_numbers_that_overflow_stop_the_run_which_is_saved": 1},
+    "cli/test_caller.py": {"*": 0},
+    "cli/test_examples.py": {"*": 0, "test_every_example_is_run": 1},
+    "cli/test_interrupt.py": {
+        "*": 0,
+        "test_while_training_it_saves_and_the_same_command_goes_on": 1,
+        "test_before_the_first_step_nothing_is_written": 1,
+    },
+    "cli/test_label_weights.py": {"*": 0},
+    "cli/test_launchers.py": {"*": 0},
+    "cli/test_other_package.py": {"*": 0, "test_nothing_here_knows_it": 1},
+    "cli/test_ranks.py": {"*": 0},
+    "cli/test_resources.py": {"*": 0, "test_too_little_address_space_is_said_before_anything_hangs": 1},
+    "cli/test_resume.py": {"*": 0},
+    "cli/test_soak.py": {"*": 0},
+    "cli/test_train.py": {"test_another_models_run_folder_is_refused": 0, "test_own_data_alone": 3},
+    "distributed/test_bad_steps.py": {"*": 0},
+    "distributed/test_checkpoints.py": {"*": 0, "test_verify_finds_what_differs": 1},
+    "distributed/test_foreign_loop.py": {"*": 0},
+    "distributed/test_golden.py": {"*": 0},
+    "distributed/test_lora.py": {"*": 0, "test_gradients_of_adapters": 100},
+    "distributed/test_lora_runs.py": {"*": 0},
+    "distributed/test_out_of_memory.py": {"*": 0},
+    "distributed/test_padding.py": {"test_poisoned_padding": 8},
+    "distributed/test_parity.py": {"*": 0, "test_images_lie_across_context_parallel_chunks": 1},
+    "distributed/test_plan.py": {"*": 0},
+    "distributed/test_pool.py": {"test_a_rank_that_fails_fails_the_test_and_the_pool_recovers": 0},
+    "distributed/test_quantised.py": {"*": 0},
+    "distributed/test_reduction.py": {"*": 0},
+    "distributed/test_same_run.py": {"*": 0},
+    "distributed/test_saving.py": {"*": 0, "test_a_checkpoint_is_whole_and_says_what_it_is": 1},
+    "distributed/test_training.py": {"*": 0},
+}
+
+
+_seen: Counter[str] = Counter()  # cases of each function so far
+
+
+def mark(item: pytest.Item) -> None:
+    """Mark the test where SLOW leaves it out; called once for each, in the order of collection."""
+    if not item.path.is_relative_to(TESTS):
+        return
+    table = SLOW.get(item.path.relative_to(TESTS).as_posix(), {})
+    every = table.get(getattr(item, "originalname", item.name), table.get("*", 1))
+    place = item.nodeid.partition("[")[0]
+    number = _seen[place]
+    _seen[place] += 1
+    if every == 0 or number % every:
+        item.add_marker(pytest.mark.slow)
