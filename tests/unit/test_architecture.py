@@ -2,10 +2,8 @@
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -227,17 +225,7 @@ def test_no_file_holds_a_machine_path_or_a_package_mirror() -> None:
             assert not found, f"{path.relative_to(REPO)} holds {found.group().decode()!r}"
 
 
-def test_help_answers_at_once_and_without_torch() -> None:
+def test_the_command_starts_without_torch() -> None:
     check = "import sys, zoo.cli.main; print(sorted({'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
-
-    code = "import sys; sys.argv = ['zoo', '--help']; from zoo.cli.main import main; sys.exit(main())"
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        times.append(time.perf_counter() - start)
-        assert done.returncode == 0, done.stderr
-        assert "train" in done.stdout
-    assert statistics.median(times) < 0.5, times

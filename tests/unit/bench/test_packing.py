@@ -54,16 +54,6 @@ def test_bytes_grow_with_the_tokens() -> None:
     assert many == pytest.approx(4 * few, rel=0.01)
 
 
-def test_time_is_at_most_one_and_a_half_times_that_of_index_select() -> None:
-    """Of rows, at sizes where a busy machine does not decide; the figures are in docs/packing.md."""
-    ratios = []
-    for _ in range(3):
-        ratios.append(packing.run(packing.Options(repeats=10, cp=(2,))).cases[0].together.rows_ratio)
-        if ratios[-1] <= 1.5:
-            return
-    pytest.fail(f"{ratios}")
-
-
 def test_traffic_counts_what_kernels_read_and_write() -> None:
     x, index = torch.arange(10), torch.arange(4)
 

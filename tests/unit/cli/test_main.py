@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -40,13 +39,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return printed.err.removeprefix("zoo: error: ").strip()
 
 
-def test_help_is_quick_and_imports_no_torch() -> None:
+def test_help_imports_no_torch() -> None:
     code = "import sys; from zoo.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules or 'omegaconf' in sys.modules)"
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert done.stdout.startswith("usage: zoo VERB")
-    assert time.monotonic() - start < 2  # half a second, and room for a busy machine
 
 
 def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> None:

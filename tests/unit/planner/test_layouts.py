@@ -50,8 +50,6 @@ def settled(name: str, size: str, hardware: str, *more: str) -> Recipe:
 
 def test_all_families_are_here() -> None:
     assert {load_recipe(name, ["size=tiny"]).model.family for name in recipe_names()} == set(FAMILIES)
-    assert len(SIZES) == 20
-    assert len(KINDS) == 2
 
 
 @pytest.mark.parametrize(("name", "size"), SIZES)
