@@ -19,7 +19,8 @@ from matplotlib import pyplot as plt
 
 import zoo
 from zoo.config.validate import validate
-from zoo.data.loading.loader import BatchLoader, SampleSource
+from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.sample_source import SampleSource
 from zoo.engine.model.build import assemble
 
 OUT = Path(__file__).with_name("packed_rows.svg")

@@ -26,6 +26,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import HERE, Decoder
 from zoo.data.media.decoding_workers import decoder_for
+from zoo.data.sources.mixture import SampleId
 from zoo.engine.model import build
 from zoo.engine.planning.sample_costs import training_cost
 
@@ -113,7 +114,7 @@ def _run(options: Options, recipe: Recipe) -> Report:
         return BatchLoader(source(decoder, **changed), recipe, cost=cost, prefetch=prefetch)
 
     rows = source()
-    some = range(min(options.rows, len(rows)))
+    some = list(map(SampleId, range(min(options.rows, len(rows)))))
     known, measured = _measure(rows, some)
     encoded, tokens = _encode(source(), some)
     first, prepared, wait = _wait(loader(prefetch=True), options)
@@ -125,32 +126,30 @@ def _run(options: Options, recipe: Recipe) -> Report:
     )
 
 
-def _measure(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]:
+def _measure(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
     """Share of rows known without encoding, and those a second."""
-    if source.strength:  # only encoding tells what a random change gives
+    if source.augment.strength:  # only encoding tells what a random change gives
         return 0.0, 0.0
-    data, known = source.data, 0
+    known = 0
     began = time.process_time()
-    for visit in visits:
+    for sample_id in ids:
         try:
-            size = source.processor.measure(
-                source.rows[visit], video_fps=data.video_fps, max_frames=data.max_frames
-            )
+            size = source.encoder.measure(source.rows.row(sample_id))
         except RowError:
             continue
         known += size is not None
-    return known / len(visits), len(visits) / (time.process_time() - began)
+    return known / len(ids), len(ids) / (time.process_time() - began)
 
 
-def _encode(source: SampleSource, visits: Sequence[int]) -> tuple[float, float]:
+def _encode(source: SampleSource, ids: Sequence[SampleId]) -> tuple[float, float]:
     """Samples and tokens a second."""
     tokens = 0
     began = time.process_time()
-    for visit in visits:
-        sample = source.sample(visit)
+    for sample_id in ids:
+        sample = source.sample(sample_id)
         tokens += 0 if sample is None else sample.length
     seconds = time.process_time() - began
-    return len(visits) / seconds, tokens / seconds
+    return len(ids) / seconds, tokens / seconds
 
 
 def _wait(loader: BatchLoader, options: Options) -> tuple[float, float, float]:

@@ -29,5 +29,9 @@ class RowError(UserError):
         return f"{self.source}: {self.message}" if self.source else self.message
 
     def at(self, source: str) -> RowError:
-        """The same error, told of the row at `source`."""
+        """The same error, of the row at `source`."""
         return RowError(source, self.cause, self.message)
+
+    def bare(self) -> RowError:
+        """The same error without its traceback, which would keep the row's media in memory."""
+        return RowError(*self.args)

@@ -10,6 +10,7 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
+from zoo.data.sources.mixture import SampleId
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.inspection.rows import MEDIA
 from zoo.packing import plan_bins
@@ -54,7 +55,7 @@ class Lengths:
 def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: tuple[int, ...]) -> Lengths:
     """Read up to `most` rows of a validated recipe's training data, evenly over all of them."""
     source = SampleSource.open(recipe.data.train, processor, recipe.data, budget=_NO_LIMIT)
-    count = most if source.has_stream else len(source)
+    count = most if source.rows.has_stream else len(source)
     chosen = range(count) if count <= most else [round(i * (count - 1) / (most - 1)) for i in range(most)]
     cost = training_cost(config, recipe)
     lengths: list[int] = []
@@ -62,8 +63,8 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     labels, kinds = 0, Counter[str]()
     tokens = {name: token for name in MEDIA if (token := _token(config, name)) is not None}
     media = dict.fromkeys(tokens, 0)
-    for visit in chosen:
-        sample = source.sample(visit)
+    for sample_id in map(SampleId, chosen):
+        sample = source.sample(sample_id)
         if sample is None:
             continue
         lengths.append(sample.length)
@@ -76,7 +77,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     align, ahead = recipe.packing.align or 1, recipe.data.lookahead
     return Lengths(
         samples=len(lengths),
-        left_out=source.left_out(),
+        left_out=source.bad_rows.summary(),
         tokens=_figures(lengths),
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},

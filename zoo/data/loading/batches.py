@@ -1,32 +1,40 @@
-"""From planned bins to micro-batches: encoding, with what it shows otherwise than planned, and collation."""
+"""From planned bins to micro-batches: encoding, with what differs from the plan, and collation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
 from zoo.data.sample import MicroBatch, Sample, collate, collate_padded
+from zoo.data.sources.mixture import SampleId
 from zoo.packing import PackedLayout
 
 
-def encode_all(lengths: Lengths, bins: Sequence[Sequence[int]]) -> tuple[list[list[Sample]], Findings]:
-    """The samples of each bin, without those that can't be encoded, and what was found otherwise than measured."""
-    samples: list[list[Sample]] = []
-    found: Findings = {}
-    for visits in bins:
-        samples.append([])
-        for visit in visits:
+class EncodedBins(NamedTuple):
+    """The samples of some bins."""
+
+    bins: list[list[Sample]]  # without those that can't be encoded
+    findings: Findings  # of samples that differ from what was measured
+
+
+def encode_all(lengths: Lengths, bins: Sequence[Sequence[SampleId]]) -> EncodedBins:
+    """Encode the samples of each bin."""
+    encoded = EncodedBins([], {})
+    for ids in bins:
+        encoded.bins.append([])
+        for sample_id in ids:
             try:
-                sample = lengths.source.encode(visit)
+                sample = lengths.source.encode(sample_id)
             except RowError as error:
-                found[visit] = RowError(*error.args)  # without its traceback, which holds the media
+                encoded.findings[sample_id] = error.bare()
                 continue
-            samples[-1].append(sample)
-            size = lengths.get(visit)
-            if size is None or size[0] != sample.length:
-                found[visit] = lengths.size_of(lengths.source.processor.size(sample))
-    return samples, found
+            encoded.bins[-1].append(sample)
+            size = lengths.get(sample_id)
+            if size is None or size.tokens != sample.length:
+                encoded.findings[sample_id] = lengths.size_of(lengths.source.processor.size(sample))
+    return encoded
 
 
 def make_batch(

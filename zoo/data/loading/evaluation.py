@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 
 from zoo.data.errors import RowError
 from zoo.data.loading.batches import encode_all, make_batch
-from zoo.data.loading.lengths import Findings, Lengths, Peers
+from zoo.data.loading.lengths import Findings, Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch, Sample
+from zoo.data.sources.mixture import SampleId
 from zoo.errors import UserError
 from zoo.packing import plan_bins
 
@@ -17,12 +18,12 @@ from zoo.packing import plan_bins
 class EvalBatches:
     """This rank's share of an evaluation set, each row once; see `eval_batches`.
 
-    `bins` are the rows of each forward pass. Those that can't be encoded are taken out as they are met, and counted on every
-    rank at the end of a pass.
+    `bins` are the samples of each forward pass. Those that can't be encoded are taken out as they are met, and counted on
+    every rank at the end of a pass.
     """
 
     def __init__(
-        self, lengths: Lengths, bins: list[list[int]], mode: str, align: int, pad_to: int | None
+        self, lengths: Lengths, bins: list[list[SampleId]], mode: str, align: int, pad_to: int | None
     ) -> None:
         self.source = lengths.source
         self.bins = bins
@@ -36,24 +37,26 @@ class EvalBatches:
     def __iter__(self) -> Iterator[MicroBatch | None]:
         """The micro-batches; None where this rank has no rows left and others do."""
         found: Findings = {}
-        for indices in self.bins:
-            (samples,), findings = encode_all(self._lengths, [indices])
-            for index, finding in findings.items():
+        for ids in self.bins:
+            (samples,), findings = encode_all(self._lengths, [ids])
+            for sample_id, finding in findings.items():
                 if isinstance(finding, RowError):
-                    self.source.leave_out(index, finding)
-                    indices.remove(index)
+                    self.source.leave_out(sample_id, finding)
+                    ids.remove(sample_id)
             found |= findings
             yield self._batch(samples) if samples else None
-        for index in self._lengths.agree(found):
-            self._lengths.get(index)
+        for sample_id in self._lengths.agree(found):
+            self._lengths.get(sample_id)
 
     def spare(self) -> MicroBatch:
         """A micro-batch to run, not to count, where this rank has none left."""
-        for index in range(len(self.source)):
-            (samples,), _ = encode_all(self._lengths, [[index]])
+        for sample_id in map(SampleId, range(len(self.source))):
+            (samples,), _ = encode_all(self._lengths, [[sample_id]])
             if samples:
                 return self._batch(samples)
-        raise UserError(f"data.eval: no row can be used ({self.source.left_out()}); see bad_rows.jsonl.")
+        raise UserError(
+            f"data.eval: no row can be used ({self.source.bad_rows.summary()}); see bad_rows.jsonl."
+        )
 
     def _batch(self, samples: list[Sample]) -> MicroBatch:
         return make_batch(samples, self._mode, self._align, self._pad_to, self.source.processor.pad_id)
@@ -71,7 +74,7 @@ def eval_batches(
     dp_size: int = 1,
     lookahead: int = 64,
     cost: Callable[[SampleSize], int] | None = None,
-    peers: Peers | None = None,
+    group: RankGroup | None = None,
 ) -> EvalBatches:
     """Micro-batches that hold every usable row of the source once over all ranks; measures all rows to plan them.
 
@@ -85,7 +88,7 @@ def eval_batches(
         dp_rank: this rank's place among the data-parallel ones.
         dp_size: how many those are.
         lookahead: rows the packer may choose from (thd).
-        cost: of a sample, as `BatchLoader` takes it; and so `peers`.
+        cost: of a sample, as `BatchLoader` takes it; and so `group`.
 
     Returns:
         A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
@@ -94,17 +97,17 @@ def eval_batches(
     Raises:
         UserError: no row of the source can be used.
     """
-    lengths = Lengths(source, cost, peers)
-    lengths.ahead(range(len(source)))
-    sizes = {index: size for index in range(len(source)) if (size := lengths.get(index)) is not None}
-    rows = list(sizes)
-    if not rows:
-        raise UserError(f"data.eval: no row can be used ({source.left_out()}); see bad_rows.jsonl.")
+    lengths, everything = Lengths(source, cost, group), list(map(SampleId, range(len(source))))
+    lengths.ahead(everything)
+    sizes = {sample_id: size for sample_id in everything if (size := lengths.get(sample_id)) is not None}
+    ids = list(sizes)
+    if not ids:
+        raise UserError(f"data.eval: no row can be used ({source.bad_rows.summary()}); see bad_rows.jsonl.")
     if mode == "thd":
-        tokens, costs = [size[0] for size in sizes.values()], [size[1] for size in sizes.values()]
+        tokens, costs = [size.tokens for size in sizes.values()], [size.cost for size in sizes.values()]
         plan = plan_bins(tokens, budget, align, lookahead, costs)
-        bins = [[rows[position] for position in positions] for positions in plan]
+        bins = [[ids[position] for position in positions] for positions in plan]
     else:
-        bins = [rows[start : start + micro_batch] for start in range(0, len(rows), micro_batch)]
+        bins = [ids[start : start + micro_batch] for start in range(0, len(ids), micro_batch)]
     bins += [[] for _ in range(-len(bins) % dp_size)]
     return EvalBatches(lengths, bins[dp_rank::dp_size], mode, align, pad_to)

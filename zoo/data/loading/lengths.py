@@ -1,33 +1,41 @@
-"""`Lengths`: what every visit to a row takes, in tokens and in cost, known alike on all ranks before anything is planned.
+"""`Lengths`: the size of every sample, in tokens and in cost, known alike on all ranks before anything is planned.
 
 Guarantees:
-- All ranks hold the same numbers, so they plan the same bins. What one rank finds out, `correct` tells all.
+- All ranks hold the same sizes, so they plan the same bins. `agree` passes on to all ranks what one of them finds out.
 - A row is measured once, by one of the ranks; starting takes each of N ranks 1/N of the measuring.
 
-Costs: 12 bytes a row (and variant, under data.augment), or 250 a row that is to come where they have no number; a row's
-texts are tokenized and its files' headers read, 0.2 to 1 ms; where headers don't tell, it is encoded.
+Costs: 12 bytes a row (and variant, under data.augment), or 250 a row that is to come where there is a stream. Measuring
+tokenizes a row's texts and reads its files' headers, 0.2 to 1 ms; a row whose headers don't suffice is encoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
+from zoo.data.sources.mixture import SampleId
 from zoo.errors import UserError
 
 SHARE = 8  # rows that each rank measures at a time: then they exchange, and no step waits for many
 DENSE = 2**28  # keys up to which there is a place for each
 
-type Size = tuple[int, int]  # tokens, cost
-type Findings = dict[int, Size | RowError]  # visit -> its size, or why it can't be used
+
+class Size(NamedTuple):
+    """What a sample takes."""
+
+    tokens: int
+    cost: int  # as `Lengths` was given to compute it
 
 
-class Peers(Protocol):
+type Findings = dict[SampleId, Size | RowError]  # the size of each sample, or why its row can't be used
+
+
+class RankGroup(Protocol):
     """The ranks of a run that plan together. All of them call `gather` in the same order."""
 
     rank: int
@@ -38,8 +46,8 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
-    """One rank by itself."""
+class OneRank:
+    """A `RankGroup` of one rank."""
 
     rank, size = 0, 1
 
@@ -48,8 +56,8 @@ class Alone:
         return [value]
 
 
-UNKNOWN: Size = (0, 0)
-BAD: Size = (-1, 0)
+UNKNOWN = Size(0, 0)
+BAD = Size(-1, 0)
 
 
 class _Table:
@@ -59,97 +67,111 @@ class _Table:
         self.dense = keys <= DENSE
         self._tokens = np.zeros(keys if self.dense else 0, np.int32)
         self._costs = np.zeros(len(self._tokens), np.int64)
-        self._sizes: dict[int, Size] = {}
+        self._sizes: dict[SampleId, Size] = {}
 
-    def __getitem__(self, key: int) -> Size:
+    def __getitem__(self, key: SampleId) -> Size:
         if self.dense:
-            return int(self._tokens[key]), int(self._costs[key])
+            return Size(int(self._tokens[key]), int(self._costs[key]))
         return self._sizes.get(key, UNKNOWN)
 
-    def __setitem__(self, key: int, size: Size) -> None:
+    def __setitem__(self, key: SampleId, size: Size) -> None:
         if self.dense:
             self._tokens[key], self._costs[key] = size
         else:
             self._sizes[key] = size
 
-    def keep(self, keys: set[int]) -> None:
+    def known(self, key: SampleId) -> bool:
+        """Whether there is a size, or an error, of a key."""
+        return bool(self._tokens[key]) if self.dense else key in self._sizes
+
+    def keep(self, keys: set[SampleId]) -> None:
         """Forget all others."""
         self._sizes = {key: size for key, size in self._sizes.items() if key in keys}
 
 
 class Lengths:
-    """Sizes of a source's visits, measured when they are asked for.
+    """Sizes of a source's samples, measured when they are asked for.
 
     Args:
         source: the rows; the same on every rank.
         cost: of a sample's size, as an integer of at least 1; None: its tokens.
-        peers: the ranks that share the measuring.
+        group: the ranks that share the measuring; None for one rank.
     """
 
     def __init__(
         self,
         source: SampleSource,
         cost: Callable[[SampleSize], int] | None = None,
-        peers: Peers | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.source = source
-        self.peers = peers or Alone()
-        self.block = SHARE * self.peers.size
+        self.group = group or OneRank()
+        self.block = SHARE * self.group.size
         self._cost = cost or (lambda size: size.length)
         self._known = _Table(source.variants * len(source))
-        self._errors: dict[int, RowError] = {}
-        self._corrected: set[int] = set()
+        self._errors: dict[SampleId, RowError] = {}
+        self._corrected: set[SampleId] = set()
 
-    def knows(self, visit: int) -> bool:
-        """Whether a visit was measured."""
-        return self._known[self.source.key(visit)][0] != 0
+    def knows(self, sample_id: SampleId) -> bool:
+        """Whether a sample was measured."""
+        return self._known.known(self.source.key(sample_id))
 
-    def get(self, visit: int) -> Size | None:
-        """Tokens and cost of a visit that was measured; None where it is left out, which is counted.
+    def get(self, sample_id: SampleId) -> Size | None:
+        """The size of a sample that was measured; None where its row is left out, which is counted.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
         """
-        key = self.source.key(visit)
+        key = self.source.key(sample_id)
         size = self._known[key]
         if size == BAD:
-            self.source.leave_out(visit, self._errors[key])
+            self.source.leave_out(sample_id, self._errors[key])
             return None
         return size
 
-    def ahead(self, visits: Iterable[int]) -> None:
-        """Measure those that are not known, each rank its share, and exchange what was found."""
-        unknown = [visit for visit in dict.fromkeys(visits) if not self.knows(visit)]
-        rank, size = self.peers.rank, self.peers.size
-        mine = self._measure(unknown[rank::size])
-        for other, share in enumerate(self.peers.gather(mine)):
-            for visit, found in zip(unknown[other::size], share, strict=True):
-                self._put(visit, found)
+    def ahead(self, ids: Iterable[SampleId]) -> None:
+        """Measure samples that are not known, each rank its share, and exchange what was found."""
+        unknown = [sample_id for sample_id in dict.fromkeys(ids) if not self.knows(sample_id)]
+        rank, ranks = self.group.rank, self.group.size
+        mine = self._measure(unknown[rank::ranks])
+        for other, share in enumerate(self.group.gather(mine)):
+            for sample_id, found in zip(unknown[other::ranks], share, strict=True):
+                self._put(sample_id, found)
 
     def agree(self, findings: Findings) -> Findings:
-        """What encoding has shown to be otherwise than measured, on any rank; from now on it holds."""
-        everyone = {visit: found for some in self.peers.gather(findings) for visit, found in some.items()}
-        for visit, found in everyone.items():
-            key = self.source.key(visit)
-            known = self._known[key][0]
-            if key in self._corrected and not isinstance(found, RowError) and found[0] != known:
-                name = self.source.name(visit)
+        """Correct the sizes that encoding has shown to differ from those measured, on any rank.
+
+        Args:
+            findings: of this rank.
+
+        Returns:
+            The findings of all ranks.
+
+        Raises:
+            UserError: a sample was corrected before, and has another length now.
+        """
+        everyone = {key: found for findings in self.group.gather(findings) for key, found in findings.items()}
+        for sample_id, found in everyone.items():
+            key = self.source.key(sample_id)
+            known = self._known[key].tokens
+            if key in self._corrected and not isinstance(found, RowError) and found.tokens != known:
+                name = self.source.rows.name(sample_id)
                 raise UserError(
-                    f"{name}: encoded twice, it has {known} tokens, then {found[0]}; does the file change?"
+                    f"{name}: encoded twice, it has {known} tokens, then {found.tokens}; does the file change?"
                 )
             self._corrected.add(key)
-            self._put(visit, found)
+            self._put(sample_id, found)
         return everyone
 
     def size_of(self, size: SampleSize) -> Size:
         """A sample's size as it is kept."""
-        return size.length, self._cost(size)
+        return Size(size.length, self._cost(size))
 
-    def forget_all_but(self, visits: Iterable[int]) -> None:
-        """Keep what is known of these alone, where rows are too many for a place each: those of a stream never come again."""
+    def forget_all_but(self, ids: Iterable[SampleId]) -> None:
+        """Keep what is known of these samples alone, where there is a stream: its samples never come again."""
         if self._known.dense:
             return
-        kept = {self.source.key(visit) for visit in visits}
+        kept = {self.source.key(sample_id) for sample_id in ids}
         self._known.keep(kept)
         self._corrected &= kept
         self._errors = {key: error for key, error in self._errors.items() if key in kept}
@@ -166,37 +188,35 @@ class Lengths:
         """Take over a saved run's corrections."""
         for key, *entry in state:
             self._corrected.add(key)
-            self._put(key, RowError(*entry) if isinstance(entry[0], str) else (entry[0], entry[1]))
+            self._put(key, RowError(*entry) if isinstance(entry[0], str) else Size(*entry))
 
-    def remember(self, sizes: Mapping[int, Size]) -> None:
-        """Sizes of visits that a saved run had measured, where none are known."""
-        for visit, size in sizes.items():
-            if not self.knows(visit):
-                self._put(visit, size)
+    def remember(self, sizes: Mapping[SampleId, Size]) -> None:
+        """Sizes of samples that a saved run had measured, where none are known."""
+        for sample_id, size in sizes.items():
+            if not self.knows(sample_id):
+                self._put(sample_id, size)
 
-    def _measure(self, visits: Sequence[int]) -> list[Size | RowError]:
-        """What headers tell, then what encoding does."""
-        found = {
-            visit: size for visit in visits if (size := self._try(visit, self.source.measure)) is not None
-        }
-        left = [visit for visit in visits if visit not in found]
+    def _measure(self, ids: Sequence[SampleId]) -> list[Size | RowError]:
+        """Sizes by the headers of files; of rows whose headers don't suffice, by encoding."""
+        found = {key: size for key in ids if (size := self._try(key, self.source.measure)) is not None}
+        left = [sample_id for sample_id in ids if sample_id not in found]
         self.source.prefetch(left)
-        found |= {visit: self._try(visit, self._encoded) for visit in left}
-        return [found[visit] for visit in visits]
+        found |= {sample_id: self._try(sample_id, self._encoded) for sample_id in left}
+        return [found[sample_id] for sample_id in ids]
 
-    def _encoded(self, visit: int) -> SampleSize:
-        return self.source.processor.size(self.source.encode(visit))
+    def _encoded(self, sample_id: SampleId) -> SampleSize:
+        return self.source.processor.size(self.source.encode(sample_id))
 
-    def _try(self, visit: int, how: Callable[[int], SampleSize | None]) -> Any:
+    def _try(self, sample_id: SampleId, how: Callable[[SampleId], SampleSize | None]) -> Any:
         """The size, the error, or None where it is not known."""
         try:
-            size = how(visit)
+            size = how(sample_id)
         except RowError as error:
-            return RowError(*error.args)  # without its traceback, which holds the media
+            return error.bare()
         return None if size is None else self.size_of(size)
 
-    def _put(self, visit: int, found: Size | RowError) -> None:
-        key = self.source.key(visit)
+    def _put(self, sample_id: SampleId, found: Size | RowError) -> None:
+        key = self.source.key(sample_id)
         self._errors.pop(key, None)
         if isinstance(found, RowError):
             self._errors[key] = found

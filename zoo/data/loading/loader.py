@@ -7,8 +7,8 @@ Guarantees:
 - `state_dict` belongs to the batches handed out, not to those prepared ahead: a resumed stream equals the
   uninterrupted one, to the sample, also on another number of ranks. With another budget, alignment or mode it holds the same
   rows, in other bins.
-- Bins are planned from lengths that no rank has checked yet (`zoo.data.loading.lengths`). Each rank checks its own when it
-  encodes them; what was otherwise is told to all, and the step is planned anew.
+- Bins are planned from lengths that no rank has checked yet (`zoo.data.loading.lengths`). Each rank checks the samples that
+  it encodes; where one differs, all ranks correct its length and plan the step anew.
 
 Costs: rows are measured once by one of the ranks, and encoded by the rank that trains on them, again when they have
 left the cache (`data.cache_mb`). One step is prepared ahead in a thread.
@@ -18,21 +18,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import encode_all, make_batch
 from zoo.data.loading.bin_stream import BinStream
-from zoo.data.loading.lengths import Lengths, Peers
+from zoo.data.loading.lengths import Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch
+from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
 from zoo.packing import plan_bins, share_out
 
 LENGTH_PROBES = 512  # rows whose lengths stand for all when the steps of an epoch are estimated
+
+
+class PreparedStep(NamedTuple):
+    """A step that is ready to be handed out."""
+
+    batches: list[MicroBatch]  # of this rank
+    state: dict[str, Any]  # where the stream stands behind the step
 
 
 class BatchLoader:
@@ -45,7 +53,7 @@ class BatchLoader:
         dp_rank: this rank's place among the data-parallel ones.
         dp_size: how many those are.
         cost: of a sample, as an integer of at least 1, to share bins out by; None: its tokens.
-        peers: all ranks of the run, which measure and check together; None where there is one.
+        group: all ranks of the run, which measure and check together; None where there is one.
         prefetch: prepare the next step in a thread.
 
     Raises:
@@ -61,7 +69,7 @@ class BatchLoader:
         dp_rank: int = 0,
         dp_size: int = 1,
         cost: Callable[[SampleSize], int] | None = None,
-        peers: Peers | None = None,
+        group: RankGroup | None = None,
         prefetch: bool = True,
     ) -> None:
         packing, train = recipe.packing, recipe.train
@@ -77,7 +85,7 @@ class BatchLoader:
                 f"packing.pad_to is {packing.pad_to}, under packing.budget {packing.budget}; set both to the same."
             )
         self.source = source
-        self.lengths = Lengths(source, cost, peers)
+        self.lengths = Lengths(source, cost, group)
         self.bins_per_step = train.global_batch // rows_per_bin
         self.step = 0
         self._align, self._rank, self._ranks = align, dp_rank, dp_size
@@ -96,7 +104,7 @@ class BatchLoader:
         )
         self._state = self._stream.state_dict()
         self._executor = ThreadPoolExecutor(1, "zoo-data") if prefetch else None
-        self._ahead: Future[tuple[list[MicroBatch], dict[str, Any]]] | None = None
+        self._ahead: Future[PreparedStep] | None = None
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU).
@@ -111,11 +119,11 @@ class BatchLoader:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values from which another loader goes on behind the last step handed out; the same on every rank."""
+        """Plain values from which another loader resumes behind the last step handed out; the same on every rank."""
         return {"step": self.step, "rows": len(self.source), "seed": self._stream.seed, **self._state}
 
     def load_state_dict(self, state: dict[str, Any], sizes: list[int | None] | None = None) -> None:
-        """Go on from a saved state.
+        """Resume from a saved state.
 
         Args:
             state: of `state_dict`.
@@ -126,7 +134,7 @@ class BatchLoader:
         """
         if "waiting" not in state:
             raise ConfigError(
-                "The checkpoint says where the data stand as an earlier zoo did, which can't be gone on from; start from "
+                "An earlier zoo wrote the checkpoint's place in the data, and this one can't resume from it; start from "
                 "its weights with model.init=<its run folder> in a new run.dir."
             )
         if sizes is not None:
@@ -144,21 +152,21 @@ class BatchLoader:
         self.step, self._state = state["step"], self._stream.state_dict()
 
     def begin_anew(self, step: int) -> None:
-        """Count on from so many steps, with the data from their beginning."""
+        """Begin with the data anew, and count steps from `step` on."""
         self.step = step
 
     def steps_for_epochs(self, epochs: float) -> int:
         """About how many steps so many passes over the rows take, from the lengths of up to LENGTH_PROBES rows."""
-        if self.source.has_stream:
+        if self.source.rows.has_stream:
             raise UserError("train.epochs: a stream of data.train has no end; give train.steps instead.")
-        visits = self.source.order(0, self._stream.seed, shuffle=False)
-        count = len(visits)
+        ids = self.source.rows.order(0, self._stream.seed, shuffle=False)
+        count = len(ids)
         probes = np.unique(np.linspace(0, count - 1, min(count, LENGTH_PROBES)).round().astype(int))
-        coming = visits[probes].tolist()
-        self.lengths.ahead(coming)
-        sizes = [size for visit in coming if (size := self.lengths.get(visit)) is not None]
+        probed: list[SampleId] = ids[probes].tolist()
+        self.lengths.ahead(probed)
+        sizes = [size for sample_id in probed if (size := self.lengths.get(sample_id)) is not None]
         if self._mode == "thd":
-            tokens, costs = [size[0] for size in sizes], [size[1] for size in sizes]
+            tokens, costs = [size.tokens for size in sizes], [size.cost for size in sizes]
             bins: float = sum(1 for _ in plan_bins(tokens, self._budget, self._align, self._lookahead, costs))
         else:
             bins = len(sizes) / self._rows_per_bin
@@ -169,21 +177,21 @@ class BatchLoader:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _produce(self) -> tuple[list[MicroBatch], dict[str, Any]]:
+    def _produce(self) -> PreparedStep:
         while True:
-            before = self._stream.place()
+            before = self._stream.position()
             bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
-            shared = share_out([self._cost_of(visits) for visits in bins], self._ranks)
+            shared = share_out([self._cost_of(ids) for ids in bins], self._ranks)
             mine = [bins[index] for index in shared[self._rank]]
-            self.source.prefetch([visit for visits in mine for visit in visits])
-            samples, findings = encode_all(self.lengths, mine)
-            if not self.lengths.agree(findings):
+            self.source.prefetch([sample_id for ids in mine for sample_id in ids])
+            encoded = encode_all(self.lengths, mine)
+            if not self.lengths.agree(encoded.findings):
                 break
             self._stream.rewind(before)
         pad_id = self.source.processor.pad_id
-        batches = [make_batch(some, self._mode, self._align, self._pad_to, pad_id) for some in samples]
+        batches = [make_batch(some, self._mode, self._align, self._pad_to, pad_id) for some in encoded.bins]
         self._stream.forget()
-        return batches, self._stream.state_dict()
+        return PreparedStep(batches, self._stream.state_dict())
 
-    def _cost_of(self, visits: Sequence[int]) -> int:
-        return sum(size[1] for visit in visits if (size := self.lengths.get(visit)) is not None)
+    def _cost_of(self, ids: Sequence[SampleId]) -> int:
+        return sum(size.cost for sample_id in ids if (size := self.lengths.get(sample_id)) is not None)

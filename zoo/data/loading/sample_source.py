@@ -1,101 +1,67 @@
-"""`SampleSource`: rows to samples on demand, with a bounded cache and one place where bad rows are settled.
+"""`SampleSource`: rows to samples on demand. It composes the rows, their encoder, random changes, a cache and bad rows.
 
-Costs: a row is encoded once while its sample stays in the cache (least recently used out first). Its size is found out
-without encoding where texts and headers of files tell; `zoo.data.loading.lengths` keeps it.
+Costs: a row is encoded once while its sample stays in the cache (least recently used out first). Its size is found
+without encoding where its texts and the headers of its files suffice; `zoo.data.loading.lengths` keeps it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from zoo.config.entries import parse_entry
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
+from zoo.data.loading.bad_rows import BAD_IN_A_ROW, BadRows
 from zoo.data.loading.defaults import VARIANTS
-from zoo.data.media.decoder import HERE, Decoder, Here
+from zoo.data.loading.row_encoder import LengthLimit, RowEncoder
+from zoo.data.media.decoder import HERE, Decoder
 from zoo.data.media.sizes import SampleSize
-from zoo.data.processors.augment import Augment
+from zoo.data.processors.augment import AugmentPolicy
 from zoo.data.processors.processor import Processor
-from zoo.data.sample import IGNORE, Sample
-from zoo.data.sources.mixture import Mixture, Part
-from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, is_bundled
-from zoo.data.sources.streams import RowStream, is_stream, open_stream
-from zoo.data.sources.tables import open_table
+from zoo.data.sample import Sample
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import RowSet, check_modalities, open_rows
+from zoo.data.sources.rows import Row
 from zoo.errors import UserError
-from zoo.files import Lines, expanded
-
-RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
-BAD_IN_A_ROW = 10_000  # rows of a stream that may be bad one after the other
 
 
 class SampleSource:
-    """Samples of rows of one or several sources, by visit (see `zoo.data.sources.mixture`).
+    """Samples by their id (see `zoo.data.sources.mixture`); `open` and `of_rows` put one together.
 
-    Bad rows follow `data.on_error`; a sample over the limit follows `data.overlong`: "error" makes it a bad row, "drop"
-    leaves it out, "truncate_text" cuts trailing text (never a media token, never the last label: else a bad row).
     Whatever is left out is counted by cause in `counts` and listed in the `bad_rows` file.
 
     Args:
-        rows: rows as `read_rows` gives them; `open` makes sources of several tables and streams.
-        processor: encodes a row.
-        data: on_error, overlong, labels, cache_mb, video_fps and max_frames are used.
-        budget: packing.budget, the most tokens of a sample.
-        align: multiple that a sample's length is padded to; it counts against the budget.
-        bad_rows: JSONL that bad rows are appended to (source, cause, message), each once; None lists them nowhere.
-            With several ranks, give it to one.
-        augment: strength of random changes to the media, 0 to 1 (data.augment, for training rows).
-        blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
-        seed: what those follow from, beside epoch and row.
-        decoder: who decodes media.
-        tick: called for each row that is measured or encoded: what reads the data gets on.
+        rows: what is encoded.
+        encoder: how.
+        limit: the most tokens of a sample, and what is done with longer ones.
+        bad_rows: decides about rows that can't be used.
+        augment: random changes of the samples.
+        cache_mb: most MiB of samples that are kept.
+        tick: called for each row that is measured or encoded, as a sign of progress.
     """
 
     def __init__(
         self,
-        rows: Iterable[Row],
-        processor: Processor,
-        data: DataConfig,
-        *,
-        budget: int,
-        align: int = 1,
-        bad_rows: Path | None = None,
-        augment: float = 0.0,
-        blank: float = 0.0,
-        seed: int = 0,
-        decoder: Decoder = HERE,
-        tick: Callable[[], None] = lambda: None,
+        rows: RowSet,
+        encoder: RowEncoder,
+        limit: LengthLimit,
+        bad_rows: BadRows,
+        augment: AugmentPolicy,
+        cache_mb: float,
+        tick: Callable[[], None],
     ) -> None:
-        self.parts: list[Sequence[Row] | RowStream] = []
-        self.names = ["rows"]  # of the parts
-        self._set_parts([list(rows)], [Part(0)])
-        self.decoder = decoder
+        self.rows, self.encoder, self.limit = rows, encoder, limit
+        self.bad_rows, self.augment = bad_rows, augment
+        self.bad_rows.limit = BAD_IN_A_ROW if rows.has_stream else math.inf
+        self.processor, self.decoder = encoder.processor, encoder.decoder
+        self._cache = SampleCache(cache_mb)
         self._tick = tick
-        self.strength = augment
-        self.blank = blank
-        self.seed = seed
-        self.processor = processor
-        self.data = data
-        self.limit = budget // align * align
-        self.budget = budget
-        self.counts: Counter[str] = Counter()
-        self._bad_rows = bad_rows
-        self._listed = _listed(bad_rows)
-        self._bad: dict[int, RowError] = {}  # by number of the row
-        self._left_out: set[int] = set()  # numbers of rows that are counted
-        self._bad_since_good = 0
-        self._cache: OrderedDict[int, Sample] = OrderedDict()
-        self._cached_bytes = 0
         self._lock = threading.RLock()
 
     @classmethod
@@ -107,17 +73,21 @@ class SampleSource:
         *,
         max_rows: int | None = None,
         evaluation: bool = False,
+        bad_rows: Path | None = None,
         **options: Any,
     ) -> SampleSource:
         """The samples of some entries of data.train or data.eval.
 
-        Of a bundled set, rows with media that the model doesn't take are passed over.
+        Rows of a bundled set with media that the model doesn't take are passed over.
 
         Args:
             specs: entries as `zoo.config.entries.parse_entry` takes them: paths, mappings, rows as objects.
+            processor: encodes a row.
+            data: settings of rows, samples and the cache.
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
-            options: budget, align, bad_rows, augment, blank, seed and decoder, as the class takes them.
+            bad_rows: JSONL that bad rows are appended to; see `BadRows`.
+            options: budget, align, augment, blank, seed, decoder and tick, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -125,371 +95,202 @@ class SampleSource:
         """
         key = "data.eval" if evaluation else "data.train"
         entries = [parse_entry(spec, key) for spec in specs]
-        source = cls([], processor, data, **options)
-        parts: list[Sequence[Row] | RowStream] = []
-        for entry in entries:
-            access = partial(_access, data, entry.root)
-            bundled = entry.path is not None and is_bundled(entry.path)
-            if is_stream(entry):
-                stream = open_stream(entry, access, evaluation=evaluation, key=key)
-                parts.append(source._first(stream, str(entry), max_rows) if evaluation else stream)
-                continue
-            rows = open_table(entry, access, source.settle, evaluation=evaluation, key=key)
-            if isinstance(rows, list):  # read already, so that what can't be used is known
-                rows = [row for row in rows if source._takes(row, bundled)]
-            parts.append(rows)
-        if max_rows is not None:
-            left = max_rows
-            for number, part in enumerate(parts):
-                assert not isinstance(part, RowStream)
-                parts[number] = part if len(part) <= left else part[:left]
-                left -= len(parts[number])  # type: ignore[arg-type]
-        source._set_parts(parts, [Part(None, entry.weight, entry.epochs) for entry in entries])
-        source.names = [str(entry) for entry in entries]
-        if not len(source):
-            names = ", ".join(map(str, entries))
-            if not source.counts and any(entry.held_out is not None for entry in entries):
-                mend = (
-                    "give a larger held_out, or data.eval=none" if evaluation else "give a smaller held_out"
-                )
-                raise UserError(f"{key}: no row of {names} is left by held_out; {mend}.")
-            raise UserError(f"{names}: no usable row ({source.left_out()}); see bad_rows.jsonl.")
-        return source
+        bad = BadRows(data, bad_rows)
+        rows = open_rows(
+            entries, data, processor.modalities, bad.handle, max_rows=max_rows, evaluation=evaluation
+        )
+        if not len(rows):
+            names = ", ".join(rows.names)
+            if not bad.counts and any(entry.held_out is not None for entry in entries):
+                way = "give a larger held_out, or data.eval=none" if evaluation else "give a smaller held_out"
+                raise UserError(f"{key}: no row of {names} is left by held_out; {way}.")
+            raise UserError(f"{names}: no usable row ({bad.summary()}); see bad_rows.jsonl.")
+        return cls.of_rows(rows, processor, data, bad_rows=bad, **options)
 
-    def _set_parts(self, parts: list[Sequence[Row] | RowStream], shares: list[Part]) -> None:
-        self.parts = parts
-        self.shares = [
-            replace(share, rows=None if isinstance(part, RowStream) else len(part))
-            for part, share in zip(parts, shares, strict=True)
-        ]
-        self.mixture = Mixture(self.shares, 0, False)  # numbers rows; orders come with the seed of `order`
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Iterable[Row],
+        processor: Processor,
+        data: DataConfig,
+        *,
+        budget: int,
+        align: int = 1,
+        bad_rows: BadRows | None = None,
+        augment: float = 0.0,
+        blank: float = 0.0,
+        seed: int = 0,
+        decoder: Decoder = HERE,
+        tick: Callable[[], None] = lambda: None,
+    ) -> SampleSource:
+        """The samples of rows that are at hand.
 
-    def _first(self, stream: RowStream, name: str, count: int | None) -> list[Row]:
-        """The first rows of a stream to evaluate on."""
-        if count is None:
-            raise UserError(f"data.eval={name}: a stream has no end; say how many rows with train.eval_rows.")
-        found: list[Row] = []
-        for place in range(count):
-            try:
-                found.append(stream[place])
-            except RowError as error:
-                self.settle(error)
-        return found
-
-    def order(
-        self, epoch: int, seed: int, shuffle: bool, sizes: Sequence[int | None] | None = None
-    ) -> np.ndarray:
-        """(N,) int64 visits of an epoch, in order; `sizes`: of the rows that there were when it began, as `sizes` has them."""
-        if sizes is None:
-            return Mixture(self.shares, seed, shuffle).order(epoch)
-        former = self._former(sizes, seed, shuffle)
-        return self.mixture.renumbered(former.order(epoch), former)
-
-    @property
-    def sizes(self) -> list[int | None]:
-        """Rows of each part; None for a stream."""
-        return [share.rows for share in self.shares]
-
-    def renumber(self, visits: Iterable[int], sizes: Sequence[int | None]) -> list[int]:
-        """Visits as numbered when the parts had these sizes, as they are numbered now that rows have been added."""
-        former = self._former(sizes, 0, False)
-        found: list[int] = self.mixture.renumbered(np.fromiter(visits, np.int64), former).tolist()
-        return found
-
-    def _former(self, sizes: Sequence[int | None], seed: int, shuffle: bool) -> Mixture:
-        shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
-        return Mixture(shares, seed, shuffle)
-
-    @property
-    def rows(self) -> Sequence[Row]:
-        """All rows, by their number."""
-        return _Rows(self)
-
-    def row(self, visit: int) -> Row:
-        """The row of a visit; RowError where it is a bad one that is read when it is asked for."""
-        part, index, _ = self.mixture.split(visit)
-        return self.parts[part][index]
-
-    def name(self, visit: int) -> str:
-        """Where the row of a visit stands."""
-        try:
-            return self.row(visit).source
-        except RowError as error:
-            return error.source
-
-    @property
-    def has_stream(self) -> bool:
-        """Whether rows of a stream are among those of the source: then nobody knows how many there are."""
-        return any(isinstance(part, RowStream) for part in self.parts)
-
-    def forget(self, visits: Iterable[int]) -> None:
-        """Of streams, keep only rows from the first of `visits` on: those still to come, and the next one."""
-        if not self.has_stream:
-            return
-        with self._lock:
-            for part, first in self._oldest(visits).items():
-                stream, offset = self.parts[part], self.mixture.offsets[part]
-                assert isinstance(stream, RowStream)
-                stream.forget(first)
-                for known in (self._bad, self._left_out):
-                    for index in [k for k in known if offset <= k < offset + first]:
-                        known.pop(index) if isinstance(known, dict) else known.discard(index)
-
-    def stream_state(self, visits: Iterable[int]) -> dict[str, Any]:
-        """Where streams have to go on from to read `visits`, as plain values; {} without streams."""
-        oldest = self._oldest(visits) if self.has_stream else {}
-        return {
-            str(part): stream.state(oldest.get(part, stream.next))
-            for part, stream in enumerate(self.parts)
-            if isinstance(stream, RowStream)
-        }
-
-    def load_stream_state(self, state: dict[str, Any]) -> None:
-        """Send the streams to a saved place."""
-        for part, place in state.items():
-            stream = self.parts[int(part)]
-            assert isinstance(stream, RowStream)
-            stream.load(place)
-
-    def _oldest(self, visits: Iterable[int]) -> dict[int, int]:
-        """Part -> the first place of a stream that is among the visits."""
-        found: dict[int, int] = {}
-        for visit in visits:
-            part, index, _ = self.mixture.split(visit)
-            if isinstance(self.parts[part], RowStream):
-                found[part] = min(found.get(part, index), index)
-        return found
-
-    def _takes(self, row: Row, bundled: bool) -> bool:
-        """Whether the model takes the row's media; of a file of the user's, a row that it can't take is a bad one."""
-        foreign = row.media.difference(self.processor.modalities)
-        if foreign and not bundled:
-            self.settle(self._foreign(row))
-        return not foreign
-
-    def _foreign(self, row: Row) -> RowError:
-        taken = self.processor.modalities
-        foreign = " and ".join(sorted(row.media.difference(taken)))
-        text = f"the row has {foreign}, but this model takes {', '.join(taken)}; leave it out."
-        return RowError(row.source, "modality", text)
+        Args:
+            rows: a `RowSet`, or rows as `read_rows` gives them.
+            processor: encodes a row.
+            data: on_error, overlong, labels, cache_mb, augment_variants, video_fps and max_frames are used.
+            budget: packing.budget, the most tokens of a sample.
+            align: multiple that a sample's length is padded to; it counts against the budget.
+            bad_rows: decides about rows that can't be used.
+            augment: strength of random changes to the media, 0 to 1 (data.augment, for training rows).
+            blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
+            seed: what those changes follow from, beside row and repeat.
+            decoder: who decodes media.
+            tick: called for each row that is measured or encoded.
+        """
+        variants = (data.augment_variants or VARIANTS) if augment else 1
+        return cls(
+            rows if isinstance(rows, RowSet) else RowSet([list(rows)], ["rows"]),
+            RowEncoder(processor, data, decoder),
+            LengthLimit(budget, align, data.overlong),
+            bad_rows or BadRows(data),
+            AugmentPolicy(augment, variants, blank, seed),
+            data.cache_mb,
+            tick,
+        )
 
     def __len__(self) -> int:
-        """Rows, bad ones that are not yet known to be bad included; with a stream, a number above them all."""
-        return self.mixture.total
+        """Rows, as `RowSet` counts them."""
+        return len(self.rows)
 
-    def left_out(self) -> str:
-        """How many rows were left out, by cause, in words."""
-        return ", ".join(f"{count} {cause}" for cause, count in self.counts.items()) or "none left out"
+    @property
+    def counts(self) -> Counter[str]:
+        """Rows that were left out, by cause."""
+        return self.bad_rows.counts
 
     @property
     def variants(self) -> int:
-        """In how many ways a row's sample is made, which epochs take in turn."""
-        return (self.data.augment_variants or VARIANTS) if self.strength else 1
+        """In how many ways a row's sample is made, which its repeats take in turn."""
+        return self.augment.variants
 
-    def key(self, visit: int) -> int:
-        """What a visit's sample and size are remembered under, below variants * len(self): variant * rows + row."""
-        epoch, index = divmod(visit, len(self))
-        return epoch % self.variants * len(self) + index
+    def key(self, sample_id: SampleId) -> SampleId:
+        """The first sample id that has the same sample and size, below variants * len(self)."""
+        repeat, row = divmod(sample_id, len(self))
+        return SampleId(repeat % self.variants * len(self) + row)
 
-    def measure(self, visit: int) -> SampleSize | None:
-        """The size of a visit's sample, without encoding it; None where only encoding tells.
+    def measure(self, sample_id: SampleId) -> SampleSize | None:
+        """The size of a sample, without encoding it; None where only encoding gives it.
 
         Raises:
-            RowError: the row can't be used; `leave_out` says what becomes of it.
+            RowError: the row can't be used; `leave_out` decides what becomes of it.
         """
-        if self.strength:
+        if self.augment.strength:
             return None
-        row, data = self._taken_row(visit), self.data
-        decoder = HERE if row.trusted else self.decoder
-        size = self.processor.measure(
-            row, video_fps=data.video_fps, max_frames=data.max_frames, decoder=decoder
-        )
-        self._bad_since_good = 0
-        if size is None or size.length <= self.limit:
-            return size
-        if data.overlong == "truncate_text":
-            return None
-        raise self._overlong(row.source, f"{size.length} tokens", RAISE_OR_DROP)
+        row = self._read(sample_id)
+        size = self.encoder.measure(row)
+        self.bad_rows.note_good()
+        return self.limit.measured(size, row.source)
 
-    def encode(self, visit: int) -> Sample:
-        """The sample of row `visit % len(self)` in pass `visit // len(self)`.
+    def encode(self, sample_id: SampleId) -> Sample:
+        """The sample of row `sample_id % len(self)` in its repeat `sample_id // len(self)`.
 
-        Epochs differ under data.augment (in one of data.augment_variants ways) and data.blank_answers alone.
+        Repeats differ under data.augment (in one of data.augment_variants ways) and data.blank_answers alone.
 
         Raises:
-            RowError: the row can't be used; `leave_out` says what becomes of it.
+            RowError: the row can't be used; `leave_out` decides what becomes of it.
         """
         with self._lock:
-            sample = self._remembered(self.key(visit))
-        if not self.blank:
-            return sample
-        draw = Augment(0.0, (self.seed, *divmod(visit, len(self))))
-        ids = draw.blank(sample.input_ids, sample.labels, self.processor.pad_id, self.blank)
-        return replace(sample, input_ids=ids)
+            sample = self._cached(self.key(sample_id))
+        repeat, row = divmod(sample_id, len(self))
+        return self.augment.blanked(sample, repeat, row, self.processor.pad_id)
 
-    def sample(self, visit: int) -> Sample | None:
+    def sample(self, sample_id: SampleId) -> Sample | None:
         """As `encode`; None for a row that is left out, which is counted.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
         """
         try:
-            return self.encode(visit)
+            return self.encode(sample_id)
         except RowError as error:
-            self.leave_out(visit, error)
+            self.leave_out(sample_id, error)
             return None
 
-    def prefetch(self, visits: Iterable[int]) -> None:
-        """Let the decoder begin with visits whose samples will be asked for next, in this order."""
-        if isinstance(self.decoder, Here):
+    def leave_out(self, sample_id: SampleId, error: RowError) -> None:
+        """Raise, or count and list once, the error of a sample's row; see `BadRows.handle`."""
+        with self._lock:
+            self.bad_rows.leave_out(sample_id % len(self), error)
+
+    def prefetch(self, ids: Iterable[SampleId]) -> None:
+        """Let the decoder begin with samples that will be asked for next, in this order."""
+        if not self.encoder.decodes_ahead:
             return
         with self._lock:
             rows = []
-            for visit in visits:
-                if self.key(visit) in self._cache:
-                    continue
-                with contextlib.suppress(RowError):  # which is settled when the sample is asked for
-                    row = self.row(visit)
-                    rows += [] if row.trusted else [row]
-            self.decoder.begin(rows, self.data.video_fps, self.data.max_frames)
+            for sample_id in ids:
+                if self.key(sample_id) not in self._cache:
+                    with contextlib.suppress(RowError):  # raised again when the sample is asked for
+                        rows.append(self.rows.row(sample_id))
+            self.encoder.begin(rows)
 
-    def _remembered(self, key: int) -> Sample:
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        variant, index = divmod(key, len(self))
-        if index in self._bad:
-            raise self._bad[index]
-        augment = Augment(self.strength, (self.seed, variant, index)) if self.strength else None
-        try:
-            sample = self._encode(index, augment)
-        except RowError as error:
-            self._bad[index] = RowError(*error.args)  # without its traceback, which holds the media
-            raise
-        self._keep(key, sample)
+    def forget(self, wanted: Iterable[SampleId]) -> None:
+        """Of streams, keep only rows from the first of `wanted` on: those still to come, and the next one."""
+        if self.rows.has_stream:
+            with self._lock:
+                for gone in self.rows.forget(wanted):
+                    self.bad_rows.forget(gone)
+
+    def _cached(self, key: SampleId) -> Sample:
+        """The sample of a key, encoded where it is not in the cache."""
+        sample = self._cache.get(key)
+        if sample is None:
+            variant, row = divmod(key, len(self))
+            self.bad_rows.refuse(row)
+            try:
+                sample = self._encode(variant, row)
+            except RowError as error:
+                self.bad_rows.remember(row, error)
+                raise
+            self._cache.put(key, sample)
         return sample
 
-    def leave_out(self, visit: int, error: RowError) -> None:
-        """`settle` what a visit's row has raised, once a row."""
-        with self._lock:
-            index = visit % len(self)
-            if index not in self._left_out:
-                self.settle(error)
-                self._left_out.add(index)
+    def _encode(self, variant: int, number: int) -> Sample:
+        row, augment = self._read(SampleId(number)), self.augment.media(variant, number)
+        sample = self.encoder.encode(row, augment)
+        if sample.length > self.limit.tokens and augment is not None:
+            sample = self.encoder.encode(row)  # a random pause too much is no fault of the row
+        self.bad_rows.note_good()
+        return self.limit.fitted(sample, self.processor.media_ids)
 
-    def settle(self, error: RowError) -> None:
-        """Raise, or count and list, a bad row as data.on_error (of an over-long one data.overlong) says."""
-        dropped = error.cause == "overlong" and self.data.overlong == "drop"
-        if self.data.on_error == "raise" and not dropped:
-            raise RowError(
-                error.source,
-                error.cause,
-                f"{error.message} (data.on_error=skip leaves out and lists such rows.)",
-            ) from error
-        self._count(error)
-        self._bad_since_good += 0 if dropped else 1
-        if self._bad_since_good > BAD_IN_A_ROW and self.has_stream:
-            raise UserError(f"{BAD_IN_A_ROW} rows one after the other are bad, the last: {error}")
-
-    def _count(self, error: RowError) -> None:
-        self.counts[error.cause] += 1
-        if self._bad_rows is not None and error.source not in self._listed:
-            self._listed.add(error.source)
-            self._bad_rows.parent.mkdir(parents=True, exist_ok=True)
-            entry = {"source": error.source, "cause": error.cause, "message": error.message}
-            with contextlib.closing(Lines(self._bad_rows)) as file:
-                file.write(json.dumps(entry, ensure_ascii=False))
-
-    def _taken_row(self, visit: int) -> Row:
-        """The row of a visit; RowError where it is bad, or has media that the model doesn't take."""
+    def _read(self, sample_id: SampleId) -> Row:
+        """The row of a sample; RowError where it is bad, or has media that the model doesn't take."""
         self._tick()
-        row = self.row(visit)
-        if not row.media <= set(self.processor.modalities):
-            raise self._foreign(row)
+        row = self.rows.row(sample_id)
+        check_modalities(row, self.processor.modalities)
         return row
 
-    def _encode(self, index: int, augment: Augment | None) -> Sample:
-        data, row = self.data, self._taken_row(index)
-        how: dict[str, Any] = {
-            "video_fps": data.video_fps,
-            "max_frames": data.max_frames,
-            "labels": data.labels,
-            "decoder": HERE if row.trusted else self.decoder,
-        }
-        sample = self.processor.encode(row, **how, augment=augment)
-        if sample.length > self.limit and augment is not None:
-            # A pause too much is no fault of the row's.
-            sample = self.processor.encode(row, **how)
-        self._bad_since_good = 0
-        if sample.length <= self.limit:
-            return sample
-        if data.overlong == "truncate_text":
-            return self._truncate(sample)
-        raise self._too_long(sample, RAISE_OR_DROP)
 
-    def _truncate(self, sample: Sample) -> Sample:
-        kept, cut = sample.input_ids[: self.limit], sample.input_ids[self.limit :]
-        if not self.processor.media_ids.isdisjoint(cut.tolist()):
-            raise self._too_long(
-                sample, "only text is ever cut, but media stand behind that point; raise packing.budget."
-            )
-        labels = sample.labels[: self.limit]
-        weights = None if sample.weights is None else sample.weights[: self.limit].clone()
-        if not (labels[1:] != IGNORE).any():
-            raise self._too_long(sample, "cut there, no answer would be left to learn; raise packing.budget.")
-        return replace(sample, input_ids=kept.clone(), labels=labels.clone(), weights=weights)
+class SampleCache:
+    """Samples by their key; the least recently used ones leave first.
 
-    def _too_long(self, sample: Sample, advice: str) -> RowError:
-        media = sum(int((sample.input_ids == token).sum()) for token in self.processor.media_ids)
-        return self._overlong(sample.source, f"{sample.length} tokens, {media} of them media,", advice)
+    Args:
+        megabytes: most MiB that the samples take together.
+    """
 
-    def _overlong(self, source: str, tokens: str, advice: str) -> RowError:
-        limit = f"packing.budget {self.budget}" + (
-            f" ({self.limit} aligned)" if self.limit != self.budget else ""
-        )
-        return RowError(source, "overlong", f"{tokens} are over {limit}; {advice}")
+    def __init__(self, megabytes: float) -> None:
+        self._limit = megabytes * 2**20
+        self._samples: OrderedDict[SampleId, Sample] = OrderedDict()
+        self._bytes = 0
 
-    def _keep(self, index: int, sample: Sample) -> None:
-        self._cache[index] = sample
-        self._cached_bytes += sample.nbytes
-        while self._cached_bytes > self.data.cache_mb * 2**20 and self._cache:
-            _, dropped = self._cache.popitem(last=False)
-            self._cached_bytes -= dropped.nbytes
+    def __contains__(self, key: SampleId) -> bool:
+        return key in self._samples
 
+    def get(self, key: SampleId) -> Sample | None:
+        """The sample, or None where there is none."""
+        if key not in self._samples:
+            return None
+        self._samples.move_to_end(key)
+        return self._samples[key]
 
-class _Rows(Sequence[Row]):
-    """A source's rows as a sequence."""
+    def put(self, key: SampleId, sample: Sample) -> None:
+        """Keep a sample, in the place of others where they take too much together."""
+        self._samples[key] = sample
+        self._bytes += sample.nbytes
+        while self._bytes > self._limit and self._samples:
+            _, dropped = self._samples.popitem(last=False)
+            self._bytes -= dropped.nbytes
 
-    def __init__(self, source: SampleSource) -> None:
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: Any) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self.source.row(index)
-
-
-def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
-    """What rows may name, of an entry with a root or none, whose file lies in a folder."""
-    chosen = root if root is not None else data.root
-    place = folder if chosen is None else expanded(chosen)
-    return Access(place, data.outside_root, data.urls)
-
-
-def _listed(path: Path | None) -> set[str]:
-    """Sources that the file lists already (a resumed run's)."""
-    if path is None or not path.is_file():
-        return set()
-    found, written = set(), path.read_bytes()
-    if written and not written.endswith(b"\n"):
-        with path.open("ab") as file:
-            file.write(b"\n")
-    for line in written.splitlines():
-        with contextlib.suppress(
-            ValueError, KeyError, TypeError
-        ):  # a line that a killed run has left half written
-            found.add(str(json.loads(line)["source"]))
-    return found
+    def clear(self) -> None:
+        """Keep none."""
+        self._samples.clear()
+        self._bytes = 0

@@ -11,11 +11,15 @@ Media are drawn from (seed, variant, row), blanks from (seed, epoch, row), so a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
+
+from zoo.data.sample import Sample
 
 RATE = 16_000  # Hz, of the sound that is changed
 SPEED = 0.15  # share by which speech is made faster or slower
@@ -110,3 +114,32 @@ class Augment:
 
     def _uniform(self, reach: float) -> float:
         return float(self.random.uniform(-reach, reach)) * self.strength
+
+
+@dataclass(frozen=True)
+class AugmentPolicy:
+    """Which random changes the samples of a run get.
+
+    Attributes:
+        strength: of changes to the media, 0 to 1 (data.augment).
+        variants: in how many ways the media of a row are changed, which its repeats take in turn (data.augment_variants).
+        blank: share of answer tokens that are blanked in the input (data.blank_answers).
+        seed: what the changes follow from, beside row and repeat.
+    """
+
+    strength: float = 0.0
+    variants: int = 1
+    blank: float = 0.0
+    seed: int = 0
+
+    def media(self, variant: int, row: int) -> Augment | None:
+        """The changes to the media of a row in one of its variants; None where there are none."""
+        return Augment(self.strength, (self.seed, variant, row)) if self.strength else None
+
+    def blanked(self, sample: Sample, repeat: int, row: int, blank_id: int) -> Sample:
+        """The sample with some answer tokens as `blank_id`, drawn anew for each repeat of its row."""
+        if not self.blank:
+            return sample
+        draw = Augment(0.0, (self.seed, repeat, row))
+        ids = draw.blank(sample.input_ids, sample.labels, blank_id, self.blank)
+        return replace(sample, input_ids=ids)

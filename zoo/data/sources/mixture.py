@@ -1,7 +1,7 @@
 """`Mixture`: which row comes when, of several sources by weights and epochs; all of it follows from the seed.
 
-A visit is a number: `pass * rows + row`, of a row counted over all sources one after the other and of how often it was
-passed before. An epoch of the mixture is a list of visits:
+Rows are numbered over all sources, one source after the other. A `SampleId` is a row with how often it has come before:
+`repeat * rows + row`. An epoch of the mixture is an array of sample ids:
 
 - without weights, every source `epochs` times (1 where none is given; 0.5 is half of it, the other half the next time);
 - with weights, as many rows of each as the weights say. Where sources have `epochs` too, the one that reaches them first
@@ -9,8 +9,8 @@ passed before. An epoch of the mixture is a list of visits:
   Without, an epoch has as many rows as there are.
 
 A source passes over its rows again and again, in an order of its own each time (`shuffle`), across the ends of epochs: none
-of its rows comes a second time before all have come. A stream has no number of rows: it goes on from where it was, and an
-epoch with one is STREAM_EPOCH rows.
+of its rows comes a second time before all have come. A stream has no known number of rows: it is read on from where it
+was, and an epoch with a stream has STREAM_EPOCH rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,23 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, NewType
 
 import numpy as np
 
 STREAM_EPOCH = 1024  # rows of an epoch in which there is a stream
 STREAM_ROWS = 2**40  # how many rows a stream counts for, where rows are numbered
+
+# A row in one of its repeats, as `repeat * rows + row`. A plain int at run time: a million ids take 8 MB as an int64 array.
+SampleId = NewType("SampleId", int)
+
+
+class RowPlace(NamedTuple):
+    """Where the row of a sample id lies."""
+
+    part: int  # which source
+    row: int  # its place in that source
+    repeat: int  # how often it has come before
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,7 @@ class Part:
 
 
 class Mixture:
-    """The order of visits, epoch by epoch.
+    """The order of samples, epoch by epoch.
 
     Args:
         parts: the sources, all of them with a weight or none.
@@ -58,7 +70,7 @@ class Mixture:
         return all(p.rows is not None and p.weight is None and p.epochs in (None, 1) for p in self.parts)
 
     def order(self, epoch: int) -> np.ndarray:
-        """(N,) int64 visits of an epoch, in order."""
+        """(N,) int64 sample ids of an epoch, in order."""
         if self.plain:
             rows = self._shuffled(self.total, (self.seed, epoch))
             return epoch * self.total + rows
@@ -69,28 +81,28 @@ class Mixture:
         elif self.parts[0].weight is not None or self.parts[0].rows is None:
             places = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
             labels = labels[np.argsort(places, kind="stable")]
-        visits = np.empty(len(labels), np.int64)
+        ids = np.empty(len(labels), np.int64)
         for part, count in enumerate(counts):
-            visits[labels == part] = self._visits(part, self._before(part, epoch), count)
-        return visits
+            ids[labels == part] = self._part_ids(part, self._before(part, epoch), count)
+        return ids
 
     def counts(self, epoch: int) -> list[int]:
         """Rows of each source in an epoch."""
         after = [self._before(part, epoch + 1) for part in range(len(self.parts))]
         return [last - self._before(part, epoch) for part, last in enumerate(after)]
 
-    def split(self, visit: int) -> tuple[int, int, int]:
-        """(source, row within it, pass over it) of a visit."""
-        passed, row = divmod(visit, self.total)
+    def place(self, sample_id: SampleId) -> RowPlace:
+        """The source, the row within it and the repeat of a sample."""
+        repeat, row = divmod(sample_id, self.total)
         part = bisect_right(self.offsets, row) - 1
-        return part, row - self.offsets[part], passed
+        return RowPlace(part, row - self.offsets[part], repeat)
 
-    def renumbered(self, visits: np.ndarray, former: Mixture) -> np.ndarray:
-        """(N,) visits of a mixture whose sources had fewer rows, or were fewer, as those of this one."""
-        passed, rows = np.divmod(np.asarray(visits, np.int64), former.total)
+    def renumbered(self, ids: np.ndarray, former: Mixture) -> np.ndarray:
+        """(N,) sample ids of a mixture whose sources had fewer rows, or were fewer, as those of this one."""
+        repeats, rows = np.divmod(np.asarray(ids, np.int64), former.total)
         parts = np.searchsorted(former.offsets, rows, side="right") - 1
         moved = np.asarray(self.offsets[: len(former.offsets)]) - np.asarray(former.offsets)
-        return passed * self.total + rows + moved[parts]
+        return repeats * self.total + rows + moved[parts]
 
     @cached_property
     def shares(self) -> list[float]:
@@ -112,16 +124,16 @@ class Mixture:
         """Rows of a source drawn before an epoch: rounded shares that add up, whatever they are."""
         return round(self.shares[part] * epoch)
 
-    def _visits(self, part: int, first: int, count: int) -> np.ndarray:
-        """Visits `first` to `first + count` of a source."""
+    def _part_ids(self, part: int, first: int, count: int) -> np.ndarray:
+        """(count,) sample ids of a source, from the `first` one that it gives on."""
         size, offset = self.sizes[part], self.offsets[part]
         if self.parts[part].rows is None:
             return offset + first + np.arange(count)
         found, place = [], first
         while place < first + count:
-            passed, start = divmod(place, size)
-            rows = self._shuffled(size, (self.seed, part, passed))[start : start + first + count - place]
-            found.append(passed * self.total + offset + rows)
+            repeat, start = divmod(place, size)
+            rows = self._shuffled(size, (self.seed, part, repeat))[start : start + first + count - place]
+            found.append(repeat * self.total + offset + rows)
             place += len(rows)
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
-from zoo.data.loading.lengths import Alone, Peers
+from zoo.data.loading.lengths import OneRank, RankGroup
 from zoo.engine.distributed.world import TIMEOUT
 from zoo.errors import UserError
 
@@ -79,6 +79,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def peers() -> Peers:
+def peers() -> RankGroup:
     """A new group of all ranks, or nothing but this one where it is alone. Every rank calls it in the same order."""
-    return PeerGroup() if dist.get_world_size() > 1 else Alone()
+    return PeerGroup() if dist.get_world_size() > 1 else OneRank()

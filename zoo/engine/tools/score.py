@@ -133,7 +133,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             pad_to=recipe.packing.pad_to,
             dp_rank=here.dp_rank,
             dp_size=here.dp_size,
-            peers=peers(),
+            group=peers(),
         )
         mine = _Scorer(step, chunks, here).run(batches)
         return _gather(mine, source, here)
@@ -160,7 +160,7 @@ class _Scorer:
                         (labels.new_full((1,), -100), labels[1:])
                     )  # nothing stands before the first
                     found[index] = {
-                        "source": batches.source.name(index),
+                        "source": batches.source.rows.name(index),
                         "token_ids": ids.tolist(),
                         "labels": labels.tolist(),
                         "logprobs": values.tolist(),
@@ -204,5 +204,5 @@ def _gather(mine: dict[int, dict[str, Any]], source: SampleSource, here: World) 
     dist.all_gather_object(everyone, mine)
     found = {index: row for of_rank in everyone for index, row in of_rank.items()}
     if source.counts and here.is_main:
-        print(f"rows left out: {source.left_out()}", file=sys.stderr)
+        print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
     return [found[index] for index in sorted(found)]

@@ -80,7 +80,7 @@ def open_feed(
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         cost=cost,
-        peers=peers(),
+        group=peers(),
     )
     if not data.eval or recipe.train.eval_rows == 0:
         return Feed(source, loader, None, None, decoder)
@@ -102,6 +102,6 @@ def open_feed(
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         cost=cost,
-        peers=peers(),
+        group=peers(),
     )
     return Feed(source, loader, held_out, eval_set, decoder)

@@ -16,7 +16,7 @@ from zoo.engine.train.dataloader import Feed
 def at_start(recipe: Recipe, feed: Feed, parameters: int, adapters: int, total_steps: int) -> str:
     """What is trained, on what, for how long; `parameters` of this rank, those of adapters among them."""
     share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-    rows = "a stream" if feed.source.has_stream else f"{len(feed.source)} rows"
+    rows = "a stream" if feed.source.rows.has_stream else f"{len(feed.source)} rows"
     warm_up = recipe.train.warmup_steps
     within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (

@@ -87,7 +87,10 @@ def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]
 def known_rows(feed: Feed) -> dict[str, Any]:
     """What the rows of a run are known by, as plain values."""
     return {"form": FORM} | {
-        key: [_known(name, part).as_dict() for name, part in zip(source.names, source.parts, strict=True)]
+        key: [
+            _known(name, part).as_dict()
+            for name, part in zip(source.rows.names, source.rows.parts, strict=True)
+        ]
         for key, source in _sources(feed)
     }
 
@@ -150,7 +153,7 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Re
                 )
             told.append(f"{key}: {why}, which run.accept_changes allows")
             if key == "data.train":
-                others, anew = True, anew or [one.rows for one in before] != source.sizes
+                others, anew = True, anew or [one.rows for one in before] != source.rows.sizes
                 told[-1] += "; the data begin anew" if anew else "; they go on at the same place"
             continue
         grown = list(_grown(before, source))
@@ -168,10 +171,11 @@ def _difference(
     key: str, before: Sequence[Known], source: SampleSource, state: Mapping[str, Any], recipe: Recipe
 ) -> str | None:
     """Why a source does not begin with the rows that were known, part by part."""
-    if len(source.parts) < len(before):
-        return f"{before[len(source.parts)].name} is gone"
+    rows = source.rows
+    if len(rows.parts) < len(before):
+        return f"{before[len(rows.parts)].name} is gone"
     streams = state["data"].get("streams", {})
-    for number, (known, part) in enumerate(zip(before, source.parts, strict=False)):
+    for number, (known, part) in enumerate(zip(before, rows.parts, strict=False)):
         if (known.rows is None) != isinstance(part, RowStream):
             return f"{known.name} is read another way"
         if isinstance(part, RowStream):
@@ -181,13 +185,14 @@ def _difference(
             fewer = key == "data.eval" and recipe.train.eval_rows is not None
             why = difference(known, part, fewer)
         if why is not None:
-            return f"{source.names[number]}: {why}"
+            return f"{rows.names[number]}: {why}"
     return None
 
 
 def _grown(before: Sequence[Known], source: SampleSource) -> Iterator[str]:
-    for known, name, size in zip(before, source.names, source.sizes, strict=False):
+    rows = source.rows
+    for known, name, size in zip(before, rows.names, rows.sizes, strict=False):
         if known.rows is not None and size is not None and size > known.rows:
             yield f"{name} from {known.rows} to {size} rows"
-    for name, size in zip(source.names[len(before) :], source.sizes[len(before) :], strict=True):
+    for name, size in zip(rows.names[len(before) :], rows.sizes[len(before) :], strict=True):
         yield f"{name} with {'a stream' if size is None else f'{size} rows'}"

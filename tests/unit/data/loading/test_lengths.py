@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
-from zoo.data.loading.lengths import Lengths
+from zoo.data.loading.lengths import Lengths, Size
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
@@ -104,7 +104,7 @@ type Texts = list[tuple[int | str, int]]
 def open_source(texts: Texts, **data: Any) -> SampleSource:
     rows = [Row((("user", f"{guess} {length}"),), source=f"x:{n}") for n, (guess, length) in enumerate(texts)]
     config = DataConfig(**{"on_error": "skip", **data})
-    return SampleSource(rows, Reader(), config, budget=BUDGET)
+    return SampleSource.of_rows(rows, Reader(), config, budget=BUDGET)
 
 
 def recipe(global_batch: int = 4, **packing: Any) -> Recipe:
@@ -121,7 +121,7 @@ def cost(size: SampleSize) -> int:
 
 def open_loader(texts: Texts, member: Any = None, config: Recipe | None = None) -> BatchLoader:
     rank, size = (0, 1) if member is None else (member.rank, member.size)
-    options: dict[str, Any] = {"dp_rank": rank, "dp_size": size, "peers": member, "cost": cost}
+    options: dict[str, Any] = {"dp_rank": rank, "dp_size": size, "group": member, "cost": cost}
     return BatchLoader(open_source(texts), config or recipe(), prefetch=False, **options)
 
 
@@ -176,7 +176,7 @@ def test_what_must_be_encoded_to_be_measured_is_shared(ranks: int) -> None:
     def task(member: Member) -> int:
         lengths = Lengths(open_source(texts), None, member)
         lengths.ahead(range(64))
-        assert [lengths.get(visit) for visit in range(64)] == [(5, 5)] * 64
+        assert [lengths.get(number) for number in range(64)] == [(5, 5)] * 64
         return lengths.source.processor.encoded.total()
 
     assert together(ranks, task) == [64 // ranks] * ranks
@@ -194,7 +194,7 @@ def test_a_bad_row_is_counted_once_on_every_rank_and_raised_on_all(monkeypatch: 
 
     def raised(member: Member) -> str:
         source = open_source(texts, on_error="raise")
-        loader = BatchLoader(source, recipe(), dp_rank=member.rank, dp_size=2, peers=member, prefetch=False)
+        loader = BatchLoader(source, recipe(), dp_rank=member.rank, dp_size=2, group=member, prefetch=False)
         with pytest.raises(RowError) as caught:
             steps(loader, 6)
         return str(caught.value)
@@ -318,7 +318,7 @@ def test_a_row_that_was_corrected_may_still_turn_out_broken() -> None:
     loader = open_loader(texts)
     steps(loader, 8)
     assert loader.lengths.get(0) == (6, cost(SampleSize(6)))
-    loader.source._bad[0] = RowError("x:0", "missing_file", "gone.")
+    loader.source.bad_rows.remember(0, RowError("x:0", "missing_file", "gone."))
     loader.source._cache.clear()
     seen = {name for step in steps(loader, 20) for batch in step for name in batch}
     assert loader.source.counts == {"missing_file": 1}
@@ -328,9 +328,9 @@ def test_a_row_that_was_corrected_may_still_turn_out_broken() -> None:
 def test_a_sample_that_changes_each_time_is_refused() -> None:
     loader = open_loader([(5, 6)] * 40)
     loader.lengths.ahead([0])
-    loader.lengths.agree({0: (6, 6)})
+    loader.lengths.agree({0: Size(6, 6)})
     with pytest.raises(UserError, match="x:0: encoded twice, it has 6 tokens, then 7; does the file change"):
-        loader.lengths.agree({0: (7, 7)})
+        loader.lengths.agree({0: Size(7, 7)})
 
 
 # ---------------------------------------------------------------- evaluation
@@ -342,12 +342,12 @@ def test_evaluation_leaves_out_what_cannot_be_encoded(size: int) -> None:
 
     def task(member: Member) -> tuple[list[str], int, dict[str, int]]:
         source = open_source(texts)
-        options: dict[str, Any] = {"dp_rank": member.rank, "dp_size": size, "peers": member}
+        options: dict[str, Any] = {"dp_rank": member.rank, "dp_size": size, "group": member}
         batches: EvalBatches = eval_batches(source, budget=BUDGET, **options)
         for _ in range(2):
             listed = list(batches)
             seen = [name for batch in listed if batch is not None for name in batch.sources]
-            assert sorted(seen) == sorted(source.name(n) for indices in batches.bins for n in indices)
+            assert sorted(seen) == sorted(source.rows.name(n) for indices in batches.bins for n in indices)
         assert batches.spare().total > 0
         return seen, len(listed), dict(source.counts)
 
@@ -373,10 +373,10 @@ def test_rows_too_many_for_a_place_each_are_known_while_they_are_wanted(
         monkeypatch.setattr("zoo.data.loading.lengths.DENSE", limit)
         lengths = Lengths(open_source(texts))
         lengths.ahead(range(12))
-        lengths.agree({1: RowError("x:1", "corrupt_media", "broken."), 3: (9, 9)})
-        assert [lengths.get(visit) for visit in range(5)] == [(5, 5), None, (7, 7), (9, 9), (5, 5)]
+        lengths.agree({1: RowError("x:1", "corrupt_media", "broken."), 3: Size(9, 9)})
+        assert [lengths.get(number) for number in range(5)] == [(5, 5), None, (7, 7), (9, 9), (5, 5)]
         lengths.forget_all_but([2, 3])
-        assert [lengths.knows(visit) for visit in range(5)] == [limit > 3, limit > 3, True, True, limit > 3]
+        assert [lengths.knows(number) for number in range(5)] == [limit > 3, limit > 3, True, True, limit > 3]
         assert [entry[0] for entry in lengths.state_dict()] == ([1, 3] if limit > 3 else [3])
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.loading.bad_rows import BadRows
 from zoo.data.loading.evaluation import eval_batches
 from zoo.data.loading.lengths import Lengths
 from zoo.data.loading.loader import BatchLoader
@@ -65,9 +66,9 @@ LENGTHS = [3 + (7 * i) % 29 for i in range(50)]
 
 def make_source(lengths=LENGTHS, media=1, budget=64, align=1, bad_rows=None, **data) -> SampleSource:
     config = DataConfig(**data)
-    return SampleSource(
-        make_rows(lengths, media), FakeProcessor(), config, budget=budget, align=align, bad_rows=bad_rows
-    )
+    bad = BadRows(config, bad_rows)
+    rows, processor = make_rows(lengths, media), FakeProcessor()
+    return SampleSource.of_rows(rows, processor, config, budget=budget, align=align, bad_rows=bad)
 
 
 def recipe(mode="thd", global_batch=4, micro_batch=1, budget=64, pad_to=None, **data) -> Recipe:
@@ -167,7 +168,7 @@ def test_a_bad_row_is_skipped_counted_and_listed_once(tmp_path):
     assert listed == [{"source": "x:2", "cause": "corrupt_media", "message": "broken."}]
 
 
-def test_a_list_of_bad_rows_that_was_cut_off_is_gone_on_with(tmp_path):
+def test_a_list_of_bad_rows_that_was_cut_off_is_continued(tmp_path):
     path = tmp_path / "bad_rows.jsonl"
     path.write_text('{"source": "x:9", "cause": "a", "message": "b"}\n{"source": "x:')
     assert make_source([5, 0, 4], bad_rows=path, on_error="skip").sample(1) is None
@@ -211,7 +212,7 @@ def test_truncate_text_refuses_to_cut_media_or_the_last_label(media, words):
     assert source.counts == {"overlong": 1}
 
 
-def test_open_reads_files_and_settles_their_bad_rows(media, processor, make, tmp_path):
+def test_open_reads_files_and_skips_their_bad_rows(media, processor, make, tmp_path):
     good = {"messages": [("user", "hi"), ("assistant", "ho")]}
     path = make.rows(tmp_path / "x.jsonl", [good, {**good, "image": "gone.png"}, good])
     config = DataConfig(on_error="skip")
@@ -357,7 +358,7 @@ def test_rows_that_were_added_join_in_the_next_epoch(mode: str) -> None:
 
 def test_a_state_of_an_earlier_zoo_is_told() -> None:
     state = {"step": 1, "rows": 50, "seed": 1234, "epoch": 0, "cursor": 9, "packer": {"items": [[3, 5]]}}
-    with pytest.raises(ConfigError, match=r"as an earlier zoo did, .* model\.init=<its run folder>"):
+    with pytest.raises(ConfigError, match=r"An earlier zoo wrote .* model\.init=<its run folder>"):
         make_loader().load_state_dict(state)
 
 

@@ -178,7 +178,7 @@ def openings(path: Any) -> list[Callable[[], Any]]:
         source = SampleSource.open(
             [entry], Nobody(), data, budget=64, decoder=HERE, evaluation=evaluation, max_rows=1 if evaluation else None
         )  # fmt: skip
-        return source.row(0)
+        return source.rows.row(0)
 
     return [
         *(lambda e=entry, v=evaluation: opened(e, v) for entry in entries for evaluation in (False, True)),

@@ -48,7 +48,7 @@ def opened(
 
 
 def answers(source: SampleSource) -> list[str]:
-    return [source.row(index).messages[-1][1] for index in range(len(source))]
+    return [source.rows.row(index).messages[-1][1] for index in range(len(source))]
 
 
 # ---------------------------------------------------------------- data sets
@@ -72,7 +72,7 @@ def receipts() -> datasets.Dataset:
 def check_receipts(source: SampleSource) -> None:
     assert answers(source) == [f'{{"total": "{shade}"}}' for shade in (10, 120, 250)]
     for index, shade in enumerate((10, 120, 250)):
-        image = source.row(index).images[0]
+        image = source.rows.row(index).images[0]
         assert isinstance(image, Blob) and image.data == png(shade)
     sample = source.sample(2)
     assert sample is not None and sample.media["pixel_values"].mean() > 0.9
@@ -82,7 +82,7 @@ def test_a_parquet_file(processor: Processor, tmp_path: Path) -> None:
     receipts().to_parquet(tmp_path / "cord.parquet")
     source = opened(processor, {"path": str(tmp_path / "cord.parquet"), "format": "cord_v2"})
     check_receipts(source)
-    assert source.row(1).source == f"{tmp_path}/cord.parquet:2"
+    assert source.rows.row(1).source == f"{tmp_path}/cord.parquet:2"
     bare = opened(processor, str(tmp_path / "cord.parquet"), data=DataConfig(on_error="skip"))
     assert bare.sample(0) is None and bare.counts == {"format": 1}
 
@@ -129,7 +129,7 @@ def test_a_hub_id_with_its_revision(
     check_receipts(opened(processor, entry))
     assert asked == [("naver-clova-ix/cord-v2", {"streaming": False, "revision": "abc123"})]
     stream = opened(processor, {**entry, "stream": True})
-    assert stream.has_stream and stream.row(1).messages[-1][1] == '{"total": "120"}'
+    assert stream.rows.has_stream and stream.rows.row(1).messages[-1][1] == '{"total": "120"}'
 
 
 def test_a_hub_id_that_is_not_there(processor: Processor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_rows_of_a_data_set_with_messages(processor: Processor) -> None:
     source = opened(processor, datasets.Dataset.from_list(rows, features=features))
     assert answers(source) == ["1", "2"]
     assert None not in [source.sample(index) for index in range(2)]
-    assert source.row(0).images == () and source.row(1).source == "rows:2"
+    assert source.rows.row(0).images == () and source.rows.row(1).source == "rows:2"
 
 
 # ---------------------------------------------------------------- objects
@@ -214,7 +214,7 @@ def test_tars_of_samples(processor: Processor, tmp_path: Path) -> None:
         source = opened(processor, str(path))
         assert answers(source) == ["1", "2", "3"]
         for index in range(3):
-            image = source.row(index).images[0]
+            image = source.rows.row(index).images[0]
             assert isinstance(image, Blob) and image.data == png(index + 1)
     assert source.sample(2) is not None
     with pytest.raises(UserError, match=r"no file .*shard-002.tar"):
@@ -337,7 +337,7 @@ def test_a_stream_holds_a_window_of_rows(processor: Processor, folder: Path) -> 
     most = 0
     for _ in range(25):
         loader.next_step()
-        stream = source.parts[0]
+        stream = source.rows.parts[0]
         most = max(most, len(stream.rows), len(stream.marks), len(loader.lengths._known._sizes))  # type: ignore[union-attr]
     assert stream.next > 400 and most < 130  # type: ignore[union-attr]
 

@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,13 +130,15 @@ def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
 
 def test_rows_that_are_read_are_signs_of_life() -> None:
     """The first batch: the main thread waits for the one that prepares data, which waits for a slow reader."""
+    from zoo.config.schema import DataConfig
     from zoo.data.loading.sample_source import SampleSource
+    from zoo.data.media.sizes import SampleSize
+    from zoo.data.sources.rows import Row
 
     ticks: list[int] = []
-    source: Any = SampleSource.__new__(SampleSource)
-    source._tick = lambda: ticks.append(1)
-    source.row = lambda visit: type("Row", (), {"media": frozenset()})()
-    source.processor = type("Processor", (), {"modalities": ("text",)})()
-    for visit in range(3):
-        source._taken_row(visit)
+    processor: Any = SimpleNamespace(modalities=("text",), measure=lambda row, **how: SampleSize(1))
+    rows = [Row((("user", "a"), ("assistant", "b")))] * 3
+    source: Any = SampleSource.of_rows(rows, processor, DataConfig(), budget=8, tick=lambda: ticks.append(1))
+    for sample_id in range(3):
+        source.measure(sample_id)
     assert len(ticks) == 3

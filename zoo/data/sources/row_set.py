@@ -1,0 +1,225 @@
+"""`RowSet`: the rows of all entries of data.train or data.eval, numbered one after the other.
+
+Tables give any row by its place. Streams are read in order, and keep only the rows that are still to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.config.entries import DataEntry
+from zoo.config.schema import DataConfig
+from zoo.data.errors import RowError
+from zoo.data.sources.mixture import Mixture, Part, SampleId
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, is_bundled
+from zoo.data.sources.streams import RowStream, is_stream, open_stream
+from zoo.data.sources.tables import open_table
+from zoo.errors import UserError
+from zoo.files import expanded
+
+
+class RowSet(Sequence[Row]):
+    """Rows of several tables and streams, by their number over all of them.
+
+    Args:
+        parts: a table or a stream of each entry.
+        names: what the entries are called.
+        shares: the weight and epochs of each; None gives each row once an epoch.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Row] | RowStream],
+        names: Sequence[str],
+        shares: Sequence[Part] | None = None,
+    ) -> None:
+        self.parts, self.names = list(parts), list(names)
+        self.shares = [
+            replace(share, rows=None if isinstance(part, RowStream) else len(part))
+            for part, share in zip(parts, shares or [Part(None)] * len(parts), strict=True)
+        ]
+        self._mixture = Mixture(self.shares, 0, False)  # numbers rows; orders come with the seed of `order`
+
+    def __len__(self) -> int:
+        """Rows, bad ones that are not yet known to be bad included; with a stream, a number above them all."""
+        return self._mixture.total
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self.row(SampleId(index))
+
+    def row(self, sample_id: SampleId) -> Row:
+        """The row of a sample; RowError where it is a bad one that is read when it is asked for."""
+        place = self._mixture.place(sample_id)
+        return self.parts[place.part][place.row]
+
+    def name(self, sample_id: SampleId) -> str:
+        """Where the row of a sample stands."""
+        try:
+            return self.row(sample_id).source
+        except RowError as error:
+            return error.source
+
+    @property
+    def sizes(self) -> list[int | None]:
+        """Rows of each part; None for a stream."""
+        return [share.rows for share in self.shares]
+
+    def order(
+        self, epoch: int, seed: int, shuffle: bool, sizes: Sequence[int | None] | None = None
+    ) -> np.ndarray:
+        """(N,) int64 sample ids of an epoch, in order.
+
+        Args:
+            epoch: from 0.
+            seed: what the order follows from.
+            shuffle: whether rows come in a new order each time.
+            sizes: rows of each part when the epoch began, where rows have been added since; None: those of today.
+        """
+        if sizes is None:
+            return Mixture(self.shares, seed, shuffle).order(epoch)
+        former = self._former(sizes, seed, shuffle)
+        return self._mixture.renumbered(former.order(epoch), former)
+
+    def renumber(self, ids: Iterable[SampleId], sizes: Sequence[int | None]) -> list[SampleId]:
+        """Ids of samples as numbered when the parts had these sizes, as they are numbered now that rows were added."""
+        former = self._former(sizes, 0, False)
+        found: list[SampleId] = self._mixture.renumbered(np.fromiter(ids, np.int64), former).tolist()
+        return found
+
+    def _former(self, sizes: Sequence[int | None], seed: int, shuffle: bool) -> Mixture:
+        shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
+        return Mixture(shares, seed, shuffle)
+
+    @property
+    def has_stream(self) -> bool:
+        """Whether one of the parts is a stream: then nobody knows how many rows there are."""
+        return any(isinstance(part, RowStream) for part in self.parts)
+
+    def forget(self, wanted: Iterable[SampleId]) -> list[range]:
+        """Let go of a stream's rows before the first of `wanted`; the numbers of rows that are gone."""
+        gone = []
+        for part, first in self._oldest(wanted).items():
+            stream, offset = self.parts[part], self._mixture.offsets[part]
+            assert isinstance(stream, RowStream)
+            stream.forget(first)
+            gone.append(range(offset, offset + first))
+        return gone
+
+    def stream_state(self, wanted: Iterable[SampleId]) -> dict[str, Any]:
+        """The places from which streams have to be read to give `wanted`, as plain values; {} without streams."""
+        oldest = self._oldest(wanted) if self.has_stream else {}
+        return {
+            str(part): stream.state(oldest.get(part, stream.next))
+            for part, stream in enumerate(self.parts)
+            if isinstance(stream, RowStream)
+        }
+
+    def load_stream_state(self, state: dict[str, Any]) -> None:
+        """Send the streams to a saved place."""
+        for part, place in state.items():
+            stream = self.parts[int(part)]
+            assert isinstance(stream, RowStream)
+            stream.load(place)
+
+    def _oldest(self, ids: Iterable[SampleId]) -> dict[int, int]:
+        """Part -> the first row of a stream that is among the samples."""
+        found: dict[int, int] = {}
+        for place in map(self._mixture.place, ids):
+            if isinstance(self.parts[place.part], RowStream):
+                found[place.part] = min(found.get(place.part, place.row), place.row)
+        return found
+
+
+def open_rows(
+    entries: Sequence[DataEntry],
+    data: DataConfig,
+    modalities: Sequence[str],
+    on_bad: Callable[[RowError], None],
+    *,
+    max_rows: int | None = None,
+    evaluation: bool = False,
+) -> RowSet:
+    """The rows of some entries of data.train or data.eval.
+
+    Args:
+        entries: where rows come from.
+        data: root, outside_root and urls are used.
+        modalities: what the model takes. Rows of a bundled set with other media are passed over.
+        on_bad: called with each bad row that is found on opening.
+        max_rows: use the first so many rows only.
+        evaluation: the entries are those of data.eval: of rows held out, those are taken, and a stream gives its first
+            `max_rows`.
+
+    Raises:
+        UserError: no such file, data set or split.
+    """
+    key = "data.eval" if evaluation else "data.train"
+    parts: list[Sequence[Row] | RowStream] = []
+    for entry in entries:
+        access = partial(_access, data, entry.root)
+        bundled = entry.path is not None and is_bundled(entry.path)
+        if is_stream(entry):
+            stream = open_stream(entry, access, evaluation=evaluation, key=key)
+            parts.append(_first(stream, str(entry), max_rows, on_bad) if evaluation else stream)
+            continue
+        rows = open_table(entry, access, on_bad, evaluation=evaluation, key=key)
+        if isinstance(rows, list):  # read already, so that what can't be used is known
+            rows = [row for row in rows if _takes(row, modalities, None if bundled else on_bad)]
+        parts.append(rows)
+    if max_rows is not None:
+        left = max_rows
+        for number, part in enumerate(parts):
+            assert not isinstance(part, RowStream)
+            parts[number] = first = part if len(part) <= left else part[:left]
+            left -= len(first)
+    return RowSet(
+        parts, list(map(str, entries)), [Part(None, entry.weight, entry.epochs) for entry in entries]
+    )
+
+
+def check_modalities(row: Row, taken: Sequence[str]) -> None:
+    """Raises RowError ("modality") for a row with media that the model does not take."""
+    foreign = row.media.difference(taken)
+    if foreign:
+        text = f"the row has {' and '.join(sorted(foreign))}, but this model takes {', '.join(taken)}; leave it out."
+        raise RowError(row.source, "modality", text)
+
+
+def _takes(row: Row, taken: Sequence[str], on_bad: Callable[[RowError], None] | None) -> bool:
+    """Whether the model takes the row's media; `on_bad` gets the error of a row that it does not take."""
+    try:
+        check_modalities(row, taken)
+    except RowError as error:
+        if on_bad is not None:
+            on_bad(error)
+        return False
+    return True
+
+
+def _first(stream: RowStream, name: str, count: int | None, on_bad: Callable[[RowError], None]) -> list[Row]:
+    """The first rows of a stream to evaluate on."""
+    if count is None:
+        raise UserError(f"data.eval={name}: a stream has no end; say how many rows with train.eval_rows.")
+    found: list[Row] = []
+    for place in range(count):
+        try:
+            found.append(stream[place])
+        except RowError as error:
+            on_bad(error)
+    return found
+
+
+def _access(data: DataConfig, root: str | None, folder: Path) -> Access:
+    """What rows may name, of an entry with a root or none, whose file lies in a folder."""
+    chosen = root if root is not None else data.root
+    place = folder if chosen is None else expanded(chosen)
+    return Access(place, data.outside_root, data.urls)
