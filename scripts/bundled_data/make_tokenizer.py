@@ -1,7 +1,7 @@
-"""Make the bundled tokenizer: `python -m zoo.data.tokenizer.make [OUT]`.
+"""Make the bundled tokenizer: `python scripts/bundled_data/make_tokenizer.py [OUT]`.
 
-Byte-level BPE of 384 entries: the 256 bytes, merges learnt from the `digits` set's prompts and the role
-names, a few words more, then Qwen's special tokens. A digit is always one token. Writes tokenizer.json and
+Byte-level BPE of 384 entries: the 256 bytes, merges learnt from prompts of the `digits` set, the role names and a few more
+words, then Qwen's special tokens. A digit is always one token. Writes tokenizer.json and
 tokenizer_config.json; chat_template.jinja is written by hand and copied along.
 """
 
@@ -12,7 +12,8 @@ import json
 import shutil
 from pathlib import Path
 
-from zoo.data.digits.make import PROMPTS
+from make_digits import PROMPTS
+
 from zoo.data.tokenizer import ROOT
 
 VOCAB_SIZE = 384
@@ -35,6 +36,9 @@ SPECIAL = (
     "<think>",
     "</think>",
 )
+# Prompts of text rows that the merges are learnt from. They stay as they are when the set's own change: other merges would
+# give other ids to the text of every checkpoint.
+TEXT_PROMPTS = ("Copy {}.", "Repeat {}.", "Reverse {}.", "Write {} in reverse.")
 WORDS = ["image", "video", "audio", "text", "Describe the image.", "Describe the video."]  # learnt along
 PLAIN = ("<think>", "</think>")  # added, yet kept by skip_special_tokens, as in Qwen
 NAMED = {
@@ -55,7 +59,8 @@ SPLIT = (  # Qwen's: every digit stands alone
 def corpus() -> list[str]:
     """The text that the merges are learnt from."""
     turns = [f"{role}\n" for role in ("system", "user", "assistant")] * 20
-    prompts = [prompt.format(0) for kind in PROMPTS for prompt in PROMPTS[kind]]
+    learnt = {**PROMPTS, "text": TEXT_PROMPTS}
+    prompts = [prompt.format(0) for kind in learnt for prompt in learnt[kind]]
     return turns + prompts + WORDS
 
 
@@ -112,7 +117,7 @@ def config() -> dict:
 def main() -> None:
     """Writes the tokenizer's folder."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", type=Path, default=ROOT, help="where to write (this folder)")
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT, help="where to write (zoo/data/tokenizer)")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.json").write_text(train(), encoding="utf-8")

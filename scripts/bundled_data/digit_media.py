@@ -1,4 +1,4 @@
-"""What the `digits` set's maker draws, says, encodes and decodes."""
+"""Pictures and speech of the `digits` set: drawing, speaking, encoding and decoding."""
 
 from __future__ import annotations
 

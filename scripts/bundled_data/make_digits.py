@@ -1,4 +1,4 @@
-"""Make the `digits` sample set: `python -m zoo.data.digits.make [OUT] [--seed N]`.
+"""Make the bundled `digits` set: `python scripts/bundled_data/make_digits.py [OUT] [--seed N]`.
 
 Writes OUT/train.jsonl, OUT/heldout.jsonl and OUT/{train,heldout}/ from scikit-learn's scans of
 handwritten digits and from espeak-ng's speech, then reads everything back and checks it. The same seed
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import digit_media
 import numpy as np
+from digit_media import CELL, RATE
 
-from zoo.data.digits import ROOT, codec
-from zoo.data.digits.codec import CELL, RATE
+from zoo.data.digits import ROOT
 
 MAX_BYTES = 2_000_000  # everything under OUT and the bundled tokenizer
 MIN_APART = 2.0  # dB, mean difference between two voices' spectra
@@ -125,7 +126,7 @@ class Split:
 
     def cell(self, number: int, side: int = CELL) -> np.ndarray:
         """One scan as uint8 [side, side], shifted in the train split."""
-        return codec.render(self.scans[number], side, self.rng if self.name == "train" else None)
+        return digit_media.render(self.scans[number], side, self.rng if self.name == "train" else None)
 
 
 # ---------------------------------------------------------------- handwriting
@@ -151,7 +152,7 @@ def image_rows(split: Split, count: int) -> list[tuple[str, str]]:
         cells = np.array([split.cell(scan, side) for scan in scans])
         page = cells.reshape(lines, columns, side, side).swapaxes(1, 2).reshape(lines * side, columns * side)
         path = split.path("i", number, "webp")
-        codec.write_image(split.out / path, page)
+        digit_media.write_image(split.out / path, page)
         split.rows.append(row("image", "<image>" + split.prompt("image"), digits, images=[path]))
         strips.append((path, digits))
     return strips
@@ -183,7 +184,7 @@ def speech(split: Split, count: int, seconds: float | None = None) -> tuple[np.n
     split.used_voices[voices[which]] += 1
     digits = split.speech_decks[which].deal(count)
     speed, pitch = int(rng.integers(190, 231)), int(rng.integers(38, 63))
-    words = [codec.speak(digit, voices[which], speed, pitch) for digit in digits]
+    words = [digit_media.speak(digit, voices[which], speed, pitch) for digit in digits]
     gaps = rng.uniform(*GAPS[split.name], size=count + 1)  # s
     gaps[[0, -1]] *= 0.5
     room = (seconds or MAX_SPEECH) - sum(map(len, words)) / RATE
@@ -208,7 +209,7 @@ def audio_rows(split: Split, count: int) -> list[tuple[str, str]]:
     for number in range(count):
         sound, digits = speech(split, 1 + split.rng.choice(4, p=(0.28, 0.4, 0.22, 0.1)))
         path = split.path("a", number, "ogg")
-        codec.write_audio(split.out / path, sound)
+        digit_media.write_audio(split.out / path, sound)
         split.rows.append(row("audio", "<audio>" + split.prompt("audio"), digits, audios=[path]))
         clips.append((path, digits))
     return clips
@@ -233,7 +234,7 @@ def video_rows(split: Split, count: int) -> None:
     for number in range(count):
         scans, digits = split.deal_scans(2 + split.rng.choice(5, p=(0.25, 0.25, 0.2, 0.15, 0.15)))
         path = split.path("v", number, "mp4")
-        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], None)
+        digit_media.write_video(split.out / path, [split.cell(scan) for scan in scans], None)
         split.rows.append(row("video", "<video>" + split.prompt("video"), digits, videos=[path]))
 
 
@@ -243,9 +244,9 @@ def audio_in_video_rows(split: Split, count: int) -> None:
     for number in range(count):
         shown = 2 + int(split.rng.random() < 0.2)
         scans, seen = split.deal_scans(shown)
-        sound, heard = speech(split, shown, seconds=codec.whole_packets(shown))
+        sound, heard = speech(split, shown, seconds=digit_media.whole_packets(shown))
         path = split.path("s", number, "mp4")
-        codec.write_video(split.out / path, [split.cell(scan) for scan in scans], sound)
+        digit_media.write_video(split.out / path, [split.cell(scan) for scan in scans], sound)
         content = "<video>" + split.prompt("audio_in_video")
         extra = {"videos": [path], "use_audio_in_video": True}
         split.rows.append(row("audio_in_video", content, f"{seen} {heard}", **extra))
@@ -290,7 +291,7 @@ def conversation(kind: str, turns: Sequence[tuple[str, str]], **extra: object) -
 def make_split(name: str, out: Path, seed: int) -> Split:
     """Makes one split's media and writes its shuffled rows."""
     rng = np.random.default_rng([seed, list(ROWS).index(name)])
-    scans, labels = codec.load_scans()
+    scans, labels = digit_media.load_scans()
     mine = [i for i in range(len(scans)) if (i % 5 == 4) == (name == "heldout")]
     speech_decks = [Deck(list(range(10)) * 5, rng) for _ in VOICES[name]]
     split = Split(name, out, seed, rng, scans, labels, Deck(mine, rng), speech_decks)
@@ -331,7 +332,7 @@ def check_row(out: Path, item: dict) -> None:
     for key, mark in MARKS.items():
         assert content.count(mark) == len(item.get(key, ())), item
     for path, part in zip(item.get("images", ()), parts, strict="images" in item):
-        height, width = codec.read_image(out / path).shape
+        height, width = digit_media.read_image(out / path).shape
         digits = len(part)
         pages = {
             (1, digits),
@@ -340,11 +341,15 @@ def check_row(out: Path, item: dict) -> None:
         }  # cells: one line, two, or big ones
         assert (height / CELL, width / CELL) in pages, item
     for path in item.get("videos", ()):
-        assert codec.read_video(out / path).shape == (len(parts[0]) * codec.FPS, CELL, 2 * CELL), item
+        assert digit_media.read_video(out / path).shape == (
+            len(parts[0]) * digit_media.FPS,
+            CELL,
+            2 * CELL,
+        ), item
         if item.get("use_audio_in_video"):
-            assert abs(len(codec.read_audio(out / path)) / RATE - len(parts[0])) < 0.05, item
+            assert abs(len(digit_media.read_audio(out / path)) / RATE - len(parts[0])) < 0.05, item
     for path, _ in zip(item.get("audios", ()), parts, strict="audios" in item):
-        assert 0.2 < len(codec.read_audio(out / path)) / RATE < MAX_SPEECH + 0.05, item
+        assert 0.2 < len(digit_media.read_audio(out / path)) / RATE < MAX_SPEECH + 0.05, item
 
 
 def check_voices(splits: dict[str, Split]) -> None:
@@ -354,7 +359,9 @@ def check_voices(splits: dict[str, Split]) -> None:
     variants = [{v for names in VARIANTS[name].values() for v in names} for name in VARIANTS]
     assert not set.intersection(*variants)
     voices = [voice for name in VOICES for voice in VOICES[name]]
-    prints = [np.stack([codec.spectrum(codec.speak(d, v, 210, 50)) for d in range(10)]) for v in voices]
+    prints = [
+        np.stack([digit_media.spectrum(digit_media.speak(d, v, 210, 50)) for d in range(10)]) for v in voices
+    ]
     for i, one in enumerate(prints):
         for j, other in enumerate(prints[:i]):
             apart = np.abs(one - other).mean()
@@ -396,13 +403,13 @@ def summary(out: Path) -> str:
             size = sum((out / path).stat().st_size for path in files)
             text = sum(len(json.dumps(item, separators=(",", ":"))) + 1 for item in chosen)
             lines.append(f"{name:8} {kind:15} {len(chosen):5} {len(files):6} {size:12,} {text:10,}")
-    return "\n".join([*lines, f"{total_bytes(out):,} bytes in all, with the code and the tokenizer"])
+    return "\n".join([*lines, f"{total_bytes(out):,} bytes in all, with the tokenizer"])
 
 
 def main() -> None:
     """Makes, checks and sums up the set."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", nargs="?", type=Path, default=ROOT, help="where to write (this folder)")
+    parser.add_argument("out", nargs="?", type=Path, default=ROOT, help="where to write (zoo/data/digits)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     splits = {name: make_split(name, options.out, options.seed) for name in ROWS}
