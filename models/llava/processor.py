@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.processor import ChatMarkers, Processor, as_tensor
+from zoo.data.processors.processor import ChatMarkers, Processor, Sketch, as_tensor
 from zoo.data.processors.vision import load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
@@ -123,7 +123,7 @@ class LlavaProcessor(Processor):
         tiles = sum(len(media[name]) for name in ("pixel_values", "pixel_values_videos") if name in media)
         return {"vision": [1] * tiles}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]]:
+    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch:
         """The template's text, a token for each medium."""
         tiling, lines = self.tiling, self.config.lines
         cut = lines and (len(headers.images) == 1 or not self.config.has_video)
@@ -132,7 +132,7 @@ class LlavaProcessor(Processor):
         tokens += sum(count * tiling.frame_tokens(0) + 1 for count, *_ in headers.videos)
         tiles = sum(tiles for *_, tiles in sizes) + sum(count for count, *_ in headers.videos)
         further = tokens - len(headers.images) - len(headers.videos)
-        return text, further, {"vision": [1] * tiles}
+        return Sketch(text, further, {"vision": [1] * tiles})
 
 
 def build_processor(arch_config: Any, source: str | None = None) -> LlavaProcessor:

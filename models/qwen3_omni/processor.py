@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
-from zoo.data.processors.processor import Processor, as_tensor
+from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
@@ -146,7 +146,7 @@ class Qwen3OmniProcessor(Processor):
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
         return vision.vision_rows(media) | {"audio": frames}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
         """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
@@ -157,7 +157,7 @@ class Qwen3OmniProcessor(Processor):
         tokens = sum(time * height * width // merged for time, height, width in grids) + sum(heard)
         tracks = len(row.videos) if row.use_audio_in_video else 0
         further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
-        return text, further, {"vision": vision.grid_rows(grids), "audio": frames}
+        return Sketch(text, further, {"vision": vision.grid_rows(grids), "audio": frames})
 
     def _mel_frames(self, samples: tuple[int, ...]) -> list[int]:
         """Of sounds of so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""

@@ -268,7 +268,7 @@ def _samples(add: Any) -> None:
         "too long",
         {"messages": talk(answer="and so on " * 400)},
         "overlong",
-        "0 of them media, are over packing.budget",
+        "(0 of media) are over packing.budget",
     )
     add("too long a text", {"text": "and so on " * 400}, "overlong", "are over packing.budget")
 

@@ -1,4 +1,4 @@
-"""Limits of memory that the system keeps: of a decoding worker, and of the rank while a parquet file is unpacked."""
+"""Limits of memory that the system enforces: for a decoding worker, and for the rank while it unpacks a parquet file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def limit_memory(megabytes: int) -> None:
-    """Let this process have no more than that beyond what it has, in MiB; further requests fail. Nothing but on Linux."""
+    """Let this process have no more than that beyond what it has, in MiB; further requests fail. Does nothing outside Linux."""
     import resource
 
     limit = _address_space(megabytes)
@@ -33,7 +33,7 @@ def memory_limited(megabytes: int) -> Iterator[None]:
 
 
 def _address_space(megabytes: int) -> int | None:
-    """Bytes of address space that this process has, and so many MiB more; None where it can't be told."""
+    """Bytes of address space that this process has, and so many MiB more; None where that is not known."""
     import resource
 
     try:

@@ -1,4 +1,4 @@
-"""Samples (one encoded row) and micro-batches (several of them, packed end to end or padded side by side)."""
+"""Samples (one encoded row) and micro-batches (several samples, packed end to end or padded side by side)."""
 
 from __future__ import annotations
 

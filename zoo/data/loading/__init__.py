@@ -1,1 +1,1 @@
-"""Samples into steps: lengths, bins, micro-batches, evaluation, and which rows a checkpoint knew."""
+"""Samples into steps: lengths, bins, micro-batches, and evaluation."""

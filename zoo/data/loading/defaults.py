@@ -1,7 +1,6 @@
-"""What a recipe leaves open of its data: rows to evaluate on and changes to training rows, both by what is trained on.
+"""Defaults of the data that follow from the rows trained on: rows to evaluate on, and random changes to training rows.
 
-A size or recipe does not know your rows: its settings for the bundled set stay with that set, and your rows are evaluated
-on rows of yours alone.
+Settings that a size or recipe has for the bundled set hold for that set alone. A run on your rows evaluates on your rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def with_defaults(data: DataConfig) -> DataConfig:
     bundled sets is trained on, their held-out split.
 
     Raises:
-        ConfigError: an entry that is none.
+        ConfigError: an entry is malformed.
     """
     train = [parse_entry(spec, "data.train") for spec in data.train]
     own = [entry for entry in train if not _bundled(entry)]
@@ -39,13 +38,13 @@ def with_defaults(data: DataConfig) -> DataConfig:
 
 
 def evaluated_on(data: DataConfig) -> list[str]:
-    """What the entries to evaluate on are called, with the share that is held out of each."""
+    """The names of the entries to evaluate on, with the share that is held out of each."""
     entries = with_defaults(data).eval
     return [f"{entry.held_out:g} of {entry}" if entry.held_out else str(entry) for entry in entries]
 
 
 def _held_out(train: list[DataEntry]) -> list[DataEntry]:
-    """What to evaluate on of these entries: their own held-out rows."""
+    """The entries to evaluate on: the held-out rows of these."""
     found: list[DataEntry] = []
     for entry in train:
         entry = replace(entry, weight=None, epochs=None)

@@ -1,4 +1,4 @@
-"""`eval_batches`: micro-batches that hold every row of an evaluation set once, over all ranks."""
+"""`eval_batches`: micro-batches that hold every row of an evaluation set once over all ranks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ type Findings = dict[SampleId, Size | RowError]  # the size of each sample, or w
 
 
 class RankGroup(Protocol):
-    """The ranks of a run that plan together. All of them call `gather` in the same order."""
+    """The ranks of a run that plan together. They all call `gather` in the same order."""
 
     rank: int
     size: int

@@ -38,7 +38,7 @@ class LengthLimit:
         return self.budget // self.align * self.align
 
     def measured(self, size: SampleSize | None, source: str) -> SampleSize | None:
-        """A row's size; None where it is not known, or only encoding tells how much is cut.
+        """A row's size; None where it is not known, or where only encoding shows how much is cut.
 
         Raises:
             RowError: the row is too long ("overlong").
@@ -62,7 +62,7 @@ class LengthLimit:
         if sample.length <= self.tokens:
             return sample
         media = sum(int((sample.input_ids == token).sum()) for token in media_ids)
-        tokens = f"{sample.length} tokens, {media} of them media,"
+        tokens = f"{sample.length} tokens ({media} of media)"
         if self.overlong != "truncate_text":
             raise self._error(sample.source, tokens, RAISE_OR_DROP)
         kept, cut = sample.input_ids[: self.tokens], sample.input_ids[self.tokens :]

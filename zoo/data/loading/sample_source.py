@@ -224,7 +224,7 @@ class SampleSource:
             self.encoder.begin(rows)
 
     def forget(self, wanted: Iterable[SampleId]) -> None:
-        """Of streams, keep only rows from the first of `wanted` on: those still to come, and the next one."""
+        """Keep only rows of streams from the first of `wanted` on: those still to come, and the next one."""
         if self.rows.has_stream:
             with self._lock:
                 for gone in self.rows.forget(wanted):

@@ -49,10 +49,10 @@ type Source = str | Path | Blob | Picture | Sound
 def load_image(source: Source) -> Image.Image:
     """An image as an RGB picture, turned upright as its EXIF orientation says.
 
-    Of an animation the first frame; 16 bits a channel become 8; what is transparent shows white.
+    An animation gives its first frame; 16 bits a channel become 8; transparent pixels show white.
 
     Raises:
-        RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS of them.
+        RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS.
     """
     if isinstance(source, Picture):
         return _rgb(source.image, source)
@@ -82,8 +82,8 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
     """Frames of a video's first picture track, sampled at a steady rate.
 
     Sample i is the frame nearest to i / rate seconds after the first one; round(duration * fps) samples are taken, at
-    least MIN_FRAMES (the last frame is held), and where that is more than `max_frames`, `max_frames` of them evenly
-    over the whole video, at the lower rate that is given back.
+    least MIN_FRAMES (the last frame is held), and where that is more than `max_frames`, `max_frames` samples
+    evenly over the whole video, at the lower rate that is given back.
 
     Args:
         fps: samples per second of video.

@@ -1,4 +1,4 @@
-"""Who decodes the media of rows, and how much memory those of one row may take."""
+"""`Decoder`: decodes the media of rows; `Room`: the memory that the media of one row may take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.media.sizes import image_size, sound_samples, video_size
+from zoo.data.media.sizes import ImageSize, VideoSize, image_size, sound_samples, video_size
 from zoo.data.sources.references import Medium, opened
 from zoo.data.sources.rows import Row
 
@@ -40,10 +40,10 @@ class Decoder(Protocol):
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """See `zoo.data.media.decode.load_audio`."""
 
-    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
+    def image_size(self, medium: Medium, row: Row) -> ImageSize | None:
         """See `zoo.data.media.sizes.image_size`."""
 
-    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
+    def video_size(self, medium: Medium, row: Row) -> VideoSize | None:
         """See `zoo.data.media.sizes.video_size`."""
 
     def sound_samples(self, medium: Medium, row: Row) -> int | None:
@@ -74,16 +74,16 @@ class Here:
         """(N,) float32 at 16 kHz."""
         return load_audio(opened(medium, row.root))
 
-    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
-        """(height, width), where the header tells."""
+    def image_size(self, medium: Medium, row: Row) -> ImageSize | None:
+        """The size, where the header holds it."""
         return image_size(opened(medium, row.root))
 
-    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
-        """Seconds, height and width, where the header tells."""
+    def video_size(self, medium: Medium, row: Row) -> VideoSize | None:
+        """The size, where the header holds it."""
         return video_size(opened(medium, row.root))
 
     def sound_samples(self, medium: Medium, row: Row) -> int | None:
-        """Samples, where the header tells."""
+        """Samples at 16 kHz, where the header holds their number."""
         return sound_samples(opened(medium, row.root))
 
 
@@ -91,13 +91,13 @@ HERE = Here()
 
 
 class Room:
-    """Counts what the media of one row take."""
+    """Counts the memory that the media of one row take."""
 
     def __init__(self, megabytes: int) -> None:
         self.megabytes, self.taken = megabytes, 0
 
     def take[T](self, decoded: T) -> T:
-        """What was decoded; RowError ("memory") where the row takes too much with it."""
+        """`decoded`, counted; RowError ("memory") where the row takes too much with it."""
         size = decoded.width * decoded.height * 3 if isinstance(decoded, Image.Image) else decoded.nbytes  # type: ignore[attr-defined]
         self.taken += size
         if self.taken > self.megabytes * 2**20:

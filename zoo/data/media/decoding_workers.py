@@ -79,21 +79,21 @@ class Workers:
         sound: np.ndarray = self._result(row, "audio", medium)
         return sound
 
-    def image_size(self, medium: Medium, row: Row) -> tuple[int, int] | None:
-        """(height, width), where the header tells; of plain types that is read here."""
+    def image_size(self, medium: Medium, row: Row) -> sizes.ImageSize | None:
+        """The size, where the header holds it; headers of plain types are read in this process."""
         size = sizes.plain_size(opened(medium, row.root))
         if size is not None:
             return size
         found = self._result(row, "image header", medium)
-        return None if found is None else (found[0], found[1])
+        return None if found is None else sizes.ImageSize(*found)
 
-    def video_size(self, medium: Medium, row: Row) -> tuple[float, int, int] | None:
-        """Seconds, height and width, where the header tells."""
+    def video_size(self, medium: Medium, row: Row) -> sizes.VideoSize | None:
+        """The size, where the header holds it."""
         found = self._result(row, "video header", medium)
-        return None if found is None else (found[0], found[1], found[2])
+        return None if found is None else sizes.VideoSize(*found)
 
     def sound_samples(self, medium: Medium, row: Row) -> int | None:
-        """Samples, where the header tells."""
+        """Samples at 16 kHz, where the header holds their number."""
         found: int | None = self._result(row, "audio header", medium)
         return found
 
@@ -136,7 +136,7 @@ class Workers:
             self._row, self._spent = row.source, 0.0
         self._spent += answer.seconds
         if self._spent > self.seconds and not isinstance(answer.found, RowError):
-            text = f"the row's media, {job.kind} {shown(str(job.medium))} the last of them so far, together"
+            text = f"the row's media, up to {job.kind} {shown(str(job.medium))}, together"
             raise _late(text, self.seconds)
         if isinstance(answer.found, RowError):
             raise answer.found

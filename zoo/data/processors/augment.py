@@ -1,4 +1,4 @@
-"""Random changes to training samples, for sets too small to learn from otherwise (`data.augment`).
+"""Random changes to training samples, for sets too small to learn from without them (`data.augment`).
 
 Images and frames: elastic distortion (Simard et al. 2003, "Best Practices for Convolutional Neural Networks"),
 shift, contrast and brightness; small images at twice their size now and then. Sound: speed (Ko et al. 2015, "Audio Augmentation for Speech Recognition"),

@@ -1,13 +1,14 @@
 """Labels: which tokens of a sample carry loss, and how much each weighs.
 
-Spans are those of the chat template's own turns (`Processor`, `zoo.data.processors.plain_turns`). What a template writes into a turn
-beside the row's words, such as an empty thinking block before them, carries no loss: `words_begin` finds where the words
-begin.
+Spans are those of the chat template's own turns (`Processor`, `zoo.data.processors.plain_turns`). Text that a template
+adds to an answer, such as an empty thinking block before it, carries no loss: `answer_begins` finds where the row's own
+answer begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,39 +16,46 @@ from torch import Tensor
 from zoo.data.sample import IGNORE
 
 
-def words_begin(body: str, words: str) -> int:
-    """Where the row's words begin in the turn that a template has written of them.
+class Span(NamedTuple):
+    """Tokens or characters one after the other."""
+
+    start: int
+    end: int  # one past the last
+
+
+def answer_begins(body: str, answer: str) -> int:
+    """Where a row's answer begins in the turn that a template writes.
 
     Args:
         body: the turn, without its header and its end.
-        words: the answer as the row has it. Templates strip it, space out its thinking block, or leave the block away.
+        answer: the answer as the row has it. Templates strip it, space out its thinking block, or leave the block out.
 
     Returns:
-        Characters of `body` before the words; 0 where the template has left something of the words away.
+        Characters of `body` before the answer; 0 where the template has left out a part of it.
 
     Raises:
-        ValueError: the template has written other words.
+        ValueError: the template has written another text.
     """
-    if body.endswith(words):
-        return len(body) - len(words)
-    if body.endswith(words.strip()):
-        return len(body) - len(words.strip())
+    if body.endswith(answer):
+        return len(body) - len(answer)
+    if body.endswith(answer.strip()):
+        return len(body) - len(answer.strip())
     written = [index for index, letter in enumerate(body) if not letter.isspace()]
-    seen, wanted = "".join(body[index] for index in written), "".join(words.split())
+    seen, wanted = "".join(body[index] for index in written), "".join(answer.split())
     if seen.endswith(wanted):
         return written[len(seen) - len(wanted)]
     if seen and wanted.endswith(seen):
         return 0
-    raise ValueError(f"the chat template writes {body[:40]!r} where the row says {words[:40]!r}")
+    raise ValueError(f"the chat template writes {body[:40]!r} where the row says {answer[:40]!r}")
 
 
 def choose(
-    spans: Sequence[tuple[int, int]], weights: Sequence[float], mode: str, length: int, row_weight: float
+    spans: Sequence[Span], weights: Sequence[float], mode: str, length: int, row_weight: float
 ) -> Tensor:
     """(L,) float32: the weight of each token as a label, 0 where it carries no loss.
 
     Args:
-        spans: (first token, one past the last) of each answer.
+        spans: tokens of each answer.
         weights: of each answer, the row's included.
         mode: assistant (all answers), last (the last one), or all (every token of the row).
         length: L.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-Span = tuple[int, int]
+from zoo.data.processors.labels import Span
 
 
 def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: str) -> tuple[str, list[Span]]:
@@ -31,7 +31,7 @@ def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: s
             after = render(messages[: index + 1], add_generation_prompt=False)
             text += _rest(before, seen)
             answer = _rest(after, before).rstrip().removesuffix(end).rstrip() + end
-            spans.append((len(text), len(text) + len(answer)))
+            spans.append(Span(len(text), len(text) + len(answer)))
             text, seen = text + answer, after
     return text + _rest(render(messages, add_generation_prompt=False), seen), spans
 
@@ -39,7 +39,7 @@ def write(render: Callable[..., str], messages: Sequence[dict[str, Any]], end: s
 def _rest(whole: str, beginning: str) -> str:
     if not whole.startswith(beginning):
         raise ValueError(
-            f"the chat template writes {beginning[-40:]!r} otherwise where more turns follow, so answers can't be "
+            f"the chat template writes {beginning[-40:]!r} differently where more turns follow, so answers can't be "
             "found in what it writes; wanted one that adds to the end only"
         )
     return whole.removeprefix(beginning)
@@ -48,7 +48,7 @@ def _rest(whole: str, beginning: str) -> str:
 def spans(
     tokenizer: Any, text: str, written: Sequence[Span], input_ids: Tensor, media: Collection[int]
 ) -> list[Span]:
-    """(first token, one past the last) in `input_ids` of what `written` spans of characters of `text` say.
+    """Tokens of `input_ids` that stand for the `written` spans of characters of `text`.
 
     Each token of `media` may stand many times in `input_ids` for one in `text`.
 
@@ -73,5 +73,5 @@ def spans(
         ]
         if not inside:
             raise ValueError(f"no token says {text[first:last]!r}")
-        found.append((inside[0], inside[-1] + 1))
+        found.append(Span(inside[0], inside[-1] + 1))
     return found

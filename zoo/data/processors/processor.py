@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from zoo.data.media.sizes import Headers, SampleSize, headers_of
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
 from zoo.data.processors.augment import Augment
+from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.references import Medium, is_url
 from zoo.data.sources.rows import PLACEHOLDER, Row
@@ -42,6 +43,14 @@ class ChatMarkers:
 
     header: str  # "<|im_start|>assistant\n"
     end: str  # "<|im_end|>"; has loss
+
+
+class Sketch(NamedTuple):
+    """A row's text before its placeholders are expanded, and what its media add."""
+
+    text: str  # to tokenize
+    further: int  # tokens that the placeholders will be more
+    rows: dict[str, list[int]]  # tower -> rows of each item, as `Processor.tower_rows` gives them
 
 
 class Processor:
@@ -173,9 +182,9 @@ class Processor:
     def measure(
         self, row: Row, *, video_fps: float, max_frames: int, decoder: Decoder = HERE
     ) -> SampleSize | None:
-        """What `encode` will give, without decoding media; None where only encoding tells.
+        """What `encode` will give, without decoding media; None where only encoding gives the size.
 
-        A file that is missing or broken tells nothing either: encoding says what is wrong with it.
+        The size of a file that is missing or broken is not known either: encoding says what is wrong with it.
 
         Raises:
             RowError: a special token in the texts, or a complaint of the chat template.
@@ -188,15 +197,14 @@ class Processor:
             sketch = None if headers is None else self.sketch(row, self._text(row)[0], headers)
             if sketch is None:
                 return None
-            text, further, media = sketch
-            length = len(self.tokenizer(text)["input_ids"]) + further
+            length = len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
         except RowError as error:
             raise error.at(row.source) from error
-        except Exception as error:  # what it dislikes, encoding says in the words for it
+        except Exception as error:  # encoding names the cause
             if ran_out(error):
                 raise
             return None
-        return SampleSize(length, media)
+        return SampleSize(length, sketch.rows)
 
     def size(self, sample: Sample) -> SampleSize:
         """The size of an encoded sample."""
@@ -236,7 +244,7 @@ class Processor:
         """Tower -> rows (patches, tiles, mel frames) of each item that it sees by itself."""
         return {}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
         """The arithmetic of `measure`: a text to tokenize in which placeholders stand for less than they will.
 
         Args:
@@ -245,10 +253,9 @@ class Processor:
             headers: of the row's files.
 
         Returns:
-            The text, how many tokens its placeholders will be more, and tower -> rows as `tower_rows` gives them; None
-            where only encoding tells.
+            None where only encoding gives the size.
         """
-        return None if row.media else (text, 0, {})
+        return None if row.media else Sketch(text, 0, {})
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
@@ -257,7 +264,7 @@ class Processor:
 
     # ---------------------------------------------------------------- inside
 
-    def _text(self, row: Row) -> tuple[str, list[plain_turns.Span]]:
+    def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
         messages = self.messages(row)
         if self._header:
@@ -304,7 +311,7 @@ class Processor:
         return media, rate
 
     def _headers(self, row: Row, fps: float, max_frames: int, decoder: Decoder) -> Headers | None:
-        """What the headers of the row's media say; None where one of them does not tell what decoding will give."""
+        """What the headers of the row's media say; None where a header does not hold what decoding will give."""
         sounds = sound_files(row)
         if any(is_url(medium) for medium in (*row.images, *row.videos, *sounds)):
             return None
@@ -325,8 +332,8 @@ class Processor:
                 text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
                 raise RowError(row.source, "placeholder_mismatch", text)
 
-    def _spans(self, row: Row, input_ids: Tensor) -> list[tuple[int, int]]:
-        """(first token, one past the end-of-turn token) of what each answer says."""
+    def _spans(self, row: Row, input_ids: Tensor) -> list[Span]:
+        """Tokens of each answer, its end-of-turn token included."""
         ids = input_ids.tolist()
         spans = list(self._answers(ids))
         wanted = sum(role == "assistant" for role, _ in row.messages)
@@ -335,44 +342,42 @@ class Processor:
             raise RowError(row.source, "labels", text)
         said = [content for role, content in row.messages if role == "assistant"]
         return [
-            (self._words_begin(ids, start, end, words, row.source), end)
-            for (start, end), words in zip(spans, said, strict=True)
+            Span(self._answer_begins(ids, span, answer, row.source), span.end)
+            for span, answer in zip(spans, said, strict=True)
         ]
 
-    def _plain_spans(
-        self, row: Row, text: str, answers: list[plain_turns.Span], input_ids: Tensor
-    ) -> list[plain_turns.Span]:
+    def _plain_spans(self, row: Row, text: str, answers: list[Span], input_ids: Tensor) -> list[Span]:
         try:
             return plain_turns.spans(self.tokenizer, text, answers, input_ids, self.media_ids)
         except ValueError as error:
             raise RowError(row.source, "labels", f"{error}.") from error
 
-    def _words_begin(self, ids: list[int], start: int, end: int, words: str, source: str) -> int:
-        """The token of the span at which the answer begins, behind what the template puts before it."""
-        if PLACEHOLDER.search(words):
-            return start
-        body = self._decode(ids[start : end - 1])
-        if not body.endswith(words):  # a tokenizer may normalise letters (NFC, in Qwen's)
-            words = self._decode(self.tokenizer.encode(words, add_special_tokens=False))
+    def _answer_begins(self, ids: list[int], span: Span, answer: str, source: str) -> int:
+        """The token of the span at which the row's answer begins, behind the text that the template puts before it."""
+        if PLACEHOLDER.search(answer):
+            return span.start
+        body = self._decode(ids[span.start : span.end - 1])
+        if not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
+            answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
         try:
-            before = label_spans.words_begin(body, words)
+            before = label_spans.answer_begins(body, answer)
         except ValueError as error:
             raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
         count = 0
-        while before and len(self._decode(ids[start : start + count])) < before:
+        while before and len(self._decode(ids[span.start : span.start + count])) < before:
             count += 1
-        return start + count
+        return span.start + count
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _answers(self, ids: list[int]) -> Iterator[tuple[int, int]]:
-        """(first token of an answer, one past its end-of-turn token) of each assistant's turn."""
+    def _answers(self, ids: list[int]) -> Iterator[Span]:
+        """Tokens of each assistant's turn behind its header, the end-of-turn token included."""
         turns = [index for index, token in enumerate(ids) if token == self._header[0]]
         for turn, limit in itertools.pairwise([*turns, len(ids)]):
             start = self._after_header(ids, turn)
             if start is not None and self._end in ids[start:limit]:
-                yield start, ids.index(self._end, start) + 1
+                yield Span(start, ids.index(self._end, start) + 1)
 
     def _after_header(self, ids: list[int], turn: int) -> int | None:
         """The token behind the header of the turn that begins at `turn`; None for another role's turn."""

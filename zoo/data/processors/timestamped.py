@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.processor import Processor
+from zoo.data.processors.processor import Processor, Sketch
 from zoo.data.processors.vision import (
     MARKERS,
     config_field,
@@ -99,7 +99,7 @@ class TimestampedProcessor(Processor):
         """Patches of each image and temporal patch."""
         return vision_rows(media)
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> tuple[str, int, dict[str, list[int]]] | None:
+    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
         """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
@@ -117,7 +117,7 @@ class TimestampedProcessor(Processor):
         written = [self.hf.replace_video_token(small, index) for index in range(len(videos))]
         (text,), _ = self.hf.get_text_with_replacements([text], [self.hf.image_token] * len(images), written)
         rows = grid_rows([*images, *videos])
-        return text, sum(count // merge**2 - 1 for count in rows), {"vision": rows}
+        return Sketch(text, sum(count // merge**2 - 1 for count in rows), {"vision": rows})
 
     def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""

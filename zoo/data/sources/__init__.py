@@ -1,1 +1,1 @@
-"""Where rows come from: files, tables, streams, hub sets, mixtures; what a row says of its media."""
+"""Where rows come from: files, tables, streams, hub sets, mixtures; references to media."""

@@ -1,10 +1,10 @@
-"""Which rows a source has, as digests that a checkpoint keeps: data that are otherwise when a run is resumed are noticed.
+"""Digests of a source's rows, kept in checkpoints: a resumed run notices when the data have changed.
 
-Of rows in memory (JSONL) every one counts, in at most DIGESTS blocks one after the other. Of tables that are read row by row
-(data sets, parquet, tars) DIGESTS rows count, spread over the table, as far as READ_MB of media reach; of a stream its first
-rows and the one where the checkpoint stands (`zoo.data.sources.streams`). Rows added behind the others leave all digests as they are.
+Every row in memory (JSONL) counts, in at most DIGESTS blocks one after the other. DIGESTS rows of a table that is read row by
+row (data sets, parquet, tars) count, spread over the table, as far as READ_MB of media reach. The first rows of a stream
+count, and the row where the checkpoint stands (`zoo.data.sources.streams`). Rows added behind the others change no digest.
 
-A row's digest holds its texts, weights and media: bytes that come with the row (of a tar, parquet, base64) in full, a file or
+A row's digest covers its texts, weights and media: bytes that come with the row (tar, parquet, base64) in full, a file or
 URL by its name alone, so a broken picture may be replaced. Folders above a root don't count, so data may move.
 
 Costs: some 6 microseconds for a row in memory (reading it takes 75), a read of DIGESTS rows of a table.
@@ -26,7 +26,7 @@ from zoo.data.errors import RowError
 from zoo.data.sources.references import Blob, Medium, Picture, Sound, is_url
 from zoo.data.sources.rows import Row
 
-FORM = 1  # what goes into a digest, and how many there are; rows known by another form can't be compared
+FORM = 1  # version of the digests and of their places; digests of other versions can't be compared
 DIGESTS = 1024  # of a source's part, at most
 READ_MB = 128  # MiB of media that are read for the digests of a table
 
@@ -53,15 +53,18 @@ class Known:
 
 
 def of_part(name: str, part: Sequence[Row]) -> Known:
-    """What to know a part's rows by."""
+    """The digests of a part's rows."""
     spread = not isinstance(part, list)
     return Known(name, len(part), spread, tuple(_digests(part, len(part), spread)))
 
 
 def difference(known: Known, part: Sequence[Row], fewer: bool = False) -> str | None:
-    """Why the part does not begin with the rows that were known; None where it does, with rows behind them or none.
+    """Why a part does not begin with known rows; None where it does, whether or not rows follow them.
 
-    `fewer`: whether it may have less of them.
+    Args:
+        known: the rows of a checkpoint.
+        part: the rows of today.
+        fewer: whether the part may have fewer rows.
     """
     assert known.rows is not None
     found = _digests(part, known.rows, known.spread)
@@ -76,7 +79,7 @@ def difference(known: Known, part: Sequence[Row], fewer: bool = False) -> str | 
 
 
 def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
-    """Of the first `rows` rows, as far as the part has them and the bytes to read allow."""
+    """Digests of the first `rows` rows, as far as the part has them and READ_MB allows."""
     left = READ_MB * 2**20
     for first, last in _places(rows, spread):
         if left < 0:
@@ -96,7 +99,7 @@ def _digests(part: Sequence[Row], rows: int, spread: bool) -> Iterator[str]:
 
 
 def _places(rows: int, spread: bool) -> list[tuple[int, int]]:
-    """First row and the one behind the last, of each digest; spread ones in an order of which each beginning is spread."""
+    """(first row, one past the last) of each digest; single rows come in an order whose every beginning is spread out."""
     if not spread or rows <= DIGESTS:
         edges = np.linspace(0, rows, min(rows, DIGESTS) + 1).round().astype(int).tolist()
         return list(pairwise(edges))
@@ -105,15 +108,16 @@ def _places(rows: int, spread: bool) -> list[tuple[int, int]]:
 
 
 def digest_of(row: Row | RowError) -> str:
-    """Of a single row, or of one that can't be read."""
+    """The digest of a single row, or of the error of one that can't be read."""
     content = row.cause.encode() if isinstance(row, RowError) else _content(row)
     return hashlib.blake2b(content, digest_size=6).hexdigest()
 
 
 def _content(row: Row) -> bytes:
-    """What is taken for a row's content."""
+    """A row's content, as bytes to digest."""
     media = [list(map(_medium, kind)) for kind in (row.images, row.videos, row.audios)]
-    plain = (row.messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
+    messages = tuple(map(tuple, row.messages))  # digests in checkpoints were made of plain tuples
+    plain = (messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
     return repr(plain).encode("utf-8", errors="surrogatepass")
 
 
@@ -131,7 +135,7 @@ def _medium(medium: Medium) -> Any:
 
 
 def _bytes(row: Row) -> int:
-    """Of media that were read with the row."""
+    """Bytes of the media that were read with the row."""
     media = (*row.images, *row.videos, *row.audios)
     return sum(len(one.data) if isinstance(one, Blob) else 0 for one in media)
 

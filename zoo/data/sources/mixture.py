@@ -51,9 +51,9 @@ class Mixture:
     """The order of samples, epoch by epoch.
 
     Args:
-        parts: the sources, all of them with a weight or none.
+        parts: the sources; either all have a weight, or none has.
         seed: of the orders.
-        shuffle: whether rows come in a new order each time; otherwise sources come one after the other, or, with weights,
+        shuffle: whether rows come in a new order each time; if not, sources come one after the other, or, with weights,
             evenly spread.
     """
 

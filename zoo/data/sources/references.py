@@ -1,4 +1,4 @@
-"""What a row says of a medium: a path, a URL, base64, bytes, an open picture or an array; checked without decoding.
+"""References of rows to media: a path, a URL, base64, bytes, an open picture or an array; checked without decoding.
 
 A path must lie under the data root (the folder of the row's file, or `data.root`), symbolic links followed, unless
 `data.outside_root` allows others. A URL is refused unless `data.urls` allows it; then it is downloaded when the row is
@@ -152,7 +152,7 @@ def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
 
 
 def download(url: str) -> Blob:
-    """What a URL gives, within URL_MB and URL_SECONDS; RowError ("url") where it does not."""
+    """The bytes at a URL, within URL_MB and URL_SECONDS; RowError ("url") where there are none."""
     found: list[bytes | Exception] = []
     # A server may send its headers a letter at a time, so the time is taken from outside of the call.
     thread = threading.Thread(target=_download, args=(url, found), daemon=True)
@@ -170,7 +170,7 @@ def download(url: str) -> Blob:
 
 
 def _download(url: str, found: list[bytes | Exception]) -> None:
-    """Put what a URL gives, up to a byte over URL_MB, into `found`, or why there is nothing."""
+    """Put the bytes at a URL, up to one over URL_MB, into `found`, or why there are none."""
     deadline = time.monotonic() + URL_SECONDS
     try:
         request = urllib.request.Request(url, headers={"User-Agent": "zoo"})
@@ -187,7 +187,7 @@ def _download(url: str, found: list[bytes | Exception]) -> None:
 
 
 def missing_text(path: Path) -> str:
-    """What to say of a media file that is not there, or is none."""
+    """The message for a media file that is not there, or is none."""
     why = why_no_file(path)
     reason = f"; {why}" if why not in (None, "there is none") else ""
     return f"no file {path}{reason}; paths in a row are relative to the folder of its JSONL file (or to data.root)."
@@ -203,7 +203,7 @@ def shown(value: Any) -> str:
 
 
 def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) -> Any:
-    """What a Hugging Face dataset has for an image, a sound or a video that is not decoded."""
+    """An image, a sound or a video that is not decoded, as a Hugging Face dataset holds it."""
     if value.get("bytes") is not None:
         data = value["bytes"]
         if isinstance(data, bytes | bytearray | memoryview):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, to_own
@@ -48,14 +48,20 @@ TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
 
 
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str  # system, user or assistant
+    content: str  # with placeholders
+
+
 @dataclass(frozen=True)
 class Row:
     """One conversation with its media, or a plain text."""
 
-    messages: tuple[tuple[str, str], ...]  # (role, content with placeholders), in order
-    images: tuple[
-        Medium, ...
-    ] = ()  # one for each <image>: a path as written, or what `zoo.data.sources.references` knows
+    messages: tuple[Message, ...]  # in order
+    # One for each <image>: a path as written, or another `Medium` of `zoo.data.sources.references`.
+    images: tuple[Medium, ...] = ()
     videos: tuple[Medium, ...] = ()  # one for each <video>
     audios: tuple[Medium, ...] = ()  # one for each <audio>
     kind: str | None = None  # a label for statistics
@@ -102,7 +108,7 @@ def read_rows(
     Args:
         spec: path of the file, or a bundled set with its split ("digits:train").
         on_bad: called with the error of each bad row, which is then left out; None raises the first.
-        form: the rows' format, a name of `zoo.data.sources.formats`; None: told by each row's keys.
+        form: the rows' format, a name of `zoo.data.sources.formats`; None: found by each row's keys.
         access: which media rows may name; None: any path, relative to the file's folder.
         keep: whether the row of a line number is wanted.
 
@@ -151,7 +157,7 @@ def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
 
 @contextmanager
 def reading(place: str | Path) -> Iterator[None]:
-    """What the system says against a file becomes a UserError that names it."""
+    """Errors of the system about a file become a UserError that names the file."""
     try:
         yield
     except OSError as error:
@@ -181,7 +187,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
         item: the row, of any format.
         source: where the row stands, for errors.
         access: which media it may name.
-        form: its format, a name of `zoo.data.sources.formats`; None: told by its keys.
+        form: its format, a name of `zoo.data.sources.formats`; None: found by its keys.
 
     Raises:
         RowError: a key or value of the wrong name, type or content ("bad_row"), several formats at once ("format"), not as
@@ -261,7 +267,7 @@ def _check_texts(texts: Iterable[str], source: str) -> None:
 
 
 def _refuse_unknown(item: dict[str, Any], known: tuple[str, ...], source: str) -> None:
-    """RowError for a key that is none of `known`, of a row whose format was told by its keys."""
+    """RowError for a key that is none of `known`, of a row whose format was found by its keys."""
     for key in item:
         if key in known:
             continue
@@ -364,7 +370,7 @@ def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str
 
 
 def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
-    """The row's label, which names a line of figures."""
+    """The row's label, under which metrics are logged."""
     kind: str | None = _typed(item, "kind", str, default, source)
     if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
         text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
@@ -389,8 +395,8 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
     return float(weight)
 
 
-def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str], ...], tuple[float, ...]]:
-    """(role, content) of each message, and their weights."""
+def _messages(item: dict[str, Any], source: str) -> tuple[tuple[Message, ...], tuple[float, ...]]:
+    """The messages, and the weight of each."""
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages:
         seen = "missing" if "messages" not in item else shown(messages)
@@ -404,7 +410,7 @@ def _messages(item: dict[str, Any], source: str) -> tuple[tuple[tuple[str, str],
     return pairs, tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
 
 
-def _message(message: Any, where: str, source: str) -> tuple[str, str]:
+def _message(message: Any, where: str, source: str) -> Message:
     if not isinstance(message, dict) or set(message) - {"weight"} != {"role", "content"}:
         seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
         text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', if any) are wanted."
@@ -424,7 +430,7 @@ def _message(message: Any, where: str, source: str) -> tuple[str, str]:
     if role != "assistant" and message.get("weight") is not None:
         text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."
         raise RowError(source, "bad_row", text)
-    return role, content
+    return Message(role, content)
 
 
 def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:
@@ -443,7 +449,7 @@ def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any
     return key, list(value)
 
 
-def _check_placeholders(messages: tuple[tuple[str, str], ...], media: dict[str, int], source: str) -> None:
+def _check_placeholders(messages: tuple[Message, ...], media: dict[str, int], source: str) -> None:
     marks = [mark for _, content in messages for mark in PLACEHOLDER.findall(content)]
     for name, there in media.items():
         count = marks.count(name)

@@ -1,8 +1,8 @@
 """Streams of rows: read in order, without a known number, with a window of rows in memory.
 
-Rows are asked for by their place, counted over passes from 0. Those still wanted stay in memory (`forget` says which are
-not), and a place before the window is read again from the nearest place that the reader can go back to. `state` is such a
-place, for a resumed run.
+Rows are asked for by their place, counted over passes from 0. Rows that are still wanted stay in memory (`forget` lets go
+of the others), and a place before the window is read again from the nearest place that the reader can go back to. `state`
+is such a place, for a resumed run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
@@ -24,8 +24,22 @@ from zoo.errors import UserError
 from zoo.files import expanded
 
 MARK_EVERY = 64  # rows between places that a stream can go back to
-HEAD = 64  # rows at its beginning that a stream is known by
+HEAD = 64  # rows at its beginning that a stream is recognised by
 _UNKNOWN: dict[str, Any] = {"head": [], "row": None}
+
+
+class Item(NamedTuple):
+    """What a reader gives for a row."""
+
+    number: int  # of the row, from 1
+    content: Mapping[str, Any] | bytes | RowError  # the row, a line to parse, or why it can't be read
+
+
+class Mark(NamedTuple):
+    """A place that a stream can go back to."""
+
+    place: int  # of the next row
+    state: Any  # of the reader there
 
 
 class Reader(Protocol):
@@ -37,11 +51,11 @@ class Reader(Protocol):
     def state(self) -> Any:
         """Where it stands, as plain values."""
 
-    def __next__(self) -> tuple[int, Mapping[str, Any] | bytes | RowError]:
-        """(number from 1, item) of the next row, or why it can't be read."""
+    def __next__(self) -> Item:
+        """The next row."""
 
 
-class Lines:
+class LineReader:
     """The lines of a JSONL file."""
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +70,7 @@ class Lines:
         """Byte and line."""
         return [self.offset, self.number]
 
-    def __next__(self) -> tuple[int, bytes]:
+    def __next__(self) -> Item:
         with reading(self.path), self.path.open("rb") as file:
             file.seek(self.offset)
             while True:
@@ -66,11 +80,11 @@ class Lines:
                 self.offset += size
                 self.number += 1
                 if line.strip():
-                    return self.number, line
+                    return Item(self.number, line)
         raise StopIteration
 
 
-class Examples:
+class DatasetReader:
     """The rows of a datasets.IterableDataset, media not decoded."""
 
     def __init__(self, dataset: Any) -> None:
@@ -89,15 +103,15 @@ class Examples:
         """Rows read, and the data set's own state."""
         return [self.number, copy.deepcopy(self.dataset.state_dict())]
 
-    def __next__(self) -> tuple[int, Mapping[str, Any] | RowError]:
+    def __next__(self) -> Item:
         item = next(self.rows)
         self.number += 1
         if not hasattr(item, "to_pylist"):
-            return self.number, without_nones(item)
+            return Item(self.number, without_nones(item))
         try:
-            return self.number, plain_item(item, "")
+            return Item(self.number, plain_item(item, ""))
         except RowError as error:
-            return self.number, error
+            return Item(self.number, error)
 
 
 class RowStream:
@@ -122,7 +136,7 @@ class RowStream:
         self.reader, self.name, self.access, self.form, self.keep = reader, name, access, form, keep
         self.next = 0
         self.rows: dict[int, Row | RowError] = {}
-        self.marks: list[tuple[int, Any]] = [(0, None)]
+        self.marks = [Mark(0, None)]
         self.head: list[str] = []  # digests of the first rows
         self.at_marks: dict[int, str] = {}  # place of a mark -> digest of the row there
         self.passed = False  # whether the last row was found by beginning anew
@@ -137,8 +151,8 @@ class RowStream:
         if place < self.next and place not in self.rows:
             self._back(place)
         while self.next <= place:
-            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1][0]:
-                self.marks.append((self.next, self.reader.state()))
+            if self.next % MARK_EVERY == 0 and self.next > self.marks[-1].place:
+                self.marks.append(Mark(self.next, self.reader.state()))
             self.passed = False
             self.rows[self.next] = self._read()
             self._note(self.next)
@@ -152,18 +166,18 @@ class RowStream:
         """No row before `place` will be asked for again (or seldom: it would be read again)."""
         for gone in [known for known in self.rows if known < place]:
             del self.rows[gone]
-        while len(self.marks) > 1 and self.marks[1][0] <= place:
+        while len(self.marks) > 1 and self.marks[1].place <= place:
             del self.marks[0]
 
     def state(self, place: int) -> list[Any]:
-        """A place at or before `place`, the reader's state there, and what the rows are known by, as plain values."""
-        mark = next(mark for mark in reversed(self.marks) if mark[0] <= place or mark is self.marks[0])
-        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark[0])}]
+        """A place at or before `place`, the reader's state there, and digests of rows, as plain values."""
+        mark = next(mark for mark in reversed(self.marks) if mark.place <= place or mark is self.marks[0])
+        return [*mark, {"head": list(self.head), "row": self.at_marks.get(mark.place)}]
 
     def load(self, state: list[Any]) -> None:
         """Go to a saved place."""
         self.next, place, *known = state
-        self.rows, self.marks = {}, [(self.next, place)]
+        self.rows, self.marks = {}, [Mark(self.next, place)]
         if known:
             self.head, row = list(known[0]["head"]), known[0]["row"]
             self.at_marks = {} if row is None else {self.next: row}
@@ -190,12 +204,12 @@ class RowStream:
             self.load([0, None, _UNKNOWN])
 
     def _note(self, place: int) -> None:
-        """Keep the digest of a row that the stream is to be known by, also when it has grown: one of the first pass, or of a mark."""
+        """Keep the digest of a row by which the stream is recognised, also when it has grown: a row of its head, or of a mark."""
         if self.passed:
             return
         if place == len(self.head) < HEAD:
             self.head.append(digest_of(self.rows[place]))
-        if place == self.marks[-1][0]:
+        if place == self.marks[-1].place:
             self.at_marks = {mark: self.at_marks[mark] for mark, _ in self.marks if mark in self.at_marks}
             self.at_marks[place] = digest_of(self.rows[place])
 
@@ -209,7 +223,7 @@ class RowStream:
         return row.source
 
     def _back(self, place: int) -> None:
-        fitting = [mark for mark in self.marks if mark[0] <= place] or [(0, None)]
+        fitting = [mark for mark in self.marks if mark.place <= place] or [Mark(0, None)]
         self.load(list(fitting[-1]))
 
     def _read(self) -> Row | RowError:
@@ -228,7 +242,7 @@ class RowStream:
             self.passed = True
         raise UserError(f"{self.name}: the stream has no rows.")
 
-    def _items(self) -> Iterator[tuple[int, Mapping[str, Any] | bytes | RowError]]:
+    def _items(self) -> Iterator[Item]:
         while True:
             try:
                 item = next(self.reader)
@@ -247,25 +261,27 @@ def open_stream(
     """
     keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
     if entry.rows is not None:
-        return RowStream(Examples(entry.rows), "rows", access(Path.cwd()), entry.format, keep)
+        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), entry.format, keep)
     if entry.hub is not None:
         from zoo.data.sources.hub import load_hub
 
-        return RowStream(Examples(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep)
+        return RowStream(
+            DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep
+        )
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
     if kind == "parquet":
         from zoo.data.sources.hub import load_parquet_stream
 
         folder = path if os.path.isdir(path) else path.parent
-        reader: Reader = Examples(load_parquet_stream(entry, key))
+        reader: Reader = DatasetReader(load_parquet_stream(entry, key))
         return RowStream(reader, str(entry), access(folder), entry.format, keep)
     if kind != "lines":
         raise UserError(
             f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out."
         )
     path = locate(entry.path, key)
-    return RowStream(Lines(path), entry.path, access(path.parent), entry.format, keep)
+    return RowStream(LineReader(path), entry.path, access(path.parent), entry.format, keep)
 
 
 def is_stream(entry: DataEntry) -> bool:

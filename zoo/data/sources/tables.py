@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -218,17 +218,25 @@ def _of_dataset(
 # ---------------------------------------------------------------- tars
 
 
+class _Member(NamedTuple):
+    """A file in a tar."""
+
+    extension: str  # the last part of its name
+    start: int  # its first byte in the tar
+    size: int  # bytes
+
+
 @dataclass(frozen=True)
 class _Members:
-    """The files of one sample: last parts of their names, and where their bytes lie in the tar."""
+    """The files of one sample."""
 
     tar: Path
     key: str
-    parts: tuple[tuple[str, int, int], ...]  # (extension, first byte, bytes)
+    parts: tuple[_Member, ...]
 
 
 def tar_files(path: str, key: str) -> list[Path]:
-    """The tars of a path: one, a folder of them, or a pattern with {000..015} or *; UserError where there are none."""
+    """The tars of a path: one tar, a folder of tars, or a pattern with {000..015} or *; UserError where there are none."""
     place = expanded(path)
     if os.path.isdir(place):
         found = sorted(place.rglob("*.tar"))
@@ -279,7 +287,7 @@ class _Header(tarfile.TarInfo):
 def _index(file: Path) -> list[_Members]:
     """The samples of a tar in order: members that have all before the first dot of their names in common."""
     found: list[_Members] = []
-    parts: list[tuple[str, int, int]] = []
+    parts: list[_Member] = []
     last = None
     try:
         with tarfile.open(file, "r:", tarinfo=_Header) as tar:
@@ -293,7 +301,7 @@ def _index(file: Path) -> list[_Members]:
                     found.append(_Members(file, str(last), tuple(parts)))
                     parts = []
                 last = key
-                parts.append((extension.lower(), member.offset_data, member.size))
+                parts.append(_Member(extension.lower(), member.offset_data, member.size))
     except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
         text = (
             f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
@@ -307,7 +315,7 @@ def _index(file: Path) -> list[_Members]:
 def _tar_item(sample: _Members, source: str, form: str | None) -> dict[str, Any]:
     """A sample as a row: what its .json says, with its media in the place of their names."""
     blobs, texts = {}, {}
-    size = sum(part[2] for part in sample.parts)
+    size = sum(part.size for part in sample.parts)
     if size > SAMPLE_MB * 2**20:
         text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
         raise RowError(source, "bad_row", text)
@@ -336,8 +344,8 @@ def _tar_item(sample: _Members, source: str, form: str | None) -> dict[str, Any]
         if form is None:
             text = f"sample {sample.key} has no .json; name its format: {{path: ..., format: captions}}."
             raise RowError(source, "format", text)
-        words = texts["txt"].decode("utf-8", errors="replace")
-        return {"txt": words, **{MEDIA[kind]: found for kind, found in media.items() if found}}
+        caption = texts["txt"].decode("utf-8", errors="replace")
+        return {"txt": caption, **{MEDIA[kind]: found for kind, found in media.items() if found}}
     item = load_line(texts["json"], source)
     named = [key for pair in MEDIA.items() for key in pair if item.get(key)]
     if not named:

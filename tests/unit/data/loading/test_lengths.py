@@ -29,7 +29,7 @@ MANY = settings(max_examples=40, deadline=None)
 
 
 class Room:
-    """Ranks as threads: `gather` waits for all of them."""
+    """Ranks as threads: `gather` waits for all ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=30)
@@ -254,7 +254,7 @@ def test_every_usable_row_comes_once_an_epoch_within_the_budget(how: str) -> Non
     st.sampled_from([1, 2, 4]),
     st.integers(0, 9),
 )
-def test_a_run_goes_on_to_the_sample_on_another_number_of_ranks(
+def test_a_run_resumes_to_the_sample_on_another_number_of_ranks(
     lengths: list[int], how: str, before: int, after: int, stop: int
 ) -> None:
     values = iter(lengths)
@@ -280,7 +280,7 @@ def test_a_run_goes_on_to_the_sample_on_another_number_of_ranks(
 
 @MANY
 @given(st.integers(0, 9), st.sampled_from([2, 3, 8]))
-def test_another_global_batch_goes_on_with_the_same_bins(stop: int, global_batch: int) -> None:
+def test_another_global_batch_continues_with_the_same_bins(stop: int, global_batch: int) -> None:
     texts = texts_of("headers")
     whole = [batch for step in steps(open_loader(texts), 12) for batch in step]
     loader = open_loader(texts)
@@ -294,7 +294,7 @@ def test_another_global_batch_goes_on_with_the_same_bins(stop: int, global_batch
 @pytest.mark.parametrize(
     "packing", [{"budget": 128}, {"align": 8}, {"mode": "none"}, {"budget": 48}], ids=str
 )
-def test_other_packing_goes_on_with_no_row_lost_or_repeated(packing: dict[str, Any]) -> None:
+def test_other_packing_loses_and_repeats_no_row(packing: dict[str, Any]) -> None:
     texts = texts_of("headers")
     loader = open_loader(texts)
     seen = Counter(name for step in steps(loader, 3) for batch in step for name in batch)

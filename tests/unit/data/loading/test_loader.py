@@ -178,7 +178,7 @@ def test_a_list_of_bad_rows_that_was_cut_off_is_continued(tmp_path):
 
 def test_overlong_error_names_the_limit_and_the_ways_out():
     with pytest.raises(
-        RowError, match=r"10 tokens, 3 of them media, are over packing\.budget 8; raise"
+        RowError, match=r"10 tokens \(3 of media\) are over packing\.budget 8; raise"
     ) as caught:
         make_source([10], media=3, budget=8).sample(0)
     assert caught.value.cause == "overlong"
@@ -356,7 +356,7 @@ def test_rows_that_were_added_join_in_the_next_epoch(mode: str) -> None:
     }
 
 
-def test_a_state_of_an_earlier_zoo_is_told() -> None:
+def test_a_state_of_an_earlier_zoo_is_refused() -> None:
     state = {"step": 1, "rows": 50, "seed": 1234, "epoch": 0, "cursor": 9, "packer": {"items": [[3, 5]]}}
     with pytest.raises(ConfigError, match=r"An earlier zoo wrote .* model\.init=<its run folder>"):
         make_loader().load_state_dict(state)

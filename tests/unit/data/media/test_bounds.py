@@ -70,7 +70,7 @@ def wide_tiff() -> bytes:
 
 
 def frames(count: int) -> bytes:
-    """A GIF of so many frames, that says it goes on forever."""
+    """A GIF of so many frames, that claims to have no end."""
     one = saved(Image.new("P", (4, 4)), "GIF")
     begin = one.index(b",")
     frame = b"!\xf9\x04\0\1\0\0\0" + one[begin:-1]

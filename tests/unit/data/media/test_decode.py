@@ -265,7 +265,7 @@ def test_jumps_to_key_frames_change_nothing(tmp_path, monkeypatch, name, keys):
 
 
 def test_a_video_of_very_many_frames_is_thinned_in_a_moment(tmp_path):
-    """Frames between are neither decoded nor held: a hundred thousand of them here."""
+    """Frames between are neither decoded nor held: a hundred thousand here."""
     import time
 
     import av

@@ -1,4 +1,4 @@
-"""Sound of several channels is the mean of them, whatever its container, codec, sample format and layout."""
+"""Sound of several channels is the mean of its channels, whatever its container, codec, sample format and layout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tones(rate: int, channels: int, amplitude: float = 0.5) -> np.ndarray:
 
 
 def same(rate: int, channels: int, amplitude: float = 0.5) -> np.ndarray:
-    """(channels, N) float32: the same sine in all of them."""
+    """(channels, N) float32: the same sine in each channel."""
     return np.repeat(tones(rate, 1, amplitude), channels, axis=0)
 
 

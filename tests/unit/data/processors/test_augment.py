@@ -62,7 +62,7 @@ def test_sound_changes_length_within_bounds() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_blanked_answers_keep_labels_and_the_end_of_turn(share: float) -> None:
-    """Tokens 5.. are an answer of 40 tokens whose last is the end of turn; then the template goes on."""
+    """Tokens 5.. are an answer of 40 tokens whose last is the end of turn; then the template continues."""
     ids = torch.arange(100, 150)
     labels = torch.full_like(ids, -100)
     labels[5:45] = ids[5:45]

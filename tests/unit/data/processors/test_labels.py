@@ -12,7 +12,7 @@ from support.tile_rows import draw
 from support.tiny_llava import tiny_config
 from support.tiny_omni import PROCESSOR_ARCH
 
-from zoo.data.processors.labels import words_begin
+from zoo.data.processors.labels import answer_begins
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
@@ -37,9 +37,9 @@ def llava(kind: str, template: str) -> Processor:
     return LlavaProcessor(made.hf, made.config)
 
 
-# Family and template -> the processor, and what of an answer's words the template writes.
-def same(words: str) -> str:
-    return words
+# Family and template -> the processor, and the part of an answer that the template writes.
+def same(answer: str) -> str:
+    return answer
 
 
 FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
@@ -48,17 +48,17 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
-    "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda words: " " + words.rstrip()),
+    "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda answer: " " + answer.rstrip()),
     "llava next, mistral": (
         lambda: llava("llava_next", templates.MISTRAL),
-        lambda words: " " + words.rstrip(),
+        lambda answer: " " + answer.rstrip(),
     ),
     "llava onevision": (lambda: llava("llava_onevision", templates.ONEVISION), same),
 }
 ANSWERS = {
     "plain": ["It is 12.40."],
     "turns": ["Yes.", "No.", "Both, in a way."],
-    "the same words again": ["Yes.", "Yes.", "Yes."],
+    "the same answer again": ["Yes.", "Yes.", "Yes."],
     "role markers": ["USER: no ASSISTANT: yes", "assistant\nim_start", "[INST] x [/INST]", "<<SYS>>"],
     "trailing spaces": ["so  ", "so\n", "so \n\n"],
     "leading spaces": ["  indented", "\ttab", " one"],
@@ -153,7 +153,7 @@ def test_a_template_with_other_words_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "words", "begin"),
+    ("body", "answer", "begin"),
     [
         ("ab", "ab", 0),
         ("x\n\nab", " ab ", 3),
@@ -162,8 +162,8 @@ def test_a_template_with_other_words_is_refused() -> None:
         ("q a  b", "a b", 2),
     ],
 )
-def test_where_words_begin(body: str, words: str, begin: int) -> None:
-    assert words_begin(body, words) == begin
+def test_where_an_answer_begins(body: str, answer: str, begin: int) -> None:
+    assert answer_begins(body, answer) == begin
 
 
 # ---------------------------------------------------------------- which labels

@@ -85,15 +85,15 @@ def test_an_older_folder_gets_what_it_leaves_out(processor: LlavaProcessor, tmp_
     row = pictures(tmp_path, "wide", "small")
     processor.save(tmp_path / "saved")
     file = tmp_path / "saved" / "processor_config.json"
-    told = json.loads(file.read_text())
+    settings = json.loads(file.read_text())
     for key in (
         "patch_size",
         "vision_feature_select_strategy",
         "num_additional_image_tokens",
         "num_image_tokens",
     ):
-        told.pop(key, None)
-    file.write_text(json.dumps(told))
+        settings.pop(key, None)
+    file.write_text(json.dumps(settings))
     again = build_processor(processor.config.hf, str(tmp_path / "saved"))
     assert torch.equal(encode(again, row).input_ids, encode(processor, row).input_ids)
 

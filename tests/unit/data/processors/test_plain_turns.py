@@ -53,7 +53,7 @@ def test_a_template_that_changes_what_it_wrote_is_refused() -> None:
     def render(messages: Any, add_generation_prompt: bool = False) -> str:
         return f"{len(messages)} turns: " + "".join(message["content"] for message in messages)
 
-    with pytest.raises(ValueError, match="writes '1 turns: Why\\?' otherwise where more turns follow"):
+    with pytest.raises(ValueError, match="writes '1 turns: Why\\?' differently where more turns follow"):
         write(render, [{"role": role, "content": text} for role, text in TURNS], "<end>")
 
 

@@ -169,7 +169,7 @@ def test_a_sound_too_short_for_a_frame_is_refused(processor, make, tmp_path):
         encode(processor, row)
 
 
-def test_what_the_hf_processor_raises_is_told_of_the_row(processor, media, make, tmp_path):
+def test_an_error_of_the_hf_processor_names_the_row(processor, media, make, tmp_path):
     from PIL import Image
 
     Image.new("RGB", (1000, 2)).save(tmp_path / "x.png")

@@ -1,4 +1,4 @@
-"""A hundred kinds of broken rows: each says what is wrong with it in words of its own, and a run that skips them counts all."""
+"""A hundred kinds of broken rows: each has a message of its own, and a run that skips them counts all."""
 
 import json
 import re

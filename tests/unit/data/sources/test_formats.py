@@ -1,4 +1,4 @@
-"""Rows of other formats and sets: what they become, and that the format is told by their keys or asked for."""
+"""Rows of other formats and sets: what they become, and that the format is found by their keys or asked for."""
 
 import base64
 import io
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from zoo.data.sources.formats.choose import ADAPTERS, FORMATS
+from zoo.data.sources.formats.choose import FORMATS
+from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.references import Access, Blob, Picture, Sound
 from zoo.data.sources.rows import Row, RowError, make_row, read_rows
 
@@ -188,7 +189,7 @@ def test_a_weight_of_a_question_is_refused(folder: Path) -> None:
     assert "only an assistant's answer carries loss" in refused(item, folder)[1]
 
 
-def test_the_format_is_asked_for_where_it_cannot_be_told(folder: Path) -> None:
+def test_the_format_is_asked_for_where_keys_do_not_show_it(folder: Path) -> None:
     cause, message = refused({"messages": ANSWERED, "text": "hi"}, folder)
     assert cause == "format"
     assert (
@@ -261,7 +262,7 @@ def test_urls_are_refused_unless_allowed(folder: Path) -> None:
 
 
 def test_every_adapter_is_listed_and_refuses_other_rows(folder: Path) -> None:
-    for name in ADAPTERS:
+    for name in SET_FORMATS:
         cause, message = refused({"messages": ANSWERED}, folder, name)
         assert cause == "bad_row" and name in message
 

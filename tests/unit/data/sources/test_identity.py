@@ -17,8 +17,8 @@ PIXEL = b"\x89PNG one"
 
 
 def item(number: int) -> dict[str, Any]:
-    asked, told = f"What is {number}?", f"It is {number}."
-    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+    question, answer = f"What is {number}?", f"It is {number}."
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": messages, "weight": 1.0}
 
 

@@ -63,7 +63,7 @@ def test_the_pass_is_part_of_a_visit() -> None:
     assert sorted(p for source, _, p in passes if source == 0) == [0, 0, 0, 1, 1, 1]
 
 
-def test_streams_go_on_from_where_they_were() -> None:
+def test_a_stream_is_read_on_from_where_it_was() -> None:
     mixture = Mixture([Part(None, weight=1), Part(10, weight=1)], 1, True)
     for epoch in range(3):
         found = [mixture.place(int(number)) for number in mixture.order(epoch)]

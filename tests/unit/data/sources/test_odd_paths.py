@@ -228,7 +228,7 @@ def test_a_data_file_that_may_not_be_read(suffix: str, folder: Path, monkeypatch
 
 
 def test_rows_with_such_media_are_left_out_under_skip(folder: Path) -> None:
-    """A file of them all: each is counted, and the good row stays."""
+    """All in one file: each is counted, and the good row stays."""
     made_names = [*NAMES.values()]
     for make in MAKERS:
         if make not in ("two-loops", "linked-pipe"):

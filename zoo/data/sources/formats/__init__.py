@@ -1,1 +1,1 @@
-"""Formats that rows may have; `choose` tells them apart and turns each into zoo's own `messages`."""
+"""Formats that rows may have; `choose` finds a row's format and turns the row into zoo's own `messages`."""

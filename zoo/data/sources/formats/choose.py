@@ -1,7 +1,7 @@
 """Formats of rows: each turns a row as a file has it into zoo's own `messages` form, checked by `zoo.data.sources.rows`.
 
 A format is a function `(item, source) -> item`: messages with contents as strings and placeholders, and lists of media.
-Where an entry names no format, `detect` tells it by the row's keys.
+Where an entry names no format, `detect` finds it by the row's keys.
 """
 
 from __future__ import annotations
@@ -10,19 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.captions import captions
 from zoo.data.sources.formats.content_parts import from_parts
 from zoo.data.sources.formats.conversations import from_conversations
-from zoo.data.sources.formats.cord_v2 import cord_v2
-from zoo.data.sources.formats.llava_instruct import llava_instruct
-from zoo.data.sources.formats.set_format import Adapter
+from zoo.data.sources.formats.published_sets import SET_FORMATS
 
 type Item = dict[str, Any]
-ADAPTERS: dict[str, Adapter] = {
-    "cord_v2": cord_v2,
-    "llava_instruct": llava_instruct,
-    "captions": captions,
-}
 type Format = Callable[[Item, str], Item]
 
 BY_KEY = {"messages": "messages", "conversations": "conversations", "text": "text"}  # key -> format
@@ -45,7 +37,7 @@ FORMATS: dict[str, Format] = {
     "messages": from_messages,
     "conversations": from_conversations,
     "text": from_text,
-    **ADAPTERS,
+    **SET_FORMATS,
 }
 
 
@@ -54,11 +46,11 @@ def to_own(item: Mapping[str, Any], name: str | None, source: str) -> Item:
 
     Args:
         item: the row as its file has it.
-        name: its format, or None: told by the row's keys.
+        name: its format; None: found by the row's keys.
         source: where the row stands, for errors.
 
     Raises:
-        RowError: the row is not of that format ("bad_row"), or of which one can't be told ("format").
+        RowError: the row is not of that format ("bad_row"), or its format can't be found ("format").
     """
     row = {str(key): value for key, value in item.items()}
     if name is not None:
@@ -80,7 +72,7 @@ def detect(item: Item, source: str) -> str:
         raise RowError(source, "format", text)
     if fitting:
         return BY_KEY[fitting[0]]
-    like = [name for name, adapter in ADAPTERS.items() if set(adapter.columns) <= set(item)]
+    like = [name for name, form in SET_FORMATS.items() if set(form.columns) <= set(item)]
     if like:
         keys = ", ".join(sorted(item))
         text = f"the row has no 'messages' but {keys}; name its format: {{path: ..., format: {' or '.join(like)}}}."

@@ -1,0 +1,105 @@
+"""Formats of published sets whose rows have a form of their own: LLaVA-Instruct, CORD v2, and images with captions.
+
+Rows of these sets are recognised by their columns, and the entry is asked to name the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.data.errors import RowError
+from zoo.data.sources.formats.conversations import from_conversations
+
+IMAGE = "<image>"
+CAPTION_PROMPT = "<image>Describe the image."
+CAPTION_NAMES = ("caption", "text", "txt")
+RECEIPT_PROMPT = "<image>Give the contents of this receipt as JSON."
+
+
+@dataclass(frozen=True)
+class SetFormat:
+    """A set's format.
+
+    Attributes:
+        convert: a row of the set and where it stands, to zoo's own form; RowError where the row has another form.
+        columns: a row that has all of these, and whose format is not named, is taken for one of the set.
+    """
+
+    convert: Callable[[dict[str, Any], str], dict[str, Any]]
+    columns: tuple[str, ...]
+
+    def __call__(self, item: dict[str, Any], source: str) -> dict[str, Any]:
+        return self.convert(item, source)
+
+
+def from_captions(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """An image with its caption, as WebDataset tars of image-text pairs have them: `caption`, `text` or `txt`."""
+    images = item.get("images")
+    image = item.get("image", images[0] if isinstance(images, list) and images else None)
+    caption = next((item[name] for name in CAPTION_NAMES if item.get(name) is not None), None)
+    if image is None or not isinstance(caption, str):
+        seen = ", ".join(sorted(key for key, value in item.items() if value is not None)) or "nothing"
+        text = f"the row has {seen}; rows of captions have an image and one of {', '.join(CAPTION_NAMES)}."
+        raise RowError(source, "bad_row", text)
+    return _exchange(CAPTION_PROMPT, caption, images=[image], kind="caption")
+
+
+def from_cord_v2(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """A photograph of a receipt and its contents as JSON (naver-clova-ix/cord-v2).
+
+    Columns are `image` and `ground_truth`, a string of JSON whose `gt_parse` holds the menu, the subtotal and the total.
+    The answer is `gt_parse` as JSON without line breaks, its keys in the order of the file.
+    """
+    truth = item.get("ground_truth")
+    try:
+        parsed = json.loads(truth)["gt_parse"] if isinstance(truth, str) else None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        parsed = None
+    if not isinstance(parsed, dict | list) or not parsed:
+        text = "'ground_truth' is no JSON with a 'gt_parse'; rows of cord_v2 have image and ground_truth."
+        raise RowError(source, "bad_row", text)
+    answer = json.dumps(parsed, ensure_ascii=False)
+    return _exchange(RECEIPT_PROMPT, answer, images=[item.get("image")], kind="receipt")
+
+
+def from_llava_instruct(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """A row of liuhaotian/LLaVA-Instruct-150K or of the 665k mixture of LLaVA 1.5, JSON lists of conversations.
+
+    Columns are `id`, `image` (a path, missing in rows of text alone), `conversations` in LLaVA's form, sometimes `model`.
+    The files name images by their place in the sets they were taken from, `coco/train2017/000000000009.jpg`; the entry's
+    `root` is the folder of those sets. A placeholder stands on a line of its own, before or behind the question. The
+    published files have some rows with an `<image>` in a text that has no image, or repeated in a later turn; it is taken
+    out there.
+    """
+    if "conversations" not in item:
+        text = "'conversations' is missing; rows of llava_instruct have id, image and conversations."
+        raise RowError(source, "bad_row", text)
+    row = from_conversations(item, source)
+    left = 1 if row.get("image") is not None else 0
+    for message in row["messages"]:
+        keep = min(left, message["content"].count(IMAGE)) if message["role"] == "user" else 0
+        left -= keep
+        head, *rest = message["content"].split(IMAGE)
+        kept = IMAGE.join([head, *rest[:keep]])
+        message["content"] = kept + "".join(rest[keep:])
+        if rest and not keep:
+            message["content"] = message["content"].strip("\n")
+    if left:
+        raise RowError(source, "placeholder_mismatch", "the row has an image, but no turn has an <image>.")
+    return {**row, "kind": row.get("kind", "image" if "image" in row else "text")}
+
+
+def _exchange(question: str, answer: str, **media: Any) -> dict[str, Any]:
+    """A row of one question and its answer."""
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, **media}
+
+
+SET_FORMATS = {
+    "cord_v2": SetFormat(from_cord_v2, ("image", "ground_truth")),
+    "llava_instruct": SetFormat(from_llava_instruct, ("id", "conversations")),
+    "captions": SetFormat(from_captions, ("image", "caption")),
+}
