@@ -149,7 +149,7 @@ class _Scorer:
 
     def run(self, batches: EvalBatches) -> dict[int, dict[str, Any]]:
         """Row number -> what is known of it, of this rank's rows."""
-        found = {}
+        found: dict[int, dict[str, Any]] = {}
         for indices, batch in zip(batches.bins, batches, strict=True):
             given = batch if batch is not None else batches.spare()
             logprobs = self._forward(given)
