@@ -60,6 +60,10 @@ class SampleSource:
         self.bad_rows, self.augment = bad_rows, augment
         self.bad_rows.limit = BAD_IN_A_ROW if rows.has_stream else math.inf
         self.processor, self.decoder = encoder.processor, encoder.decoder
+        self.variants = (
+            augment.variants
+        )  # in how many ways a row's sample is made, which its repeats take in turn
+        self._rows = len(rows)
         self._cache = SampleCache(cache_mb)
         self._tick = tick
         self._lock = threading.RLock()
@@ -158,15 +162,10 @@ class SampleSource:
         """Rows that were left out, by cause."""
         return self.bad_rows.counts
 
-    @property
-    def variants(self) -> int:
-        """In how many ways a row's sample is made, which its repeats take in turn."""
-        return self.augment.variants
-
     def key(self, sample_id: SampleId) -> SampleId:
         """The first sample id that has the same sample and size, below variants * len(self)."""
-        repeat, row = divmod(sample_id, len(self))
-        return SampleId(repeat % self.variants * len(self) + row)
+        repeat, row = divmod(sample_id, self._rows)
+        return SampleId(repeat % self.variants * self._rows + row)
 
     def measure(self, sample_id: SampleId) -> SampleSize | None:
         """The size of a sample, without encoding it; None where only encoding gives it.
