@@ -52,10 +52,8 @@ class UnknownFamilyError(UserError):
 
 def families() -> dict[str, ModelFamily]:
     """All families: those of `zoo.models` and those of installed packages, by name."""
-    import zoo.models
-
     found: dict[str, ModelFamily] = {}
-    for info in pkgutil.iter_modules(zoo.models.__path__):
+    for info in pkgutil.iter_modules(importlib.import_module("zoo.models").__path__):
         family = importlib.import_module(f"zoo.models.{info.name}").FAMILY
         found[family.name] = family
     for entry in entry_points(group="zoo.families"):

@@ -11,7 +11,8 @@ from support.fuzz import fuzzed, memory_below, mutated, within
 
 from zoo.config.arch import LISTS, REAL, WHOLE, WHOLES
 from zoo.config.compose import load_recipe
-from zoo.config.reference import keys, sections
+from zoo.config.layers.keys import keys, sections
+from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import UserError
 
@@ -33,7 +34,7 @@ VALUES = [
     "shard-{0..99999999999}.tar", "???", ".inf", "'-.inf'", "1e18", "1000000000000000000", "9" * 30, "59:59:59", "~x/y", "a\0b", "/dev/zero", "/dev/stdin",
     "\\\\${oc.env:HOME}", "\\\\${oc.create:{a: 1}}", "\\\\\\${", "*", "[[]]", "[{}]", "[{path: a, weight: .nan}]", "{weight: 1}", "{text_config: 1}", "a" * 10_000, "\x85", "é", "👍",
 ]  # fmt: skip
-NAMES = [*keys(), *sections(), "base", "size", "hardware", "recipe", "resolved", "description", "data.train[0]", "data.train[0].weight",
+NAMES = [*keys(Recipe), *sections(Recipe), "base", "size", "hardware", "recipe", "resolved", "description", "data.train[0]", "data.train[0].weight",
          "data.train[99999999999999]", "data.train[0].epochs", "data.train[0].held_out", "data.train[0].seed",
          *(f"model.arch.{part}{key}" for key in (*WHOLE, *REAL, *WHOLES, *LISTS) for part in ("", "text_config.", "thinker_config.text_config.")), "model.arch.vision_config.depth", "train.lr_scale.vision", "train..steps", ".", "a.b.c", "data.train[", "__class__", "train.__init__"]  # fmt: skip
 FIXED = {"HOME": "/nowhere"}

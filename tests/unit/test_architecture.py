@@ -19,7 +19,7 @@ ROOMS = {
     "files": "errors",
     "packing": "",
     "config": "registry",
-    "registry": "models",  # the bare package, to see which families there are
+    "registry": "",
     "nn": "packing config",
     "steps": "packing nn config",
     "data": "packing config registry",
@@ -35,6 +35,7 @@ ROOMS = {
 }
 # Rooms within a room, in the same way.
 INNER = {
+    "config": {"layers": ""},
     "engine": {
         "megatron": "",
         "distributed": "megatron",

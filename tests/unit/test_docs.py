@@ -18,7 +18,8 @@ from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS
 from zoo.cli.plan import KEYS as PLAN_KEYS
 from zoo.config.compose import load_recipe
-from zoo.config.reference import keys, sections
+from zoo.config.layers.keys import keys, sections
+from zoo.config.schema import Recipe
 from zoo.data.sources.rows import KEYS, MEDIA, PLACEHOLDER
 from zoo.registry import families
 
@@ -130,12 +131,14 @@ def test_files_and_tests_named_are_there(page: Path) -> None:
 def test_keys_named_are_those_of_the_schema(page: Path) -> None:
     for code in re.findall(r"`([^`\n]+)`", prose(page)):
         key = code.partition("=")[0]
-        if re.fullmatch(rf"({'|'.join(sections())})\.[\w.]+", key) and Path(key).suffix not in (
+        if re.fullmatch(rf"({'|'.join(sections(Recipe))})\.[\w.]+", key) and Path(key).suffix not in (
             ".py",
             ".md",
             ".jsonl",
         ):
-            assert key in keys() or key.startswith(("model.arch.", "train.lr_scale.")), f"{code}: no such key"
+            assert key in keys(Recipe) or key.startswith(("model.arch.", "train.lr_scale.")), (
+                f"{code}: no such key"
+            )
 
 
 @pages
@@ -193,7 +196,7 @@ def check_zoo(words: list[str]) -> None:
     if verb in ("verify", "score"):
         own = {"rows", "tolerance", "out"}
         assert sum("=" not in word for word in rest) == 2, words
-        assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys()}, words
+        assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
         return
     if verb == "list" or not rest:
         return

@@ -20,7 +20,7 @@ from typing import Any
 from zoo.bench import length_sets
 from zoo.bench.options import Bounded
 from zoo.config.compose import load_recipe
-from zoo.config.schema import number
+from zoo.config.layers.keys import number
 from zoo.data.media.sizes import SampleSize
 from zoo.engine.model import build
 from zoo.engine.planning.sample_costs import training_cost

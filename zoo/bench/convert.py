@@ -25,7 +25,7 @@ from zoo.bench.options import Bounded
 from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe
-from zoo.config.schema import number
+from zoo.config.layers.keys import number
 from zoo.engine.model.meta_model import blueprint
 from zoo.errors import UserError
 

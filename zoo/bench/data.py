@@ -19,7 +19,8 @@ import torch
 
 from zoo.bench.options import Bounded
 from zoo.config.compose import load_recipe
-from zoo.config.schema import Recipe, number
+from zoo.config.layers.keys import number
+from zoo.config.schema import Recipe
 from zoo.data.errors import RowError
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.loader import BatchLoader

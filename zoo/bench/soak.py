@@ -19,7 +19,7 @@ from statistics import median
 from typing import Any
 
 from zoo.bench.options import Bounded
-from zoo.config.schema import number
+from zoo.config.layers.keys import number
 from zoo.errors import UserError
 
 PERIOD = 0.25  # seconds between two looks

@@ -21,7 +21,8 @@ from zoo.bench.options import Bounded
 from zoo.bench.setting import Setting, as_dict, missing
 from zoo.config.compose import load_recipe
 from zoo.config.devices import gpu_count
-from zoo.config.schema import Recipe, number
+from zoo.config.layers.keys import number
+from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, text_config
 from zoo.engine.launch.launcher import WorkerError, run_task
 from zoo.errors import UserError

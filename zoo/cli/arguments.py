@@ -63,9 +63,10 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if given and given[0]:
         return given[0], overrides
     from zoo.config.files import recipe_names
-    from zoo.config.reference import keys
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
 
-    places = [argument for argument in overrides if "=" not in argument and argument not in keys()]
+    places = [argument for argument in overrides if "=" not in argument and argument not in keys(Recipe)]
     if places and not given:
         overrides.remove(places[0])
         return places[0], overrides
@@ -102,14 +103,15 @@ def _hint(argument: str, flags: Sequence[str]) -> str:
     near = _meant(argument, flags)
     if near:
         return f"no such option; nearest: {near[0]}"
-    from zoo.config.foreign import foreign_hint
-    from zoo.config.reference import keys, nearest_keys
+    from zoo.config.layers.foreign import foreign_hint
+    from zoo.config.layers.keys import keys, nearest_keys
+    from zoo.config.schema import Recipe
 
     key = argument.lstrip("-")
     foreign = foreign_hint(key)
-    if foreign is not None and key not in keys():
+    if foreign is not None and key not in keys(Recipe):
         return f"no such option; {foreign}"
-    if key in keys():
+    if key in keys(Recipe):
         return f"the value is missing; write {key}=VALUE"
-    near = [f"{name}=VALUE" for name in nearest_keys(key)]
+    near = [f"{name}=VALUE" for name in nearest_keys(Recipe, key)]
     return f"no such option; nearest: {', '.join(near or flags) or 'zoo --help'}"

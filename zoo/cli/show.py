@@ -69,29 +69,29 @@ def _may_be_a_folder(text: str) -> bool:
 
 
 def _schema_entries() -> list[dict[str, Any]]:
-    from zoo.config.reference import schema_help
-    from zoo.config.schema import CHOICES
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
 
     return [
         {
             **entry._asdict(),
             "bounds": None if entry.bounds is None else asdict(entry.bounds),
-            "choices": CHOICES.get(entry.key),
+            "choices": entry.choices or None,
         }
-        for entry in schema_help()
+        for entry in keys(Recipe).values()
     ]
 
 
 def _schema() -> str:
-    from zoo.config.reference import schema_help, show_value
-    from zoo.config.schema import CHOICES
+    from zoo.config.layers.keys import keys, show_value
+    from zoo.config.schema import Recipe
 
     lines = []
-    for entry in schema_help():
+    for entry in keys(Recipe).values():
         kind = entry.type.replace(" | None", " or null")
         lines.append(f"{entry.key:<22} {kind:<16} {show_value(entry.default):<20} {entry.doc}")
-        if entry.key in CHOICES and not all(choice in entry.doc for choice in CHOICES[entry.key]):
-            lines.append(f"{'':<22} one of: {', '.join(CHOICES[entry.key])}")
+        if not all(choice in entry.doc for choice in entry.choices):
+            lines.append(f"{'':<22} one of: {', '.join(entry.choices)}")
         if entry.bounds is not None:
             lines.append(f"{'':<22} {entry.bounds}")
     return "\n".join([f"{'key':<22} {'type':<16} {'default':<20} meaning", *lines])
@@ -106,10 +106,11 @@ def _get(values: dict[str, Any], key: str) -> Any:
 
 def _changed(values: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     """Key -> its value and that of the base, where they differ; the architecture key by key."""
-    from zoo.config.reference import schema_help
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
 
     found: dict[str, Any] = {}
-    for entry in schema_help():
+    for entry in keys(Recipe).values():
         if entry.key == "recipe":
             continue
         new, old = _get(values, entry.key), _get(base, entry.key)
@@ -133,18 +134,19 @@ def _changed_within(new: dict[str, Any], old: dict[str, Any], prefix: str) -> di
 
 def _differing(values: dict[str, Any]) -> dict[str, Any]:
     """Key -> its value and the schema's default, where they differ."""
-    from zoo.config.reference import schema_help
+    from zoo.config.layers.keys import keys
+    from zoo.config.schema import Recipe
 
     return {
         entry.key: {"value": value, "default": entry.default}
-        for entry in schema_help()
+        for entry in keys(Recipe).values()
         if (value := _get(values, entry.key)) != entry.default and entry.key != "model.arch"
     }
 
 
 def _changes(values: dict[str, Any], base: dict[str, Any], name: str) -> list[str]:
     """Comment lines with the keys whose value is not that of the recipe with its overlays alone."""
-    from zoo.config.reference import show_value
+    from zoo.config.layers.keys import show_value
 
     changed = _changed(values, base)
     if not changed:
@@ -157,7 +159,7 @@ def _changes(values: dict[str, Any], base: dict[str, Any], name: str) -> list[st
 
 def _differences(values: dict[str, Any]) -> list[str]:
     """Comment lines with the keys whose value is not the schema's default."""
-    from zoo.config.reference import show_value
+    from zoo.config.layers.keys import show_value
 
     lines = ["# differs from the defaults:"]
     for key, pair in _differing(values).items():
@@ -169,8 +171,9 @@ def _documented(values: dict[str, Any]) -> str:
     """The recipe as YAML, each key followed by its meaning."""
     from omegaconf import OmegaConf
 
-    from zoo.config.files import escaped
-    from zoo.config.reference import keys
+    from zoo.config.layers.keys import keys
+    from zoo.config.layers.layer import escaped
+    from zoo.config.schema import Recipe
 
     lines, path = [], [""]
     for line in OmegaConf.to_yaml(OmegaConf.create(escaped(values))).splitlines():
@@ -178,7 +181,7 @@ def _documented(values: dict[str, Any]) -> str:
         if match:
             depth = len(match[1]) // 2
             path = [*path[:depth], match[2]]
-            entry = keys().get(".".join(path))
+            entry = keys(Recipe).get(".".join(path))
             if entry is not None:
                 line = f"{line:<{_COLUMN}} # {entry.doc}"
         lines.append(line)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from zoo.config.devices import gpu_count
-from zoo.config.files import (
-    Layer,
-    escaped,
-    read_recipe,
-    read_size,
-    recipe_names,
-    size_names,
-)
-from zoo.config.hardware import hardware_layers
+from zoo.config.files import hardware_layers, read_recipe, read_size, recipe_names, size_names
+from zoo.config.layers.layer import Layer, escaped, override_layer
+from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import look, read_arch
-from zoo.config.overrides import layer_of, override_layer
 from zoo.config.schema import Recipe
-from zoo.config.tree import apply, deepest, leaves_of, schema_tree, set_key, to_recipe
 from zoo.errors import ConfigError
 from zoo.files import write_atomically
 from zoo.registry import get_family
@@ -45,7 +37,6 @@ __all__ = [
     "about",
     "load_recipe",
     "recipe_for_weights",
-    "replace_in",
     "resolve",
     "save_recipe",
 ]
@@ -108,15 +99,15 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
         )
         apply(tree, _without_file_keys(layer))
-    if "parallel.plan" not in {key for layer in own for key, _ in leaves_of(_tree_of(layer), "", "")}:
+    if "parallel.plan" not in {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}:
         _leave_what_is_given(tree, own)
     for key, value in stamps.items():
-        set_key(tree, key, value, "")
-        set_key(base, key, value, "")
+        set_key(tree, key, value)
+        set_key(base, key, value)
     named = " ".join(
         [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
     )
-    return Resolved(to_recipe(tree), why, to_recipe(base), named)
+    return Resolved(to_values(tree), why, to_values(base), named)
 
 
 def about(name_or_path: str) -> dict[str, Any]:
@@ -137,7 +128,7 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
     typed = override_layer(overrides)
     _take_arch_of_init(tree, [typed])
     apply(tree, typed)
-    return to_recipe(tree)
+    return to_values(tree)
 
 
 def save_recipe(recipe: Recipe, path: str | Path) -> None:
@@ -149,23 +140,6 @@ def save_recipe(recipe: Recipe, path: str | Path) -> None:
 def is_saved_recipe(path: str | Path) -> bool:
     """Whether :func:`save_recipe` wrote that file."""
     return Path(path).read_text(encoding="utf-8", errors="replace").startswith(_SAVED)
-
-
-def replace_in(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """A copy of `recipe` with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
-    tree = schema_tree(Recipe())
-    apply(tree, layer_of(_plain(recipe).items()))
-    for key, value in changes.items():
-        apply(tree, layer_of([(key, _plain(value))]))
-    return to_recipe(tree)
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, in which no text is a reference."""
-    try:
-        return escaped(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
-    except RecursionError:
-        raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None
 
 
 def _base_chain(name_or_path: str) -> list[Layer]:
@@ -238,7 +212,7 @@ def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
 def _refuse_no_family(layers: Sequence[Layer]) -> None:
     """A file that says nothing of a model: a misspelt key in it is named first."""
     for layer in layers:
-        dict(leaves_of(_without_file_keys(layer).tree, "", f"{layer.origin}: " if layer.origin else ""))
+        dict(leaves_of(Recipe, _tree_of(layer), f"{layer.origin}: " if layer.origin else ""))
     raise ConfigError(
         f"{layers[0].origin}: model.family is not set; write `base: {recipe_names()[0]}` (or another recipe) "
         f"as its first line"
@@ -269,11 +243,11 @@ def _overlays(choice: _Choice) -> list[Layer]:
 
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     """Take keys that the user has set out of those to be planned."""
-    given = {key for layer in own for key, _ in leaves_of(_tree_of(layer), "", "")}
+    given = {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}
     for key in ("plan", "planned"):
         names = tree.parallel[key]
         left = [name for name in names if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
-        set_key(tree, f"parallel.{key}", left, "")
+        set_key(tree, f"parallel.{key}", left)
 
 
 def _tree_of(layer: Layer) -> Mapping[str, Any]:

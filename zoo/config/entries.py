@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from zoo.config.reference import shown_value
-from zoo.config.schema import number, outside
+from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError
 
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train

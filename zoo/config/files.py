@@ -9,42 +9,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
 
-from zoo.config.reader import MOST_TEXT, UnreadableError, as_text, read_text, read_yaml
-from zoo.config.reference import nearest
-from zoo.errors import ConfigError, printable
+from zoo.config.devices import gpu_count, gpu_memory
+from zoo.config.layers.keys import nearest
+from zoo.config.layers.layer import Layer, filled
+from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
+from zoo.errors import ConfigError
 from zoo.files import expanded
 
+AUTO, CPU = "auto", "cpu"  # hardware= by the GPUs that are here; without one
+_NEAR = 0.97  # share of a kind's memory; a GPU shows somewhat more or less than it is sold as
 _COUNTED = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(\w+)", re.ASCII)
-_REFERENCE = re.compile(r"(\\*)\$\{([^{}]*)\}?")
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}(?:\[\d+\][\w.]*)?", re.ASCII)
-_DOLLAR = re.compile(r"(\\*)\$\{")
-_VARIABLE = re.compile(r"oc\.env:([A-Za-z_]\w*)(?:,(.*))?")
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One entry of a list that is set, or a key of it: data.train[0].weight=2."""
-
-    key: str  # the list
-    index: int
-    rest: tuple[str, ...]  # keys within the entry
-    value: Any
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one file or the command line sets: nested keys, and where they were written."""
-
-    origin: str  # path of the file; empty for the command line
-    tree: dict[str, Any]
-    edits: tuple[Edit, ...] = ()  # of lists, after the tree
 
 
 def recipe_names() -> list[str]:
@@ -107,14 +86,40 @@ def read_hardware(name: str) -> Layer:
     return Layer(layer.origin, {**layer.tree, "machine": machine})
 
 
-def parse_value(key: str, text: str) -> Any:
-    """The value of an override's text, read as YAML: ``2``, ``1e-4``, ``[a, b]``, ``null``."""
-    try:
-        parsed = read_yaml(text)
-    except UnreadableError as error:
-        shown = printable(text, 200)
-        raise ConfigError(f"{key}={shown}: the value is no valid YAML ({error}); quote it") from None
-    return _filled(parsed, key, "")
+def hardware_layers(name: str) -> list[Layer]:
+    """The layers of `hardware=NAME`.
+
+    `auto` is `cpu` where there is no GPU, else as many as are here of the largest kind that is no larger than they
+    are, with their own memory in its place.
+    """
+    if name != AUTO:
+        return [read_hardware(name)]
+    gpus = gpu_count()
+    if not gpus:
+        return [read_hardware(CPU)]
+    memory = round(gpu_memory() / 1e9, 1)
+    here = {"gpus": gpus, "nodes": nodes(), "memory_gb": memory}
+    sizes = {kind: _memory(kind) for kind in hardware_names()}
+    known = {kind: size for kind, size in sizes.items() if size}
+    fitting = [kind for kind, size in known.items() if memory >= _NEAR * size] or [
+        min(known, key=known.__getitem__)
+    ]
+    return [read_hardware(max(fitting, key=known.__getitem__)), Layer("the GPUs here", {"machine": here})]
+
+
+def _memory(kind: str) -> float | None:
+    return (read_hardware(kind).tree.get("machine") or {}).get("memory_gb")
+
+
+def nodes() -> int:
+    """Nodes of the run, as torchrun or SLURM says."""
+    for all_ranks, of_node in (("WORLD_SIZE", "LOCAL_WORLD_SIZE"), ("SLURM_JOB_NUM_NODES", None)):
+        try:
+            if all_ranks in os.environ and (of_node is None or of_node in os.environ):
+                return max(1, int(os.environ[all_ranks]) // (int(os.environ[of_node]) if of_node else 1))
+        except ValueError:
+            raise ConfigError(f"{all_ranks}={os.environ[all_ranks]}: wanted a whole number") from None
+    return 1
 
 
 def _names(folder: Traversable) -> list[str]:
@@ -162,55 +167,4 @@ def _read(file: Traversable) -> Layer:
     odd = [key for key in found if not isinstance(key, str) or not _NAME.fullmatch(key)]
     if odd:  # and its text may be anybody's
         raise ConfigError(f"{file}: {len(odd)} of its {len(found)} keys can be none of a recipe; is it one?")
-    return Layer(str(file), {key: _filled(value, key, f"{file}: ") for key, value in found.items()})
-
-
-def escaped(value: Any) -> Any:
-    """A value in which no text is taken for a reference."""
-    return _texts(value, _escaped)
-
-
-def _escaped(text: str) -> str:
-    return _DOLLAR.sub(r"\1\1\\${", text)  # backslashes before it are escapes, too
-
-
-def _filled(value: Any, key: str, where: str) -> Any:
-    """A value with the environment's in the place of `${oc.env:NAME}`; other references are refused."""
-
-    left = MOST_TEXT
-
-    def fill(match: re.Match[str]) -> str:
-        nonlocal left
-        slashes, reference = match.groups()
-        kept = slashes[: len(slashes) // 2]
-        if len(slashes) % 2:
-            return kept + match[0][len(slashes) :]
-        variable = _VARIABLE.fullmatch(reference)
-        if variable is None:
-            raise ConfigError(
-                f"{where}{key}: {printable(match[0], 100)}: no such reference; ${{oc.env:NAME}} is an environment "
-                r"variable, \${ a dollar and a brace"
-            )
-        found = os.environ.get(variable[1], variable[2])
-        if found is None:
-            raise ConfigError(
-                f"{where}{key}: the environment variable {variable[1]} is not set; set it, or give a value for "
-                f"that case: ${{oc.env:{variable[1]},VALUE}}"
-            )
-        left -= len(found)
-        if left < 0:
-            raise ConfigError(f"{where}{key}: over {MOST_TEXT:,} characters with its environment variables")
-        return kept + found
-
-    return _texts(value, lambda text: _escaped(_REFERENCE.sub(fill, text)))
-
-
-def _texts(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with all texts in it changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _texts(item, change) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_texts(item, change) for item in value]
-    return value
+    return Layer(str(file), {key: filled(value, key, f"{file}: ") for key, value in found.items()})

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from zoo.config.entries import parse_entry
-from zoo.config.reference import keys, shown_value
+from zoo.config.layers.keys import keys, shown_value
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
@@ -139,7 +139,7 @@ def _plain(entry: Any, key: str, rows_known: bool) -> dict[str, Any]:
 def _same(key: str, old: Any, new: Any) -> bool:
     if key in ("model.init", "lora.init") and old is not None and new is not None:
         return old == new or expanded(old).resolve() == expanded(new).resolve()
-    if keys()[key].type == "list[str]":  # sets of names
+    if keys(Recipe)[key].type == "list[str]":  # sets of names
         return sorted(map(str, old or [])) == sorted(new)
     return bool(old == new)
 

@@ -7,57 +7,12 @@ checks that involve more than one key are in :mod:`zoo.config.validate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a number may be; None: no bound on that side."""
-
-    least: float | None = None
-    above: float | None = None  # as `least`, without the bound itself
-    most: float | None = None
-    below: float | None = None  # as `most`, without the bound itself
-
-    def hold(self, value: float) -> bool:
-        """Whether it is within them; nan never is."""
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        """In words: "from 0 to 1", "above 0, at most 1,000", "from 0, below 1"."""
-        if self.least is not None and self.most is not None:
-            return f"from {_short(self.least)} to {_short(self.most)}"
-        named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
-        given = ((words, getattr(self, name)) for name, words in named)
-        return ", ".join(f"{words} {_short(bound)}" for words, bound in given if bound is not None)
-
-
-def _short(bound: float) -> str:
-    return f"{bound:,.0f}" if bound == int(bound) else f"{bound:g}"
-
-
-def number(
-    default: Any, least: float | None = None, most: float | None = None, **strict: float | None
-) -> Any:
-    """A field that holds a number within `Bounds`."""
-    return field(default=default, metadata={"bounds": Bounds(least=least, most=most, **strict)})
-
-
-def outside(held: Any) -> Iterator[tuple[str, Any, Bounds]]:
-    """Name, number and bounds of every field of a dataclass, and of a tuple's numbers, that is out of bounds; not None's."""
-    for item in fields(held):
-        value, bounds = getattr(held, item.name), item.metadata.get("bounds")
-        for one in value if isinstance(value, tuple) else (value,):
-            if bounds is not None and one is not None and not bounds.hold(one):
-                yield item.name, one, bounds
-
+from zoo.config.layers.keys import Bounds, choice, number
+from zoo.config.layers.tree import replaced
 
 # A key, its default with the bounds of a number, and its meaning stay on one line.
 # fmt: off
@@ -116,7 +71,7 @@ class ParallelConfig:
 class PackingConfig:
     """How samples are put into rows."""
 
-    mode: str = "thd"  # thd: samples packed end to end | none: one padded row a sample
+    mode: str = choice("thd", "thd", "none")  # thd: samples packed end to end | none: one padded row a sample
     budget: int = number(4096, 1, 10**8)  # most tokens of a packed row (and of one sample)
     pad_to: int | None = number(None, 1, 10**8)  # fixed row length in tokens, for static shapes; default: as long as it is
     align: int | None = number(None, 1, 10**6)  # multiple each sample is padded to; default: what cp, tp and fp8 need
@@ -131,9 +86,9 @@ class DataConfig:
     root: str | None = None  # folder that media lie in; default: the folder of the file that names them
     outside_root: bool = False  # whether rows may name media outside of that folder
     urls: bool = False  # whether media at http(s) URLs are downloaded
-    labels: str = "assistant"  # assistant (all answers) | last (the last one) | all (every token of text)
-    on_error: str = "raise"  # raise | skip (counted and listed in bad_rows.jsonl)
-    overlong: str = "error"  # error | drop | truncate_text, for a sample over packing.budget
+    labels: str = choice("assistant", "assistant", "last", "all")  # assistant (all answers) | last (the last one) | all (every token of text)
+    on_error: str = choice("raise", "raise", "skip")  # raise | skip (counted and listed in bad_rows.jsonl)
+    overlong: str = choice("error", "error", "drop", "truncate_text")  # error | drop | truncate_text, for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
     lookahead: int = number(256, 1, 10**6)  # samples the packer may choose from
     augment: float | None = number(None, 0, 1)  # strength, 0 to 1, of random changes to training media; default: 0
@@ -165,10 +120,10 @@ class TrainConfig:
     beta2: float = number(0.95, 0, below=1)  # AdamW
     eps: float = number(1e-8, above=0, most=1)  # AdamW
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
-    on_bad_step: str = "stop"  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
+    on_bad_step: str = choice("stop", "stop", "skip")  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
     bad_steps: int = number(3, 1, 10**6)  # bad steps in a row at which on_bad_step=stop ends the run
     skip_limit: int = number(20, 1, 10**6)  # so many bad steps of the last 4 times as many end the run, or are a new level
-    on_new_level: str = "stop"  # stop | take: skip_limit spikes in a row are the level from there on; not finite: stop
+    on_new_level: str = choice("stop", "stop", "take")  # stop | take: skip_limit spikes in a row are the level from there on; not finite: stop
     spike: float = number(10.0, 0, 1e9)  # a loss this many spreads above the median of good steps is bad; 0: never
     spike_after: int = number(100, 0, 10**6)  # good steps before the first spike is looked for
     aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss
@@ -178,7 +133,7 @@ class TrainConfig:
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
-    keep_best: str | None = "loss"  # loss | exact_match: the checkpoint best at it on held-out rows stays too
+    keep_best: str | None = choice("loss", "loss", "exact_match")  # loss | exact_match: the checkpoint best at it on held-out rows stays too
     log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = number(None, above=0, most=1e8)  # stop (save, evaluate, export) after this long
 
@@ -201,12 +156,12 @@ class LoraConfig:
 class EngineConfig:
     """How the model is executed."""
 
-    backend: str = "auto"  # auto | te | torch; te has no fp32, so auto is torch there
-    precision: str | None = None  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
+    backend: str = choice("auto", "auto", "te", "torch")  # auto | te | torch; te has no fp32, so auto is torch there
+    precision: str | None = choice(None, "fp32", "bf16")  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
     fp8: bool = False  # linears of the decoder in FP8, scaled tensor by tensor; needs te and bf16
-    recompute: str = "none"  # none | selective (MLP, experts) | full: computed again in backward
+    recompute: str = choice("none", "none", "selective", "full")  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = number(None, 1, 1024)  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
-    delta_rule: str = "auto"  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
+    delta_rule: str = choice("auto", "auto", "torch")  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
 
@@ -250,23 +205,7 @@ class Recipe:
         Raises:
             ConfigError: a key that there is not, or a value that is none of its kind.
         """
-        from zoo.config.compose import replace_in
-
-        return replace_in(self, {**(changes or {}), **more})
+        return replaced(self, {**(changes or {}), **more})
 
 
 # fmt: on
-# The values that a key of few choices takes; null is a choice where the field says so.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "packing.mode": ("thd", "none"),
-    "data.on_error": ("raise", "skip"),
-    "data.overlong": ("error", "drop", "truncate_text"),
-    "data.labels": ("assistant", "last", "all"),
-    "train.keep_best": ("loss", "exact_match"),
-    "train.on_bad_step": ("stop", "skip"),
-    "train.on_new_level": ("stop", "take"),
-    "engine.backend": ("auto", "te", "torch"),
-    "engine.precision": ("fp32", "bf16"),
-    "engine.recompute": ("none", "selective", "full"),
-    "engine.delta_rule": ("auto", "torch"),
-}

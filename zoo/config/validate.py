@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.arch import check_arch
-from zoo.config.compose import replace_in
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.files import read_size
+from zoo.config.layers.keys import keys, nearest, nearest_keys, sections, show_value
 from zoo.config.locate import is_hub_id
-from zoo.config.reference import keys, nearest, nearest_keys, sections, show_value, wanted
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
@@ -38,14 +37,14 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
         UnknownFamilyError: no package registers `model.family`.
     """
-    recipe = _with_arch(replace_in(recipe, {}))  # types and choices, for a recipe that was built by hand
+    recipe = _with_arch(recipe.replace())  # types and choices, for a recipe that was built by hand
     check_arch(recipe.model.arch, "model.arch")
     _check_values(recipe)
     _check_model(recipe)
     _check_lora(recipe)
     _check_length(recipe)
     _check_accepted(recipe)
-    recipe = replace_in(recipe, _derived(recipe))
+    recipe = recipe.replace(_derived(recipe))
     check_layout(recipe, world_size)
     _check_packing(recipe)
     _check_engine(recipe)
@@ -59,8 +58,8 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
 
 def _check_accepted(recipe: Recipe) -> None:
     for name in recipe.run.accept_changes:
-        if name not in keys() and name not in sections() and not name.startswith("model.arch."):
-            near = ", ".join(nearest_keys(name))
+        if name not in keys(Recipe) and name not in sections(Recipe) and not name.startswith("model.arch."):
+            near = ", ".join(nearest_keys(Recipe, name))
             hint = f"nearest: {near}" if near else "`zoo show --schema` lists the keys"
             raise ConfigError(f"run.accept_changes={name}: no such key or section; {hint}")
 
@@ -71,7 +70,7 @@ def _with_arch(recipe: Recipe) -> Recipe:
         return recipe
     get_family(recipe.model.family)  # a misspelt family is named as such
     arch = (read_size(recipe.model.family, recipe.size).tree.get("model") or {}).get("arch")
-    return replace_in(recipe, {"model.arch": arch or {}})
+    return recipe.replace({"model.arch": arch or {}})
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
@@ -171,10 +170,10 @@ def _check_bundled(recipe: Recipe) -> None:
         if name not in known:
             near = ", ".join(nearest(name, list(known)))
             raise ConfigError(f"data.bundled.{name}: no such key; nearest: {near}")
-        bounds = keys()[f"data.{name}"].bounds
+        key = keys(Recipe)[f"data.{name}"]
         whole = name != "augment_variants" or float(value).is_integer()
-        if bounds is not None and not (bounds.hold(value) and whole):
-            raise ConfigError(f"data.bundled.{name}={value:g}: wanted {wanted(f'data.{name}')}")
+        if key.bounds is not None and not (key.bounds.hold(value) and whole):
+            raise ConfigError(f"data.bundled.{name}={value:g}: wanted {key.wanted}")
 
 
 def _check_model(recipe: Recipe) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, on_one_rank
 from zoo.engine.model import build
@@ -82,7 +81,7 @@ def subject(recipe: Recipe, here: World) -> Subject:
     """The subject of a validated recipe, in a world of one rank."""
     family = get_family(recipe.model.family)
     config = family.load("config").from_arch(recipe.model.arch)
-    plain = replace_in(on_one_rank(recipe), {"engine.backend": "torch"})  # the same shapes, and minds no meta
+    plain = on_one_rank(recipe).replace({"engine.backend": "torch"})  # the same shapes, and minds no meta
     with on_meta(here) as nowhere:
         whole = build.build_model(build.Assembly(family, config, None, None), plain, nowhere)[0]
     whole = getattr(whole, "module", whole)  # behind Float16Module

@@ -13,13 +13,13 @@ from zoo.cli.show import _schema, _schema_entries
 from zoo.cli.verify import _number
 from zoo.config.compose import load_recipe
 from zoo.config.entries import DataEntry, parse_entry
-from zoo.config.reference import keys, show_value
+from zoo.config.layers.keys import keys, show_value
+from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
-from zoo.config.tree import schema_tree, set_key
 from zoo.config.validate import validate
 from zoo.errors import ConfigError, UserError
 
-NUMBERS = [key for key, entry in keys().items() if "int" in entry.type or "float" in entry.type]
+NUMBERS = [key for key, entry in keys(Recipe).items() if "int" in entry.type or "float" in entry.type]
 SENSELESS = [float("inf"), float("-inf"), float("nan"), -1, 10**18, 10**5000, -(10**400)]
 
 
@@ -33,7 +33,7 @@ def test_the_walk_meets_the_numbers() -> None:
 
 @pytest.mark.parametrize("key", NUMBERS)
 def test_every_number_has_bounds_that_hold_its_default(key: str) -> None:
-    bounds, default = keys()[key].bounds, keys()[key].default
+    bounds, default = keys(Recipe)[key].bounds, keys(Recipe)[key].default
     assert bounds is not None
     assert default is None or default == {} or bounds.hold(default)
     assert (bounds.least is None) != (bounds.above is None)
@@ -44,7 +44,7 @@ def test_every_number_has_bounds_that_hold_its_default(key: str) -> None:
 
 def given(key: str, value: Any) -> Any:
     """What is typed for one number of the key."""
-    return {"language": value} if keys()[key].type.startswith("dict") else value
+    return {"language": value} if keys(Recipe)[key].type.startswith("dict") else value
 
 
 def test_senseless_numbers_are_refused_by_every_key() -> None:
@@ -54,14 +54,14 @@ def test_senseless_numbers_are_refused_by_every_key() -> None:
             with pytest.raises(ConfigError) as caught:
                 set_key(tree, key, given(key, typed), "")
             message = str(caught.value)
-            assert message.startswith(f"{key}=") and str(keys()[key].bounds) in message
+            assert message.startswith(f"{key}=") and str(keys(Recipe)[key].bounds) in message
             assert "\n" not in message and len(message) < 500
 
 
 def test_zero_is_refused_where_it_is_outside() -> None:
     tree = schema_tree(Recipe())
     for key in NUMBERS:
-        bounds = keys()[key].bounds
+        bounds = keys(Recipe)[key].bounds
         assert bounds is not None
         if bounds.hold(0):
             set_key(tree, key, given(key, 0), "")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from zoo.config import compose, hardware
-from zoo.config.compose import load_recipe, replace_in, resolve, save_recipe
+from zoo.config import compose, files
+from zoo.config.compose import load_recipe, resolve, save_recipe
 from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.errors import ConfigError, UserError
@@ -165,7 +165,7 @@ def test_a_dollar_and_a_brace_may_be_meant(tmp_path: Path) -> None:
     assert recipe.run.dir == "${x}"
     save_recipe(recipe, tmp_path / "config.yaml")
     assert load_recipe(tmp_path / "config.yaml") == recipe
-    assert replace_in(recipe, {"train.lr": 1}).run.dir == "${x}"
+    assert recipe.replace({"train.lr": 1}).run.dir == "${x}"
 
 
 # --- entries of lists
@@ -177,7 +177,7 @@ def test_an_entry_of_a_list_and_a_key_of_it() -> None:
     assert recipe.data.train == [{"path": "a.jsonl", "weight": 2}, {"path": "b.jsonl", "weight": 0.5}]
     assert load_recipe(NAME, [whole, "data.train[1]=c.jsonl"]).data.train == ["a.jsonl", "c.jsonl"]
     assert load_recipe(NAME, ["data.eval={path: a}"]).data.eval == [{"path": "a"}]
-    assert replace_in(recipe, {"data.train[0].weight": 3}).data.train[0]["weight"] == 3
+    assert recipe.replace({"data.train[0].weight": 3}).data.train[0]["weight"] == 3
 
 
 @pytest.mark.parametrize(
@@ -226,9 +226,9 @@ def test_hardware_auto_is_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_recipe(NAME, ["hardware=auto"]).engine.precision == "fp32"
     assert load_recipe(NAME).machine.gpus is None
     monkeypatch.setattr(compose, "gpu_count", lambda: 4)
-    monkeypatch.setattr(hardware, "gpu_count", lambda: 4)
+    monkeypatch.setattr(files, "gpu_count", lambda: 4)
     for size, memory in ((150_754_000_000, 150.8), (85_520_000_000, 85.5), (25_000_000_000, 25.0)):
-        monkeypatch.setattr(hardware, "gpu_memory", lambda size=size: size)
+        monkeypatch.setattr(files, "gpu_memory", lambda size=size: size)
         recipe = load_recipe(NAME)
         assert (recipe.hardware, recipe.machine.gpus, recipe.machine.memory_gb) == ("auto", 4, memory)
         assert recipe.parallel.plan
@@ -247,7 +247,7 @@ def test_a_saved_recipe_resolves_to_the_same(tmp_path: Path, monkeypatch: pytest
     save_recipe(recipe, tmp_path / "config.yaml")
     monkeypatch.setattr(compose, "gpu_count", lambda: 8)  # another machine would choose another size
     assert load_recipe(tmp_path / "config.yaml") == recipe
-    assert load_recipe(tmp_path / "config.yaml", ["train.lr=1"]) == replace_in(recipe, {"train.lr": 1})
+    assert load_recipe(tmp_path / "config.yaml", ["train.lr=1"]) == recipe.replace({"train.lr": 1})
 
 
 def test_a_recipe_built_by_hand_round_trips(tmp_path: Path) -> None:
@@ -256,12 +256,12 @@ def test_a_recipe_built_by_hand_round_trips(tmp_path: Path) -> None:
     assert load_recipe(tmp_path / "config.yaml") == recipe
 
 
-def test_replace_in_checks_like_an_override() -> None:
-    recipe = replace_in(Recipe(), {"parallel.tp": 2, "model.arch": {"a": 1}})
+def test_replace_checks_like_an_override() -> None:
+    recipe = Recipe().replace({"parallel.tp": 2, "model.arch": {"a": 1}})
     assert recipe.parallel.tp == 2
-    assert replace_in(recipe, {}) == recipe
+    assert recipe.replace() == recipe
     with pytest.raises(ConfigError, match=r"^parallel\.tp=x: wanted a whole number from 1 to 100,000$"):
-        replace_in(recipe, {"parallel.tp": "x"})
+        recipe.replace({"parallel.tp": "x"})
 
 
 # --- what mistakes are told

@@ -4,8 +4,9 @@ import pytest
 
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
-from zoo.config.foreign import _TABLE, NAMES, foreign_hint
-from zoo.config.reference import keys
+from zoo.config.layers.foreign import _TABLE, NAMES, foreign_hint
+from zoo.config.layers.keys import keys
+from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
 COMMON = [name for line in """
@@ -20,9 +21,9 @@ def test_every_target_is_a_key_and_every_name_means_one_thing() -> None:
     names = [name for _, _, some in _TABLE for name in some.split()]
     assert len(names) == len(set(names)) > 200
     for name, meaning in NAMES.items():
-        assert all(key in keys() for key in meaning.keys), name
+        assert all(key in keys(Recipe) for key in meaning.keys), name
         assert meaning.keys or meaning.note
-        assert name not in keys() and name == name.lower()
+        assert name not in keys(Recipe) and name == name.lower()
 
 
 @pytest.mark.parametrize("name", COMMON)

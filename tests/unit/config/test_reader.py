@@ -9,7 +9,7 @@ import pytest
 from support.fuzz import within
 
 from zoo.config.compose import load_recipe, save_recipe
-from zoo.config.reader import MOST_DEPTH, UnreadableError, read_yaml
+from zoo.config.layers.reader import MOST_DEPTH, UnreadableError, read_yaml
 from zoo.errors import ConfigError, UserError
 
 LAUGHS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(

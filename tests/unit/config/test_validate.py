@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from zoo.config import validate as module
-from zoo.config.compose import load_recipe, replace_in
+from zoo.config.compose import load_recipe
 from zoo.config.schema import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from zoo.config.validate import num_experts, run_folder, text_config, validate
 from zoo.errors import ConfigError, UserError
@@ -23,7 +23,7 @@ MOE = Recipe(
     model=ModelConfig(family="qwen3_omni", arch={"thinker_config": {"text_config": TEXT}}),
     train=TrainConfig(steps=1),
 )
-DENSE = replace_in(MOE, {"model.arch.thinker_config.text_config.num_experts": 0})
+DENSE = MOE.replace({"model.arch.thinker_config.text_config.num_experts": 0})
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def error_of(recipe: Recipe, changes: dict[str, Any], ranks: int = 1) -> str:
     with pytest.raises(UserError) as caught:
-        validate(replace_in(recipe, changes), ranks)
+        validate(recipe.replace(changes), ranks)
     return str(caught.value)
 
 
@@ -53,7 +53,7 @@ def test_defaults_on_one_rank() -> None:
 def test_precision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "gpu_count", lambda: 1)
     assert validate(MOE, 1).engine.precision == "bf16"
-    assert validate(replace_in(MOE, {"engine.precision": "fp32"}), 1).engine.precision == "fp32"
+    assert validate(MOE.replace({"engine.precision": "fp32"}), 1).engine.precision == "fp32"
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_precision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sequence_parallel_and_alignment(tp: int, cp: int, sp: bool, align: int) -> None:
-    recipe = validate(replace_in(MOE, {"parallel.tp": tp, "parallel.cp": cp}), tp * cp)
+    recipe = validate(MOE.replace({"parallel.tp": tp, "parallel.cp": cp}), tp * cp)
     assert (recipe.parallel.sp, recipe.packing.align) == (sp, align)
 
 
 def test_a_dense_model_leaves_sequence_parallel_off() -> None:
-    recipe = validate(replace_in(DENSE, {"parallel.tp": 2}), 2)
+    recipe = validate(DENSE.replace({"parallel.tp": 2}), 2)
     assert (recipe.parallel.sp, recipe.packing.align) == (False, 1)
 
 
 def test_steps_stay_open_when_epochs_are_given() -> None:
-    assert validate(replace_in(MOE, {"train.steps": None, "train.epochs": 0.5}), 1).train.steps is None
+    assert validate(MOE.replace({"train.steps": None, "train.epochs": 0.5}), 1).train.steps is None
 
 
 def test_run_folder() -> None:
-    assert run_folder(replace_in(MOE, {"run.dir": "x/y"})) == "x/y"
-    assert run_folder(replace_in(MOE, {"recipe": "my/own.yaml", "size": None})) == "runs/own"
+    assert run_folder(MOE.replace({"run.dir": "x/y"})) == "x/y"
+    assert run_folder(MOE.replace({"recipe": "my/own.yaml", "size": None})) == "runs/own"
 
 
 @pytest.mark.parametrize("arch", [TEXT, {"text_config": TEXT}, {"thinker_config": {"text_config": TEXT}}])
@@ -103,10 +103,10 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
     moe = {"model_type": "qwen3_vl_moe", "text_config": {**TEXT, "model_type": "qwen3_vl_moe_text"}}
     assert num_experts(moe) == 6
     dense = load_recipe("qwen3_vl_sft", ["size=tiny", "model.arch.text_config.num_experts=6"])
-    tensor = validate(replace_in(dense, {"parallel.tp": 2, "train.global_batch": 8}), 2)
+    tensor = validate(dense.replace({"parallel.tp": 2, "train.global_batch": 8}), 2)
     assert tensor.parallel.sp is False
     with pytest.raises(ConfigError, match="the model has no experts"):
-        validate(replace_in(dense, {"parallel.ep": 2, "train.global_batch": 8}), 2)
+        validate(dense.replace({"parallel.ep": 2, "train.global_batch": 8}), 2)
 
 
 # --- refusals
@@ -265,19 +265,16 @@ def test_width_of_dense_layers() -> None:
     message = "parallel.tp=2 does not divide the model's intermediate_size 51; 1, 3, 17 or 51 would"
     assert error_of(DENSE, odd, 2) == message
     assert error_of(MOE, {**odd, "model.arch.thinker_config.text_config.mlp_only_layers": [1]}, 2) == message
-    assert validate(replace_in(MOE, odd), 2).parallel.tp == 2  # no layer has that width
+    assert validate(MOE.replace(odd), 2).parallel.tp == 2  # no layer has that width
 
 
 def test_key_value_heads_may_be_fewer_than_tensor_parallel_ranks() -> None:
-    assert validate(replace_in(MOE, {"parallel.tp": 4}), 4).parallel.tp == 4
+    assert validate(MOE.replace({"parallel.tp": 4}), 4).parallel.tp == 4
 
 
 def test_no_architecture() -> None:
     message = "model.arch is empty and model.init=random: give size=, or model.init=<folder>"
-    assert (
-        error_of(replace_in(Recipe(train=TrainConfig(steps=1)), {"model.family": "qwen3_omni"}), {})
-        == message
-    )
+    assert error_of(Recipe(train=TrainConfig(steps=1)).replace({"model.family": "qwen3_omni"}), {}) == message
     hub = Recipe(
         model=ModelConfig(family="qwen3_omni", init="some/hub-id"),
         parallel=ParallelConfig(ep=2),
@@ -351,8 +348,8 @@ def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) 
     assert "FP8 is Transformer Engine's" in error_of(MOE, fp8)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     assert "FP8 is Transformer Engine's" in error_of(MOE, {**fp8, "engine.backend": "torch"})
-    assert validate(replace_in(MOE, fp8), 1).packing.align == 16
-    assert validate(replace_in(MOE, {**fp8, "parallel.cp": 2}), 2).packing.align == 32
+    assert validate(MOE.replace(fp8), 1).packing.align == 16
+    assert validate(MOE.replace({**fp8, "parallel.cp": 2}), 2).packing.align == 32
     assert "wanted a multiple of 16" in error_of(MOE, {**fp8, "packing.align": 8})
 
 
@@ -374,9 +371,7 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
 
     def asked(text: dict[str, Any], **keys: Any) -> Recipe:
         arch = {"text_config": text}
-        return replace_in(
-            Recipe(), {"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys}
-        )
+        return Recipe().replace({"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys})
 
     module._check_engine(asked(sizes))
     module._check_engine(asked({**sizes, **linear}))
@@ -402,8 +397,8 @@ def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(module, "gpu_count", lambda: 1)
-    asked = replace_in(Recipe(), {"engine.backend": "te", "engine.precision": "fp32"})
+    asked = Recipe().replace({"engine.backend": "te", "engine.precision": "fp32"})
     with pytest.raises(ConfigError, match="TF32"):
         module._check_engine(asked)
-    module._check_engine(replace_in(asked, {"engine.precision": "bf16"}))
-    module._check_engine(replace_in(asked, {"engine.backend": "auto"}))
+    module._check_engine(asked.replace({"engine.precision": "bf16"}))
+    module._check_engine(asked.replace({"engine.backend": "auto"}))

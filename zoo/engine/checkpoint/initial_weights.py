@@ -12,7 +12,6 @@ from torch import Tensor
 from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
-from zoo.config.compose import replace_in
 from zoo.config.locate import Place, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
@@ -55,7 +54,7 @@ def load_run(
         return None
     base = replace(assembly, source=sharded.started_from(run))
     init_weights(chunks, base, recipe, world)
-    adapters = attach_adapters(chunks, base, replace_in(recipe, {"lora": settings}), world)
+    adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings}), world)
     sharded.load_adapters(adapters, run.folder)
     adapters.merge()
     return adapters

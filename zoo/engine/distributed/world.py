@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from zoo.config.compose import replace_in
 from zoo.config.devices import cpu_threads, gpu_count, share_of_cores
 from zoo.config.schema import Recipe
 from zoo.engine.distributed import determinism
@@ -119,7 +118,7 @@ def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
 
 def on_one_rank(recipe: Recipe) -> Recipe:
     """The recipe without anything parallel."""
-    return replace_in(recipe, {f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
+    return recipe.replace({f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from torch import Tensor
 from zoo.bridge import Bridge, Dims, SafetensorsFolder
 from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
-from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, world
 from zoo.engine.model import build
@@ -63,9 +62,9 @@ def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blu
     bridge: Bridge = family.load("bridge")
     config = family.load("config").from_arch(arch)
     settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
-    recipe = replace_in(Recipe(), settings)
+    recipe = Recipe().replace(settings)
     if names is not None and not bridge.has_optional(names):
-        recipe = replace_in(recipe, {"train.mtp_loss": 0.0})
+        recipe = recipe.replace({"train.mtp_loss": 0.0})
     assembly = build.Assembly(family, config, None, None)
     _refuse_ranks()
     with world(recipe) as here, on_meta(here) as nowhere:

@@ -10,7 +10,6 @@ from collections import Counter
 from torch import nn
 
 from zoo.bridge.parallel import model_parameters
-from zoo.config.compose import replace_in
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import alone, on_one_rank
 from zoo.engine.model import build, lora
@@ -25,7 +24,7 @@ def census(recipe: Recipe) -> Census:
     config = family.load("config").from_arch(recipe.model.arch)
     # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
-    recipe = replace_in(on_one_rank(recipe), plain)
+    recipe = on_one_rank(recipe).replace(plain)
     with alone(recipe) as here, on_meta(here) as nowhere:
         assembly = build.Assembly(family, config, None, None)
         chunks = build.build_model(assembly, recipe, nowhere)

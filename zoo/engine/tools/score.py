@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.config.compose import recipe_for_weights, replace_in
+from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import data_parallel, validate
@@ -77,14 +77,13 @@ def for_scoring(recipe: Recipe, rows: str) -> Recipe:
     """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
     ranks = world_size(recipe)
     replicas = max(1, data_parallel(recipe, ranks))
-    return replace_in(
-        recipe,
+    return recipe.replace(
         {
             "data.eval": [rows],
             "data.outside_root": True,  # rows of a program name their media by absolute paths
             "train.mtp_loss": 0.0,
             "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
-        },
+        }
     )
 
 

@@ -1,28 +1,38 @@
-"""The recipe as a typed tree that layers are set in: unknown keys and wrong types are refused, each with one sentence."""
+"""A typed tree of keys that layers are set in: unknown keys and wrong types are refused, each with one sentence.
+
+The schema is any frozen dataclass of dataclasses (`zoo.config.schema.Recipe` is the one of recipes).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from zoo.config.files import Edit, Layer
-from zoo.config.foreign import foreign_hint
-from zoo.config.overrides import merge_into, nested
-from zoo.config.reference import keys, sections, shown_value, unknown_hint, wanted
-from zoo.config.schema import CHOICES, Recipe
+from zoo.config.layers.foreign import foreign_hint
+from zoo.config.layers.keys import Key, keys, sections, shown_value, unknown_hint
+from zoo.config.layers.layer import Edit, Layer, escaped, layer_of, merge_into, nested
 from zoo.errors import ConfigError, printable
 
 
-def schema_tree(recipe: Recipe) -> DictConfig:
-    """The recipe as a typed OmegaConf tree that can be written to."""
-    tree = OmegaConf.structured(recipe)
+def schema_tree(values: Any) -> DictConfig:
+    """A dataclass's values as a typed OmegaConf tree that can be written to."""
+    tree = OmegaConf.structured(values)
     OmegaConf.set_readonly(tree, False)
-    for section in sections():
+    schema: type = type(values)
+    for section in sections(schema):
         OmegaConf.set_readonly(OmegaConf.select(tree, section), False)
     return tree
+
+
+def schema_of(tree: DictConfig) -> type:
+    """The dataclass that the tree was made from."""
+    found = OmegaConf.get_type(tree)
+    assert found is not None
+    return found
 
 
 def apply(tree: DictConfig, layer: Layer) -> None:
@@ -31,7 +41,7 @@ def apply(tree: DictConfig, layer: Layer) -> None:
     A run's length is said in steps or in epochs: a layer that sets one of them clears the other.
     """
     where = f"{layer.origin}: " if layer.origin else ""
-    leaves = dict(leaves_of(layer.tree, "", where))
+    leaves = dict(leaves_of(schema_of(tree), layer.tree, where))
     for one, other in (("train.steps", "train.epochs"), ("train.epochs", "train.steps")):
         if leaves.get(one) is not None and other not in leaves:
             OmegaConf.update(tree, other, None)
@@ -43,8 +53,8 @@ def apply(tree: DictConfig, layer: Layer) -> None:
 
 def _edit(tree: DictConfig, edit: Edit) -> None:
     """Set an entry of a list, or a key of the entry; a text that gets a key is the entry's path."""
-    if edit.key not in keys() or not keys()[edit.key].type.startswith("list"):
-        known = [key.key for key in keys().values() if key.type.startswith("list")]
+    known = [key.key for key in keys(schema_of(tree)).values() if key.type.startswith("list")]
+    if edit.key not in known:
         raise ConfigError(f"{edit.key}[{edit.index}]: {edit.key} is no list; lists are {', '.join(known)}")
     entries: Any = OmegaConf.to_container(OmegaConf.select(tree, edit.key), resolve=False)
     if edit.index >= len(entries):
@@ -62,22 +72,25 @@ def _edit(tree: DictConfig, edit: Edit) -> None:
     set_key(tree, edit.key, entries, "")
 
 
-def leaves_of(tree: Mapping[str, Any], prefix: str, where: str) -> Iterator[tuple[str, Any]]:
+def leaves_of(
+    schema: type, tree: Mapping[str, Any], where: str = "", prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Dotted key and value of everything the nested dicts set; unknown keys are refused."""
+    known = keys(schema)
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key in sections():
+        if key in sections(schema):
             if value is not None and not isinstance(value, dict):
                 hint = foreign_hint(key) or f"set its keys, {key}.<key>=value"
                 raise ConfigError(f"{where}{key}={shown_value(value)}: {key} is a section; {hint}")
-            yield from leaves_of(value or {}, f"{key}.", where)
-        elif key in keys() and (
-            not isinstance(value, dict) or keys()[key].type.startswith(("dict", "list[Any]"))
+            yield from leaves_of(schema, value or {}, where, f"{key}.")
+        elif key in known and (
+            not isinstance(value, dict) or known[key].type.startswith(("dict", "list[Any]"))
         ):
             yield key, value
         else:
             deep = deepest(key, value)
-            hint = foreign_hint(key) or foreign_hint(deep) or unknown_hint(deep)
+            hint = foreign_hint(key) or foreign_hint(deep) or unknown_hint(schema, deep)
             raise ConfigError(f"{where}{printable(deep, 200)}: no such key; {hint}")
 
 
@@ -89,9 +102,10 @@ def deepest(key: str, value: Any) -> str:
     return key
 
 
-def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
+def set_key(tree: DictConfig, key: str, value: Any, where: str = "") -> None:
     """Set one leaf, converted to the type of the schema."""
-    kind = keys()[key].type
+    known = keys(schema_of(tree))[key]
+    kind = known.type
     if kind.startswith("list") and isinstance(value, str | dict):
         value = [value]
     if key == "data.eval" and (value is None or (isinstance(value, list) and _is_none(value))):
@@ -101,19 +115,19 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str) -> None:
         isinstance(entries, list | tuple) and all(isinstance(entry, str | dict) for entry in entries)
     )
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
-    outside = key in CHOICES and value is not None and str(value) not in CHOICES[key]
+    outside = bool(known.choices) and value is not None and str(value) not in known.choices
     try:
         if loose_bool or outside or odd:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
-        _check_bounds(key, OmegaConf.select(tree, key))
+        _check_bounds(known, OmegaConf.select(tree, key))
     except (OmegaConfBaseException, ValueError, TypeError, ArithmeticError):
-        raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {wanted(key)}") from None
+        raise ConfigError(f"{where}{key}={shown_value(value)}: wanted {known.wanted}") from None
 
 
-def _check_bounds(key: str, value: Any) -> None:
-    """ValueError where a number, or one of a mapping, is not within the bounds of the schema."""
-    bounds = keys()[key].bounds
+def _check_bounds(key: Key, value: Any) -> None:
+    """ValueError where a number, or one of a mapping, is out of the key's bounds."""
+    bounds = key.bounds
     if bounds is None or value is None:
         return
     if not all(bounds.hold(one) for one in (value.values() if isinstance(value, Mapping) else [value])):
@@ -125,11 +139,29 @@ def _is_none(entries: list[Any]) -> bool:
     return len(entries) == 1 and str(entries[0]).lower() == "none"
 
 
-def to_recipe(tree: DictConfig) -> Recipe:
+def to_values(tree: DictConfig) -> Any:
+    """The dataclass that the tree was made from, with the values that were set in it."""
     try:
-        recipe = OmegaConf.to_object(tree)
+        return OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "recipe"
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from None
-    assert isinstance(recipe, Recipe)
-    return recipe
+
+
+def replaced[S](values: S, changes: Mapping[str, Any]) -> S:
+    """A copy of a dataclass with other values, such as ``{"parallel.tp": 2}``; checked like an override."""
+    tree = schema_tree(type(values)())
+    apply(tree, layer_of(_plain(values).items()))
+    for key, value in changes.items():
+        apply(tree, layer_of([(key, _plain(value))]))
+    result = to_values(tree)
+    assert isinstance(result, type(values))
+    return result
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts, in which no text is a reference."""
+    try:
+        return escaped(asdict(value) if is_dataclass(value) and not isinstance(value, type) else value)
+    except RecursionError:
+        raise ConfigError("a value of a recipe holds itself, or is too deep; wanted plain values") from None

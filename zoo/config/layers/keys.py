@@ -1,0 +1,189 @@
+"""A schema, which is a dataclass of dataclasses, read as data: every key with its type, default and one-line meaning.
+
+The comment behind a field is the documentation of its key. `zoo show --schema` and the hints in error messages come
+from here, so that nothing is written twice. `number` and `choice` declare fields whose values are bounded.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, NamedTuple, get_type_hints
+
+from zoo.errors import printable
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "list[str]": "a text or a list of texts",
+    "list[Any]": "a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
+    "dict[str, Any]": "a mapping",
+    "dict[str, float]": "a mapping of names to numbers",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a number may be; None: no bound on that side."""
+
+    least: float | None = None
+    above: float | None = None  # as `least`, without the bound itself
+    most: float | None = None
+    below: float | None = None  # as `most`, without the bound itself
+
+    def hold(self, value: float) -> bool:
+        """Whether it is within them; nan never is."""
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        """In words: "from 0 to 1", "above 0, at most 1,000", "from 0, below 1"."""
+        if self.least is not None and self.most is not None:
+            return f"from {_short(self.least)} to {_short(self.most)}"
+        named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
+        given = ((words, getattr(self, name)) for name, words in named)
+        return ", ".join(f"{words} {_short(bound)}" for words, bound in given if bound is not None)
+
+
+def _short(bound: float) -> str:
+    return f"{bound:,.0f}" if bound == int(bound) else f"{bound:g}"
+
+
+def number(
+    default: Any, least: float | None = None, most: float | None = None, **strict: float | None
+) -> Any:
+    """A field that holds a number within `Bounds`."""
+    return field(default=default, metadata={"bounds": Bounds(least=least, most=most, **strict)})
+
+
+def choice(default: str | None, *choices: str) -> Any:
+    """A field that holds one of a few texts."""
+    return field(default=default, metadata={"choices": choices})
+
+
+def outside(held: Any) -> Iterator[tuple[str, Any, Bounds]]:
+    """Name, number and bounds of every field of a dataclass, and of a tuple's numbers, that is out of bounds; not None's."""
+    for item in fields(held):
+        value, bounds = getattr(held, item.name), item.metadata.get("bounds")
+        for one in value if isinstance(value, tuple) else (value,):
+            if bounds is not None and one is not None and not bounds.hold(one):
+                yield item.name, one, bounds
+
+
+class Key(NamedTuple):
+    """One key of a schema."""
+
+    key: str  # dotted name
+    type: str  # annotation of the field
+    default: Any  # value when nothing sets it
+    doc: str  # the comment behind the field
+    bounds: Bounds | None = None  # of a number, or of each in a mapping to numbers
+    choices: tuple[str, ...] = ()  # all texts that it takes; empty: any
+
+    @property
+    def wanted(self) -> str:
+        """What a value of the key may be, such as "a whole number or null"."""
+        plain = self.type.removesuffix(" | None")
+        said = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[plain]
+        if self.bounds is not None:
+            said = f"{said} {self.bounds}"
+        return said if plain == self.type else f"{said} or null"
+
+
+@cache
+def keys(schema: type) -> dict[str, Key]:
+    """Every key of a schema that holds a value, by dotted name, in the order of the schema."""
+    return {key.key: key for key in _keys_of(schema, "")}
+
+
+@cache
+def sections(schema: type) -> frozenset[str]:
+    """Dotted names that hold keys rather than a value, such as `train`."""
+    return frozenset(key.rpartition(".")[0] for key in keys(schema) if "." in key)
+
+
+def show_value(value: Any) -> str:
+    """A value as one would type it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {show_value(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(show_value(item) for item in value)}]"
+    if isinstance(value, int) and value.bit_length() > 200:  # which Python may refuse to write out
+        return f"a number of some {value.bit_length() * 3 // 10} digits"
+    return str(value)
+
+
+def shown_value(value: Any) -> str:
+    """`show_value` for a message: on one line, not all of it where it is long."""
+    return printable(show_value(value), 200)
+
+
+def nearest(name: str, known: list[str], count: int = 3) -> list[str]:
+    """The names of `known` closest to `name`; all of them when none is close and they are few."""
+    near = get_close_matches(name, known, n=count, cutoff=0.5)
+    return near or (known if len(known) <= 12 else [])
+
+
+def nearest_keys(schema: type, name: str) -> list[str]:
+    """Keys and sections close to `name`: those with the same last part come first."""
+    known = [*keys(schema), *sections(schema)]
+    last = [key.rpartition(".")[2] for key in known]
+    typed = name.rpartition(".")[2]
+    similar = [typed, *get_close_matches(typed, last, n=2, cutoff=0.75)]
+    by_last = [key for part in similar for key, end in zip(known, last, strict=True) if end == part]
+    near = list(dict.fromkeys(get_close_matches(name, known, n=1, cutoff=0.8) + by_last))
+    return (near or get_close_matches(name, known, n=2, cutoff=0.6))[:3]
+
+
+def unknown_hint(schema: type, name: str) -> str:
+    """Where to look for a key that there is not."""
+    near = nearest_keys(schema, name)
+    return f"nearest: {', '.join(near)}" if near else "`zoo show --schema` lists the keys"
+
+
+def _keys_of(cls: Any, prefix: str) -> list[Key]:
+    hints = get_type_hints(cls)
+    docs = _comments(cls)
+    found: list[Key] = []
+    for item in fields(cls):
+        if is_dataclass(hints[item.name]):
+            found += _keys_of(hints[item.name], f"{prefix}{item.name}.")
+        else:
+            default = item.default_factory() if callable(item.default_factory) else item.default
+            name, limits = f"{prefix}{item.name}", item.metadata
+            doc, choices = docs.get(item.name, ""), limits.get("choices", ())
+            found.append(Key(name, str(item.type), default, doc, limits.get("bounds"), choices))
+    return found
+
+
+def _comments(cls: type) -> dict[str, str]:
+    """The comment on each field's line, by field name."""
+    source = inspect.getsource(cls)
+    comments = {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    return {
+        node.target.id: comments[node.end_lineno]
+        for node in body.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.end_lineno in comments
+    }
