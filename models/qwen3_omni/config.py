@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from zoo.config.arch import check_arch
+from zoo.config.checks.arch import check_arch
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.packing.cost import TowerCost

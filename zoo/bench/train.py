@@ -20,10 +20,10 @@ from zoo.bench import profile as bench_profile
 from zoo.bench.options import Bounded
 from zoo.bench.setting import Setting, as_dict, missing
 from zoo.config.compose import load_recipe
+from zoo.config.derived import data_parallel, text_config
 from zoo.config.devices import gpu_count
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
-from zoo.config.validate import data_parallel, text_config
 from zoo.engine.launch.launcher import WorkerError, run_task
 from zoo.errors import UserError
 from zoo.files import write_atomically

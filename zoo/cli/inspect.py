@@ -50,7 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         name, overrides = str(step.run_dir / "config.yaml"), []
 
     from zoo.config.compose import load_recipe
-    from zoo.config.validate import alignment, validate
+    from zoo.config.derived import alignment
+    from zoo.config.validate import validate
     from zoo.engine.model.build import assemble
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page

@@ -97,7 +97,7 @@ def _planned(before: Recipe, after: Recipe) -> str:
 
 def _headline(recipe: Recipe, size_why: str, ranks: int) -> str:
     """The first line of a run: what will be trained, on what, and where to."""
-    from zoo.config.validate import data_parallel
+    from zoo.config.derived import data_parallel
 
     sizes = {name: getattr(recipe.parallel, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from zoo.config.arch import check_arch
+from zoo.config.checks.arch import check_arch
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError
 from zoo.files import expanded, read_object
@@ -51,7 +51,7 @@ def read_arch(folder: Path, given: str = "") -> dict[str, Any]:
     """The config.json of a folder; `given` is how the user named it, for messages.
 
     Raises:
-        ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.arch`).
+        ConfigError: there is none, none that can be read, or one with numbers out of bounds (`zoo.config.checks.arch`).
     """
     path, where = folder / "config.json", f"{given}: " if given else ""
     if not path.is_file():

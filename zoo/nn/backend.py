@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from zoo.config.validate import TE_IN_FP32
+from zoo.config.checks.engine import TE_IN_FP32
 from zoo.errors import ConfigError
 from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.decoder.experts import GroupedExperts

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from zoo.config.arch import check_arch
+from zoo.config.checks.arch import check_arch
 from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable

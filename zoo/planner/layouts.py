@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log2
 
+from zoo.config.checks.layout import check_layout
+from zoo.config.derived import data_parallel, num_experts
 from zoo.config.schema import Recipe
-from zoo.config.validate import check_layout, data_parallel, num_experts
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, memory

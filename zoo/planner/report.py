@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
-from zoo.config.validate import data_parallel
 from zoo.packing.cost import train_factor
 from zoo.planner.activations import Row
 from zoo.planner.layouts import room

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from zoo.config.compose import load_recipe
+from zoo.config.derived import text_config
 from zoo.config.files import hardware_names, read_recipe, recipe_names, size_names
-from zoo.config.validate import text_config, validate
+from zoo.config.validate import validate
 from zoo.registry import get_family
 
 PAIRS = [

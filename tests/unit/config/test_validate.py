@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
-from zoo.config import validate as module
+from zoo.config import validate as validation
+from zoo.config.checks import engine
 from zoo.config.compose import load_recipe
+from zoo.config.derived import num_experts, run_folder, text_config
 from zoo.config.schema import ModelConfig, ParallelConfig, Recipe, TrainConfig
-from zoo.config.validate import num_experts, run_folder, text_config, validate
+from zoo.config.validate import validate
 from zoo.errors import ConfigError, UserError
 
 TEXT = {
@@ -28,7 +30,12 @@ DENSE = MOE.replace({"model.arch.thinker_config.text_config.num_experts": 0})
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gpu_count", lambda: 0)
+    gpus(monkeypatch, 0)
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for module in (validation, engine):
+        monkeypatch.setattr(module, "gpu_count", lambda: count)
 
 
 def error_of(recipe: Recipe, changes: dict[str, Any], ranks: int = 1) -> str:
@@ -51,7 +58,7 @@ def test_defaults_on_one_rank() -> None:
 
 
 def test_precision_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    gpus(monkeypatch, 1)
     assert validate(MOE, 1).engine.precision == "bf16"
     assert validate(MOE.replace({"engine.precision": "fp32"}), 1).engine.precision == "fp32"
 
@@ -284,7 +291,7 @@ def test_no_architecture() -> None:
 
 
 def test_transformer_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    gpus(monkeypatch, 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = error_of(MOE, {"engine.backend": "te"})
     assert message.startswith("engine.backend=te: Transformer Engine is not installed; pip install")
@@ -346,7 +353,7 @@ def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) 
     fp8 = {"engine.fp8": True, "engine.precision": "bf16"}
     assert "what is not in FP8 is in bf16" in error_of(MOE, {"engine.fp8": True})
     assert "FP8 is Transformer Engine's" in error_of(MOE, fp8)
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
     assert "FP8 is Transformer Engine's" in error_of(MOE, {**fp8, "engine.backend": "torch"})
     assert validate(MOE.replace(fp8), 1).packing.align == 16
     assert validate(MOE.replace({**fp8, "parallel.cp": 2}), 2).packing.align == 32
@@ -354,9 +361,7 @@ def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.config import validate as module
-
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
     sizes = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -373,9 +378,9 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
         arch = {"text_config": text}
         return Recipe().replace({"model.arch": arch, "engine.fp8": True, "engine.precision": "bf16", **keys})
 
-    module._check_engine(asked(sizes))
-    module._check_engine(asked({**sizes, **linear}))
-    module._check_engine(asked({**sizes, "num_experts": 4, "intermediate_size": 14}))  # nobody's
+    engine.check_engine(asked(sizes))
+    engine.check_engine(asked({**sizes, **linear}))
+    engine.check_engine(asked({**sizes, "num_experts": 4, "intermediate_size": 14}))  # nobody's
     for text, keys, message in (
         ({**sizes, "hidden_size": 72}, {}, "hidden_size is 72.*multiple of 16"),
         ({**sizes, "intermediate_size": 104}, {}, "intermediate_size is 104"),
@@ -389,16 +394,14 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
         ({**sizes, **linear, "linear_num_value_heads": 3}, {}, "linear attention's projection is"),
     ):
         with pytest.raises(ConfigError, match=message):
-            module._check_engine(asked(text, **keys))
+            engine.check_engine(asked(text, **keys))
 
 
 def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zoo.config import validate as module
-
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(module, "gpu_count", lambda: 1)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
+    gpus(monkeypatch, 1)
     asked = Recipe().replace({"engine.backend": "te", "engine.precision": "fp32"})
     with pytest.raises(ConfigError, match="TF32"):
-        module._check_engine(asked)
-    module._check_engine(asked.replace({"engine.precision": "bf16"}))
-    module._check_engine(asked.replace({"engine.backend": "auto"}))
+        engine.check_engine(asked)
+    engine.check_engine(asked.replace({"engine.precision": "bf16"}))
+    engine.check_engine(asked.replace({"engine.backend": "auto"}))

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from zoo.config.compose import load_recipe
+from zoo.config.derived import data_parallel
 from zoo.config.files import hardware_names, recipe_names, size_names
 from zoo.config.schema import Recipe
-from zoo.config.validate import data_parallel, validate
+from zoo.config.validate import validate
 from zoo.engine.planning.plan import model_of, plan, refuse_misfit, settle_here
 from zoo.errors import ConfigError
 from zoo.planner.layouts import room, settle

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights
+from zoo.config.derived import data_parallel
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
-from zoo.config.validate import data_parallel, validate
+from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.rows import MEDIA

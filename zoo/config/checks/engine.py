@@ -1,0 +1,85 @@
+"""Checks of the engine's keys: Transformer Engine, precision and FP8."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.config.checks.layout import all_sparse
+from zoo.config.derived import text_config
+from zoo.config.devices import gpu_count
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+TE_IN_FP32 = (
+    "engine.backend=te with engine.precision=fp32: Transformer Engine rounds fp32 to TF32 (10 bits) in its products; use "
+    "engine.backend=torch, or engine.precision=bf16"
+)
+
+
+def check_engine(recipe: Recipe) -> None:
+    if recipe.engine.fp8:
+        _check_fp8(recipe)
+    if recipe.engine.backend != "te":
+        return
+    if not gpu_count():
+        raise ConfigError(
+            "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch"
+        )
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            "engine.backend=te: Transformer Engine is not installed; "
+            "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
+        )
+    if recipe.engine.precision == "fp32":
+        raise ConfigError(TE_IN_FP32)
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    engine = recipe.engine
+    if engine.precision != "bf16":
+        raise ConfigError(
+            f"engine.fp8=true with engine.precision={engine.precision}: what is not in FP8 is in bf16; "
+            f"set engine.precision=bf16"
+        )
+    if engine.backend == "torch" or importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError(
+            f"engine.fp8=true with engine.backend={engine.backend}: FP8 is Transformer Engine's; install it and set "
+            f"engine.backend=te, or leave engine.fp8 out"
+        )
+    _check_fp8_widths(recipe)
+
+
+def _check_fp8_widths(recipe: Recipe) -> None:
+    """FP8 products want 16 inputs and outputs at a time, on every rank; experts are in bf16."""
+    tp, text = recipe.parallel.tp, text_config(recipe.model.arch)
+    for key, (width, ranks) in _fp8_widths(recipe, text).items():
+        if width and width % (16 * ranks):
+            raise ConfigError(
+                f"engine.fp8=true with parallel.tp={tp}: the model's {key} is {width}, and FP8 wants a multiple of "
+                f"{16 * ranks}; leave engine.fp8 out"
+            )
+
+
+def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """(width, ranks that it is cut over) of what the decoder's linears take and give; 0 where the config leaves it open."""
+
+    def of(key: str) -> int:
+        return int(text.get(key) or 0)
+
+    tp, heads = recipe.parallel.tp, of("num_attention_heads")
+    groups = of("num_key_value_heads") or heads
+    head = of("head_dim") or (of("hidden_size") // heads if heads else 0)
+    found = {"hidden_size": (of("hidden_size"), 1)}
+    if not all_sparse(recipe, text):
+        found["intermediate_size"] = (of("intermediate_size"), tp)
+    found["shared_expert_intermediate_size"] = (of("shared_expert_intermediate_size"), tp)
+    found["num_attention_heads * head_dim"] = (heads * head, tp)
+    found["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
+    if "linear_attention" in (text.get("layer_types") or ()):
+        keys = of("linear_num_key_heads") * of("linear_key_head_dim")
+        values = of("linear_num_value_heads") * of("linear_value_head_dim")
+        found["linear_num_value_heads * linear_value_head_dim"] = (values, tp)
+        found["linear attention's projection"] = (2 * (keys + values + of("linear_num_value_heads")), tp)
+    return found

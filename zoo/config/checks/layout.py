@@ -1,0 +1,188 @@
+"""Checks of the layout: parallel sizes against the ranks, the architecture and the batch; packing against alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isqrt
+from typing import Any
+
+from zoo.config.derived import alignment, data_parallel, num_experts, text_config
+from zoo.config.layers.keys import show_value
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+
+def check_layout(recipe: Recipe, world_size: int) -> None:
+    """ConfigError where the parallel sizes don't go with the ranks, the architecture or the batch."""
+    _check_ranks(recipe, world_size)
+    _check_sizes(recipe)
+    _check_batch(recipe, world_size)
+
+
+def _check_ranks(recipe: Recipe, world_size: int) -> None:
+    parallel = recipe.parallel
+    fitting = f"{_ranks(world_size)} of the run; {_listed(_divisors(world_size))} would"
+    dense = parallel.tp * parallel.pp * parallel.cp
+    if world_size % dense:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} * pp={parallel.pp} * cp={parallel.cp} = {dense} does not divide the "
+            f"{fitting}, or nproc={_next_multiple(world_size, dense)}"
+        )
+    expert = parallel.etp * parallel.ep * parallel.pp
+    if world_size % expert:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} * ep={parallel.ep} * pp={parallel.pp} = {expert} does not divide the "
+            f"{fitting}, or nproc={_next_multiple(world_size, expert)}"
+        )
+    if parallel.sp and parallel.tp == 1:
+        raise ConfigError(
+            "parallel.sp=true with parallel.tp=1: sequence parallel shares the tokens out over tensor-parallel "
+            "ranks; give parallel.tp=2 or more, or leave parallel.sp open"
+        )
+    if parallel.vpp > 1 and parallel.pp == 1:
+        raise ConfigError(
+            f"parallel.vpp={parallel.vpp} needs pipeline stages: give parallel.pp=2 or more, or vpp=1"
+        )
+
+
+def _check_sizes(recipe: Recipe) -> None:
+    """Parallel sizes against the architecture; what the config leaves to its defaults is not checked here."""
+    parallel, text = recipe.parallel, text_config(recipe.model.arch)
+    if recipe.model.arch:
+        _check_experts(recipe, num_experts(recipe.model.arch))
+    heads, layers = text.get("num_attention_heads"), text.get("num_hidden_layers")
+    if heads:
+        groups = text.get("num_key_value_heads") or heads
+        fitting = [tp for tp in _divisors(heads) if groups % tp == 0 or tp % groups == 0]
+        if parallel.tp not in fitting:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
+                f"heads of the model; {_listed(fitting)} would"
+            )
+    for key in ("vocab_size",) if all_sparse(recipe, text) else ("vocab_size", "intermediate_size"):
+        size = text.get(key)
+        if size and size % parallel.tp:
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} does not divide the model's {key} {size}; {_listed(_divisors(size))} would"
+            )
+    if "linear_attention" in (text.get("layer_types") or ()):
+        _check_linear_attention(recipe, text)
+    if layers and layers % (parallel.pp * parallel.vpp):
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} * vpp={parallel.vpp} does not divide the {layers} layers of the model; "
+            f"a product of {_listed(_divisors(layers))} would"
+        )
+
+
+def all_sparse(recipe: Recipe, text: Mapping[str, Any]) -> bool:
+    """Whether every layer has experts, so that `intermediate_size` is nobody's."""
+    some = bool(num_experts(recipe.model.arch))
+    return some and not text.get("mlp_only_layers") and text.get("decoder_sparse_step", 1) == 1
+
+
+def _check_linear_attention(recipe: Recipe, text: Mapping[str, Any]) -> None:
+    """Gated DeltaNet gives every tensor and context parallel rank heads of its own."""
+    parallel = recipe.parallel
+    for key in ("linear_num_key_heads", "linear_num_value_heads"):
+        heads = text.get(key)
+        if heads and heads % (parallel.tp * parallel.cp):
+            raise ConfigError(
+                f"parallel.tp={parallel.tp} * cp={parallel.cp} = {parallel.tp * parallel.cp} does not divide the "
+                f"model's {key} {heads}: every rank needs linear attention heads of its own; a product of "
+                f"{_listed(_divisors(heads))} would"
+            )
+
+
+def _check_experts(recipe: Recipe, experts: int) -> None:
+    parallel = recipe.parallel
+    if not experts and (parallel.ep > 1 or parallel.etp > 1):
+        raise ConfigError(
+            f"parallel.ep={parallel.ep}, etp={parallel.etp}: the model has no experts; set both to 1"
+        )
+    if experts and experts % parallel.ep:
+        raise ConfigError(
+            f"parallel.ep={parallel.ep} does not divide the {experts} experts of the model; "
+            f"{_listed(_divisors(experts))} would"
+        )
+    width = text_config(recipe.model.arch).get("moe_intermediate_size")
+    if experts and width and width % parallel.etp:
+        raise ConfigError(
+            f"parallel.etp={parallel.etp} does not divide the experts' width {width}; "
+            f"{_listed(_divisors(width))} would"
+        )
+    if experts and parallel.tp > 1 and not parallel.sp:
+        raise ConfigError(
+            f"parallel.sp=false with parallel.tp={parallel.tp}: a model with experts needs sequence parallel "
+            f"under tensor parallel; leave parallel.sp open or set it to true"
+        )
+
+
+def _check_batch(recipe: Recipe, world_size: int) -> None:
+    train = recipe.train
+    if recipe.packing.mode == "thd" and train.micro_batch != 1:
+        raise ConfigError(
+            f"train.micro_batch={train.micro_batch} with packing.mode=thd: a packed row counts as 1; set it to 1 "
+            f"and widen the row with packing.budget"
+        )
+    replicas = data_parallel(recipe, world_size)
+    unit = replicas * train.micro_batch
+    if train.global_batch % unit:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} is no multiple of {unit} = {replicas} data-parallel "
+            f"replicas * train.micro_batch={train.micro_batch}; {_around(train.global_batch, unit)} would work"
+        )
+    micro_batches, stages = train.global_batch // unit, recipe.parallel.pp
+    if recipe.parallel.vpp > 1 and micro_batches % stages:
+        raise ConfigError(
+            f"train.global_batch={train.global_batch} makes {micro_batches} micro-batches, no multiple of "
+            f"parallel.pp={stages}, which parallel.vpp={recipe.parallel.vpp} needs; "
+            f"{_around(train.global_batch, unit * stages)} would work"
+        )
+
+
+def check_packing(recipe: Recipe) -> None:
+    packing = recipe.packing
+    needed = alignment(recipe)
+    assert packing.align is not None  # derived
+    if packing.align % needed:
+        raise ConfigError(
+            f"packing.align={packing.align}: wanted a multiple of {needed} (parallel.cp={recipe.parallel.cp}, "
+            f"parallel.tp={recipe.parallel.tp}, sp={show_value(recipe.parallel.sp)}); packing.align=null derives it"
+        )
+    if packing.pad_to is not None and packing.pad_to % packing.align:
+        raise ConfigError(
+            f"packing.pad_to={packing.pad_to} is no multiple of the alignment {packing.align}; "
+            f"{_around(packing.pad_to, packing.align)} would work"
+        )
+    if packing.pad_to is not None and packing.pad_to < packing.budget:
+        raise ConfigError(
+            f"packing.pad_to={packing.pad_to} is less than packing.budget={packing.budget}: a full row would not "
+            f"fit; set both to the same number"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def _next_multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _around(number: int, unit: int) -> str:
+    """The multiples of `unit` next to `number`, in words."""
+    above = _next_multiple(number, unit)
+    return f"{above - unit} or {above}" if above > unit else f"{above}"
+
+
+def _listed(numbers: list[int]) -> str:
+    """Numbers in words; the middle of a long list is left out."""
+    shown = [str(number) for number in numbers]
+    if len(shown) > 10:
+        shown = [*shown[:6], "...", *shown[-2:]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

@@ -1,0 +1,69 @@
+"""Checks of the model's keys against its family: frozen parts, learning rates of parts, weights, adapters."""
+
+from __future__ import annotations
+
+from zoo.config.layers.keys import nearest
+from zoo.config.locate import is_hub_id
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+from zoo.files import expanded
+from zoo.registry import get_family
+
+
+def check_model(recipe: Recipe) -> None:
+    if not recipe.model.family:
+        raise ConfigError("model.family is not set; `zoo list` shows the families")
+    family = get_family(recipe.model.family)
+    for part in recipe.model.freeze:
+        if part not in family.parts:
+            near = ", ".join(nearest(part, list(family.parts)))
+            raise ConfigError(f"model.freeze={part}: {family.name} has no such part; nearest: {near}")
+    for part, scale in recipe.train.lr_scale.items():
+        if part not in family.parts:
+            near = ", ".join(nearest(part, list(family.parts)))
+            raise ConfigError(f"train.lr_scale.{part}: {family.name} has no such part; nearest: {near}")
+        if part in recipe.model.freeze:
+            raise ConfigError(
+                f"train.lr_scale.{part}: model.freeze has {part} too; take it out of one of the two"
+            )
+        if not scale > 0:
+            raise ConfigError(
+                f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part"
+            )
+    if set(family.parts) <= set(recipe.model.freeze):
+        raise ConfigError(
+            f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out"
+        )
+    init = recipe.model.init
+    if init != "random" and not is_hub_id(init) and not expanded(init).exists():
+        raise ConfigError(
+            f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id"
+        )
+    if init == "random" and not recipe.model.arch:
+        raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
+
+
+def check_lora(recipe: Recipe) -> None:
+    lora, family = recipe.lora, get_family(recipe.model.family)
+    if not lora.rank:
+        if lora.init is not None:
+            raise ConfigError(f"lora.init={lora.init} with lora.rank=0: no adapter is trained; set lora.rank")
+        return
+    for key, values in (("lora.targets", lora.targets), ("lora.parts", lora.parts)):
+        if not values:
+            raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
+    for part in lora.parts:
+        if part not in family.parts:
+            near = ", ".join(nearest(part, list(family.parts)))
+            raise ConfigError(f"lora.parts={part}: {family.name} has no such part; nearest: {near}")
+        if part in recipe.model.freeze:
+            raise ConfigError(
+                f"lora.parts={part}: model.freeze has {part} too; take it out of one of the two"
+            )
+    for part in recipe.train.lr_scale:
+        if part not in lora.parts:
+            raise ConfigError(
+                f"train.lr_scale.{part}: lora.parts is without {part}, which is not trained then"
+            )
+    if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():
+        raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")

@@ -1,0 +1,66 @@
+"""What follows from a recipe: the language model's config, data-parallel replicas, alignment of samples, run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from zoo.config.schema import Recipe
+
+
+def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a Hugging Face config: where it lies differs between families."""
+    thinker = arch.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        arch = thinker
+    text = arch.get("text_config")
+    return text if isinstance(text, Mapping) else arch
+
+
+def num_experts(arch: Mapping[str, Any]) -> int:
+    """Experts of a mixture-of-experts layer; 0 for a dense model, also where its config has such a key.
+
+    transformers has a model type of its own for each decoder with experts, "moe" in its name, and passes over the key
+    in the config of a dense one.
+    """
+    text = text_config(arch)
+    kind = text.get("model_type") or arch.get("model_type") or "moe"
+    if "moe" not in str(kind):
+        return 0
+    return (
+        text.get("num_experts") or text.get("num_local_experts") or 0
+    )  # the second as transformers saves some
+
+
+def data_parallel(recipe: Recipe, world_size: int) -> int:
+    """Replicas of the model that see different samples."""
+    parallel = recipe.parallel
+    return world_size // (parallel.tp * parallel.pp * parallel.cp)
+
+
+def run_folder(recipe: Recipe) -> str:
+    """`run.dir`, or the folder a run gets by default: runs/<recipe>-<size>."""
+    if recipe.run.dir is not None:
+        return recipe.run.dir
+    size = f"-{Path(recipe.size).stem}" if recipe.size else ""
+    return f"runs/{Path(recipe.recipe).stem}{size}"
+
+
+def alignment(recipe: Recipe) -> int:
+    """Tokens a packed sample's length has to be a multiple of.
+
+    Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares. Products
+    in FP8 want multiples of 16 tokens on a rank.
+    """
+    parallel = recipe.parallel
+    shares = parallel.tp if sequence_parallel(recipe) else 1
+    shares = lcm(shares, 16) if recipe.engine.fp8 else shares
+    return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
+
+
+def sequence_parallel(recipe: Recipe) -> bool:
+    """`parallel.sp`, or what it is by default."""
+    parallel = recipe.parallel
+    return parallel.sp if parallel.sp is not None else parallel.tp > 1 and num_experts(recipe.model.arch) > 0
