@@ -6,9 +6,10 @@ those it saves by: the published ones, but without `vision_model` where a model 
 
 from __future__ import annotations
 
-from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp
-from zoo.bridge.mapping import Bridge, rule
-from zoo.bridge.transforms import QKV
+from zoo.bridge.mapping.rules import rule
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.table import Bridge
+from zoo.bridge.mapping.transforms import QKV
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "language_model.model.layers.{layer}"

@@ -10,9 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
-from zoo.bridge.mapping import Bridge, Layout, Rule, Sections, rule
-from zoo.bridge.transforms import Dims, GatedQKV, Rows
+from zoo.bridge.mapping.rules import Layout, Rule, Sections, rule
+from zoo.bridge.mapping.shared_rules import (
+    attention_layer,
+    decoder_ends,
+    dense_mlp,
+    routed_experts,
+    singles,
+    stacks,
+)
+from zoo.bridge.mapping.table import Bridge
+from zoo.bridge.mapping.transforms import Dims, GatedQKV, Rows
 
 
 def _convolved(dims: Dims) -> tuple[int, ...]:

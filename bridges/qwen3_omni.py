@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp, routed_experts, singles, stacks
-from zoo.bridge.mapping import Bridge, rule
+from zoo.bridge.mapping.rules import rule
+from zoo.bridge.mapping.shared_rules import (
+    attention_layer,
+    decoder_ends,
+    dense_mlp,
+    routed_experts,
+    singles,
+    stacks,
+)
+from zoo.bridge.mapping.table import Bridge
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "thinker.model.layers.{layer}"

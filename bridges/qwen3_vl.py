@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from zoo.bridge.layers import (
+from zoo.bridge.mapping.rules import rule
+from zoo.bridge.mapping.shared_rules import (
     attention_layer,
     decoder_ends,
     dense_mlp,
@@ -19,7 +20,7 @@ from zoo.bridge.layers import (
     stacks,
     transposed_stacks,
 )
-from zoo.bridge.mapping import Bridge, rule
+from zoo.bridge.mapping.table import Bridge
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "model.language_model.layers.{layer}"

@@ -1,7 +1,7 @@
 """Parameters <-> published names."""
 
-from zoo.bridge.layers import attention_layer, decoder_ends, dense_mlp
-from zoo.bridge.mapping import Bridge
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.table import Bridge
 
 ZOO, HF = "decoder.layers.{layer}", "model.layers.{layer}"
 

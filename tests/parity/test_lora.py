@@ -29,7 +29,7 @@ from support.vision_rows import vision_examples
 from support.weights import tensors
 from torch import Tensor
 
-from zoo.bridge.peft import tensor_names, to_peft
+from zoo.bridge.mapping.peft import tensor_names, to_peft
 from zoo.engine.checkpoint import initial_weights, lora_files
 from zoo.engine.checkpoint.export import export
 from zoo.engine.model import build

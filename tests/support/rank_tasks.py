@@ -45,7 +45,7 @@ class Held:
 
     loss: float  # this rank's share of the loss: the ranks' sum is the mean over N labels
     gradients: dict[str, Tensor]  # parts of the full gradients, by global parameter name
-    shards: dict[str, Any]  # how each is cut, as zoo.bridge.mapping names it
+    shards: dict[str, Any]  # how each is cut, as zoo.bridge.mapping.table names it
     info: Any  # zoo.bridge.parallel.ShardInfo: this rank's part
     pp_rank: int
     dp_rank: int

@@ -33,9 +33,11 @@ ROOMS = {
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family
 }
-# Rooms within a room, in the same way.
+# Rooms within a room, in the same way; single files that lie beside them are named too.
 INNER = {
-    "config": {"layers": ""},
+    "config": {"layers": "", "checks": "layers schema derived devices locate"},
+    "bridge": {"mapping": "errors", "files": "errors parallel"},
+    "bench": {"training": "options"},
     "engine": {
         "megatron": "",
         "distributed": "megatron",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.export_writer import (
+from zoo.bridge.export_plan import Plan, make_plan
+from zoo.bridge.files.side_files import copy_side_files, write_card, write_generation_config
+from zoo.bridge.files.writer import (
     DEFAULT_SHARD_BYTES,
     ExportWriter,
     Planned,
@@ -27,8 +28,8 @@ from zoo.bridge.export_writer import (
     disk_errors,
 )
 from zoo.bridge.load import fit_shapes
-from zoo.bridge.mapping import Bridge, Entry, Resolution
-from zoo.bridge.native import CARRIED, native
+from zoo.bridge.mapping.table import Bridge, Entry
+from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.parallel import (
     Comm,
     ShardInfo,
@@ -39,102 +40,9 @@ from zoo.bridge.parallel import (
     shard_axis,
     together,
 )
-from zoo.bridge.safetensors_io import SafetensorsFolder
-from zoo.bridge.side_files import copy_side_files, write_card, write_generation_config
-from zoo.bridge.streams import Job, carried, in_order, run, to_hf
-from zoo.bridge.transforms import Dims
-from zoo.config.locate import Place, locate, unquantised
+from zoo.bridge.streams import run
+from zoo.config.locate import Place
 from zoo.errors import UserError
-from zoo.files import read_object
-
-
-@dataclass(frozen=True)
-class _Source:
-    """What training started from: its tensors, under Hugging Face's names or zoo's, and the files beside them."""
-
-    files: Path
-    reader: SafetensorsFolder
-    resolution: Resolution
-    bridge: Bridge
-    dims: Dims
-
-    @classmethod
-    def open(
-        cls, source: Place | str | Path | None, bridge: Bridge, zoo_names: Sequence[str], dims: Dims
-    ) -> _Source | None:
-        if source is None:
-            return None
-        place = source if isinstance(source, Place) else locate(str(source))
-        if place.kind == "run":
-            raise UserError(f"{place.folder}: tensors can't be carried over from a run's checkpoint")
-        table = native(bridge) if place.kind == "zoo" else bridge
-        reader = SafetensorsFolder(place.weights)
-        return cls(place.files, reader, table.resolve(reader.names(), zoo_names, dims), bridge, dims)
-
-    def dtype_of(self, zoo_name: str) -> torch.dtype:
-        """The dtype the tensor has."""
-        entry = self.resolution.entries[zoo_name]
-        return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
-
-    def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
-        """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
-
-        With a `dtype` the frozen ones are cast, so nothing is left of them to be copied.
-        """
-        jobs = []
-        published = {actual: name for name, actual in self.resolution.source.items()}
-        for name in self.resolution.carried:
-            target = published[name]
-            if target.startswith(CARRIED):
-                target = target.removeprefix(CARRIED)
-            elif (entry := self._native_entry(target)) is not None:
-                jobs.append(to_hf(entry, name, self.reader, self.dims, None))
-                continue
-            jobs.append(carried(name, self.reader, target, to_zoo=False))
-        for name in frozen if dtype is None else ():
-            jobs += self._frozen(name)
-        return jobs
-
-    def keeps(self, zoo_name: str) -> bool:
-        """Whether a frozen tensor can be written from here as it is."""
-        return bool(self._frozen(zoo_name))
-
-    def _frozen(self, zoo_name: str) -> list[Job]:
-        entry, wanted = self.resolution.entries[zoo_name], self.bridge.publish([zoo_name])[zoo_name]
-        if not wanted.rule.writes(self.dims):
-            return []
-        if entry.layout.patterns == (entry.rule.zoo,):
-            return [to_hf(wanted, self.resolution.source[entry.hf_names()[0]], self.reader, self.dims, None)]
-        if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
-            return []
-        names = entry.layout.all_names(entry.binding, self.dims.experts)
-        return [carried(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
-
-    def _native_entry(self, name: str) -> Entry | None:
-        """The published entry of a tensor that stands under zoo's name."""
-        try:
-            return self.bridge.publish([name])[name]
-        except BridgeError:
-            return None
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What one export writes: entries of all ranks, their published names, and the source's part."""
-
-    entries: Mapping[str, Entry]
-    names: Sequence[str]  # published ones of `entries`
-    config: dict[str, Any]
-    source: _Source | None
-    dtype: torch.dtype | None
-    copies: Sequence[Job] = field(default=())  # from the source, by rank 0
-    copied: frozenset[str] = frozenset()  # zoo names among them
-
-    def dtype_of(self, zoo_name: str, parameter: Tensor) -> torch.dtype:
-        """The dtype a tensor is written in."""
-        if self.dtype is not None:
-            return self.dtype
-        return parameter.dtype if self.source is None else self.source.dtype_of(zoo_name)
 
 
 def export_hf(
@@ -173,7 +81,7 @@ def export_hf(
     everywhere = sorted({name for names in held for name in names})
     frozen = sorted({n for names in comm.gather_objects(_frozen(parameters)) for n in names})
     stated = dtype or (parameters[0][1].dtype if source is None else None)
-    plan = together(comm, lambda: _plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
+    plan = together(comm, lambda: make_plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
     together(comm, lambda: _check(plan, parameters, dims, shard))
     try:
         together(comm, lambda: writer.begin() if comm.rank == 0 else None)
@@ -198,60 +106,7 @@ def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for name, parameter in parameters if not parameter.requires_grad]
 
 
-def _plan(
-    bridge: Bridge,
-    zoo_names: Sequence[str],
-    dims: Dims,
-    config: Any,
-    given: Place | str | Path | None,
-    dtype: torch.dtype | None,
-    stated: torch.dtype | None,
-    frozen: Sequence[str],
-) -> _Plan:
-    """Pair names with rules and with the source; nothing is written yet."""
-    entries = bridge.publish(zoo_names)
-    names = bridge.published_names(entries.values(), dims)
-    source = _Source.open(given, bridge, zoo_names, dims)
-    kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
-    copies = in_order(source.copies(kept, dtype)) if source else []
-    plain = _plain_config(config, source)
-    if source is None and bridge.fresh_config is not None:
-        plain = bridge.fresh_config(plain, names)
-    if bridge.export_config is not None:
-        others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
-        plain = bridge.export_config(plain, [*names, *others])
-    if stated is not None:
-        plain = with_dtype(plain, stated)
-    return _Plan(entries, names, plain, source, dtype, copies, frozenset(kept))
-
-
-def _plain_config(config: Any, source: _Source | None) -> dict[str, Any]:
-    """The config as a dict, as save_pretrained would write it."""
-    if isinstance(config, Mapping):
-        return unquantised(dict(config))
-    if config is not None:
-        return json.loads(config.to_json_string())
-    if source is None:
-        raise UserError("export: no config given, and no source folder to take it from")
-    path = source.files / "config.json"
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; give the export a config")
-    return unquantised(read_object(path))
-
-
-def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config with `dtype` at its top, and wherever a part of it states one."""
-    name = str(dtype).removeprefix("torch.")
-    return {**_restated(config, name), "dtype": name}
-
-
-def _restated(value: Any, dtype: str) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {k: dtype if k in ("dtype", "torch_dtype") else _restated(v, dtype) for k, v in value.items()}
-
-
-def _check(plan: _Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
+def _check(plan: Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
     """Shapes of this rank's parameters against the table, and against the source where there is one."""
     if plan.source is not None:
         fit_shapes(parameters, plan.source.resolution, plan.source.reader, dims, shard)
@@ -279,7 +134,7 @@ def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]
     return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
-def _in_order(parameters: Sequence[tuple[str, Tensor]], plan: _Plan) -> list[tuple[str, Tensor]]:
+def _in_order(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tuple[str, Tensor]]:
     """As a ShardWriter wants them, and alike on all ranks that share them; without those that are copied."""
     left = [(name, parameter) for name, parameter in parameters if name not in plan.copied]
     return sorted(left, key=lambda pair: -plan.dtype_of(*pair).itemsize)
@@ -287,7 +142,7 @@ def _in_order(parameters: Sequence[tuple[str, Tensor]], plan: _Plan) -> list[tup
 
 def _write_parameters(
     parameters: Sequence[tuple[str, Tensor]],
-    plan: _Plan,
+    plan: Plan,
     dims: Dims,
     shard: ShardInfo,
     comm: Comm,
@@ -324,7 +179,7 @@ def _takes_part(entry: Entry, dims: Dims, shard: ShardInfo) -> bool:
     return entry.rule.writes(dims) and (shard.edp_rank if entry.rule.stacked else shard.dp_rank) == 0
 
 
-def _outputs(name: str, parameter: Tensor, plan: _Plan, dims: Dims, shard: ShardInfo) -> list[Planned]:
+def _outputs(name: str, parameter: Tensor, plan: Plan, dims: Dims, shard: ShardInfo) -> list[Planned]:
     """What of a parameter this rank writes."""
     entry = plan.entries[name]
     stacked, per_expert = entry.rule.stacked, entry.layout.per_expert
@@ -341,7 +196,7 @@ def _outputs(name: str, parameter: Tensor, plan: _Plan, dims: Dims, shard: Shard
     return [Planned(hf_name, shapes[hf_name], dtype) for hf_name in mine]
 
 
-def _write_copies(plan: _Plan, folder: Path, shard_bytes: int) -> list[Shard]:
+def _write_copies(plan: Plan, folder: Path, shard_bytes: int) -> list[Shard]:
     """On rank 0: what comes from the source."""
     planned = [tensor for job in plan.copies for tensor in job.planned]
     shards = ShardWriter(folder, planned, shard_bytes=shard_bytes, label="source")
@@ -390,7 +245,7 @@ def _stacked(
 def _commit(
     writer: ExportWriter,
     shards: list[Shard],
-    plan: _Plan,
+    plan: Plan,
     processor: Any,
     ends: Sequence[int],
     card: Callable[[Mapping[str, Any]], str] | None,

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Bridge, Entry, Resolution, is_allowed
+from zoo.bridge.files.safetensors_io import SafetensorsFolder
+from zoo.bridge.mapping.table import Bridge, Entry, Resolution, is_allowed
+from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, together
-from zoo.bridge.safetensors_io import SafetensorsFolder
-from zoo.bridge.transforms import Dims
 
 
 def load_hf(

@@ -15,10 +15,11 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from zoo.bridge.mapping import Bridge, Layout, Rule
+from zoo.bridge.files.headers import CheckpointError
+from zoo.bridge.files.record import check
+from zoo.bridge.mapping.rules import Layout, Rule
+from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.parallel import Comm
-from zoo.bridge.record import check
-from zoo.bridge.safetensors_io import CheckpointError
 from zoo.config.locate import ABOUT
 from zoo.files import read_json
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Sections, Shard
+from zoo.bridge.mapping.rules import Sections, Shard
 from zoo.errors import UserError
 
 Axis = Literal["tp", "ep", "etp"]

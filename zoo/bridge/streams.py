@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.bridge.export_writer import Planned, ShardWriter
-from zoo.bridge.mapping import Entry
+from zoo.bridge.files.safetensors_io import SafetensorsFolder
+from zoo.bridge.files.writer import Planned, ShardWriter
+from zoo.bridge.mapping.table import Entry
+from zoo.bridge.mapping.transforms import Copy, Dims, GateUp, Rows
 from zoo.bridge.native import CARRIED
-from zoo.bridge.safetensors_io import SafetensorsFolder
-from zoo.bridge.transforms import Copy, Dims, GateUp, Rows
 
 CHUNK = 16 * 2**20  # bytes of a piece of a tensor that is copied
 BELOW = (GateUp, Rows)  # transforms that lay tensors one below the other: nothing has to be held to join them

@@ -69,7 +69,7 @@ from zoo.cli.arguments import split_flags, split_values
 from zoo.errors import UserError
 
 if TYPE_CHECKING:
-    from zoo.bench.packing import Options
+    from zoo.bench.packing_report import Options
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -90,7 +90,7 @@ def packing_options(arguments: Sequence[str]) -> Options:
     Raises:
         UserError: a key that it does not have, or a value that is none of its kind.
     """
-    from zoo.bench.packing import Options
+    from zoo.bench.packing_report import Options
 
     try:
         return Options(**_values(arguments, Options))
@@ -125,10 +125,11 @@ def _values(arguments: Sequence[str], options: Any) -> dict[str, Any]:
 def _packing(arguments: Sequence[str], flags: set[str]) -> str:
     options = packing_options(arguments)
 
-    from zoo.bench import packing as bench
+    from zoo.bench.packing import run
+    from zoo.bench.packing_report import as_dict, table
 
-    report = bench.run(options)
-    return json.dumps(bench.as_dict(report), indent=2) if "--json" in flags else bench.table(report)
+    report = run(options)
+    return json.dumps(as_dict(report), indent=2) if "--json" in flags else table(report)
 
 
 def _balance(arguments: Sequence[str], flags: set[str]) -> str:
@@ -163,7 +164,7 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     Raises:
         UserError: a key that it does not have, or a value that is none of its kind.
     """
-    from zoo.bench.train import Options
+    from zoo.bench.training.train import Options
 
     overrides = [argument for argument in arguments if "." in argument.partition("=")[0]]
     return Options(**_values([a for a in arguments if a not in overrides], Options)), overrides
@@ -172,7 +173,7 @@ def train_options(arguments: Sequence[str]) -> tuple[Any, list[str]]:
 def _train(arguments: Sequence[str], flags: set[str]) -> str:
     options, overrides = train_options(arguments)
 
-    from zoo.bench import train as bench
+    from zoo.bench.training import train as bench
 
     def tell(line: dict[str, Any]) -> None:
         print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from zoo.bench import packing
+from zoo.bench.packing_report import Options, as_dict, table
 from zoo.packing import PackedLayout
 
-SMALL = packing.Options(samples=8, shortest=5, longest=60, repeats=2)
+SMALL = Options(samples=8, shortest=5, longest=60, repeats=2)
 
 
 def python_calls(times: int) -> int:
@@ -44,7 +45,7 @@ def test_python_does_not_loop_over_tokens() -> None:
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select(cp: int) -> None:
-    case = packing.measure(packing.Options(repeats=1), cp)
+    case = packing.measure(Options(repeats=1), cp)
     assert case.together.bytes_ratio <= 1.5
     assert all(line.bytes_ratio <= 1.5 for line in case.lines if line.elements)
 
@@ -84,7 +85,7 @@ def test_operations_put_out_what_they_say() -> None:
 
 def test_table_and_json_say_the_same() -> None:
     report = packing.run(SMALL)
-    text, tree = packing.table(report), json.loads(json.dumps(packing.as_dict(report)))
+    text, tree = table(report), json.loads(json.dumps(as_dict(report)))
     assert [case["cp"] for case in tree["cases"]] == [2, 4]
     together = tree["cases"][0]["together"]
     assert f"{together['time_ratio']:.2f}x" in text and f"{tree['growth']['exponent']:.2f}" in text
@@ -93,6 +94,6 @@ def test_table_and_json_say_the_same() -> None:
 
 def test_options_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="samples: wanted whole numbers from 1 to"):
-        packing.Options(samples=0)
+        Options(samples=0)
     with pytest.raises(ValueError, match="longest=4 is below shortest=5"):
-        packing.Options(shortest=5, longest=4)
+        Options(shortest=5, longest=4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zoo.bench import plot as bench_plot
-from zoo.bench import train as bench_train
+from zoo.bench.training import train as bench_train
 from zoo.cli.main import main
 from zoo.errors import UserError
 

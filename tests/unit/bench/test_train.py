@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from zoo.bench import train as bench_train
-from zoo.bench.profile import Event, kind, report
-from zoo.bench.receipts import receipts, with_pixels
-from zoo.bench.setting import Setting, Timed, figures, peak_flops, train_flops
+from zoo.bench.training import train as bench_train
+from zoo.bench.training.profile import Event, kind, report
+from zoo.bench.training.receipts import receipts, with_pixels
+from zoo.bench.training.setting import Setting, Timed, figures, peak_flops, train_flops
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
-from zoo.bridge.record import RECORD, check
+from zoo.bridge.files.record import RECORD, check
 from zoo.errors import UserError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.peft import (
+from zoo.bridge.mapping.peft import (
     Target,
     candidates,
     check_config,
@@ -19,7 +19,7 @@ from zoo.bridge.peft import (
     to_peft,
     to_zoo,
 )
-from zoo.bridge.transforms import Dims
+from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError
 from zoo.registry import families
 

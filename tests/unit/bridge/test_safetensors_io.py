@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from zoo.bridge import CheckpointError, SafetensorsFolder
-from zoo.bridge.safetensors_io import DTYPES
+from zoo.bridge.files.headers import DTYPES
 
 TENSORS = {
     "a": torch.randn(3, 5),

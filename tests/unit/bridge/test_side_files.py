@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from zoo.bridge.side_files import CARD, GENERATION, MARK, licence_of, write_card, write_generation_config
+from zoo.bridge.files.side_files import (
+    CARD,
+    GENERATION,
+    MARK,
+    licence_of,
+    write_card,
+    write_generation_config,
+)
 
 
 def tokenizer(folder: Path, **more: Any) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from zoo.bench import balance, convert, data, packing, saves, soak, train
+from zoo.bench import balance, convert, data, packing, saves, soak
+from zoo.bench.training import train
 from zoo.cli.convert import shard_bytes
 from zoo.cli.show import _schema, _schema_entries
 from zoo.cli.verify import _number

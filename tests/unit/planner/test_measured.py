@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import zoo
-from zoo.bench.receipts import receipts
-from zoo.bench.train import Options, bench_recipe
+from zoo.bench.training.receipts import receipts
+from zoo.bench.training.train import Options, bench_recipe
 from zoo.config.validate import validate
 from zoo.engine.planning.plan import model_of
 from zoo.planner.activations import Row

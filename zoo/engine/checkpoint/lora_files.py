@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from zoo.bridge import ExportWriter, Planned, ShardWriter, TorchComm
-from zoo.bridge.export_writer import disk_errors
-from zoo.bridge.parallel import join, shard_axis, together
-from zoo.bridge.peft import (
+from zoo.bridge.files.headers import read_header
+from zoo.bridge.files.side_files import write_card
+from zoo.bridge.files.writer import disk_errors
+from zoo.bridge.mapping.peft import (
     CONFIG,
     WEIGHTS,
     check_config,
@@ -27,8 +28,7 @@ from zoo.bridge.peft import (
     to_peft,
     to_zoo,
 )
-from zoo.bridge.safetensors_io import read_header
-from zoo.bridge.side_files import write_card
+from zoo.bridge.parallel import join, shard_axis, together
 from zoo.config.locate import BASE, is_hub_id, locate, quantisation, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights, model_card, sharded

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import zoo
+from zoo.bridge.files.side_files import MARK, licence_of
 from zoo.bridge.native import read_about
-from zoo.bridge.side_files import MARK, licence_of
 from zoo.config.entries import parse_entry
 from zoo.config.locate import ABOUT, Place
 from zoo.config.schema import Recipe

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
+from zoo.bridge.mapping.peft import Target, candidates, choose
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
-from zoo.bridge.peft import Target, candidates, choose
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
 from zoo.errors import UserError

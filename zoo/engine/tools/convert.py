@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from zoo.bridge import Comm, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
-from zoo.bridge.export import with_dtype
-from zoo.bridge.export_writer import DEFAULT_SHARD_BYTES, disk_errors
+from zoo.bridge.export_plan import with_dtype
+from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
+from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
 from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
 from zoo.bridge.progress import Progress, size
-from zoo.bridge.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
 from zoo.config.locate import (
     ABOUT,

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from zoo.bridge import Comm, SafetensorsFolder
 from zoo.bridge.load import unequal
-from zoo.bridge.mapping import Bridge, Entry
+from zoo.bridge.mapping.table import Bridge, Entry
+from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.streams import of_expert
-from zoo.bridge.transforms import Dims
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, locate, quantisation, read_arch
 from zoo.data.sources.rows import locate as locate_rows

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from zoo.bench.profile import profile
-from zoo.bench.receipts import receipts, with_pixels
-from zoo.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.bench.training.profile import profile
+from zoo.bench.training.receipts import receipts, with_pixels
+from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.media.sizes import SampleSize

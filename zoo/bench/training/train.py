@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zoo.bench import profile as bench_profile
 from zoo.bench.options import Bounded
-from zoo.bench.setting import Setting, as_dict, missing
+from zoo.bench.training import profile as bench_profile
+from zoo.bench.training.setting import Setting, as_dict, missing
 from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel, text_config
 from zoo.config.devices import gpu_count
@@ -61,7 +61,7 @@ def run(
 ) -> Line:
     """Measure every setting; `tell` gets the figures of each, and `options.out` holds all that are there.
 
-    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.bench.profile`).
+    With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.bench.training.profile`).
 
     Raises:
         UserError: options or overrides that make no sense.

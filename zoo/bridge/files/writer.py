@@ -22,8 +22,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zoo.bridge.record import foreign, write_record
-from zoo.bridge.safetensors_io import DTYPES, INDEX_NAME, SINGLE_NAME
+from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
+from zoo.bridge.files.record import foreign, write_record
 from zoo.errors import UserError, file_error
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import zoo
+from zoo.bridge.files.headers import CheckpointError
 from zoo.bridge.parallel import Comm
-from zoo.bridge.safetensors_io import CheckpointError
 from zoo.errors import printable
 
 RECORD = "zoo_files.json"

@@ -3,7 +3,7 @@
 A transform is two functions: `to_zoo` takes the HF tensors in the order of the layout's patterns and makes
 the full (unsharded) zoo tensor, `to_hf` undoes it to the bit. Both only move elements about, so they also run
 on meta tensors, which is how shapes are checked before any data is read. Where a zoo tensor stacks experts,
-transforms see one expert at a time, whatever the file's layout (`zoo.bridge.mapping.Layout`).
+transforms see one expert at a time, whatever the file's layout (`zoo.bridge.mapping.table.Layout`).
 """
 
 from __future__ import annotations

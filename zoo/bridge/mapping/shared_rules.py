@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zoo.bridge.mapping import Layout, Rule, per_expert_down, per_expert_gate_up, rule
-from zoo.bridge.transforms import QKV, GateUp, Transform, Transposed
+from zoo.bridge.mapping.rules import Layout, Rule, per_expert_down, per_expert_gate_up, rule
+from zoo.bridge.mapping.transforms import QKV, GateUp, Transform, Transposed
 
 
 def decoder_ends(hf: str, head: str) -> tuple[Rule, ...]:

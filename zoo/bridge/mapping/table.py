@@ -1,8 +1,4 @@
-"""The mapping language: a family's table of HF tensor names <-> zoo parameter names.
-
-A pattern is a name with wildcards: `{layer}` (the global, 0-based layer index), `{expert}` (an expert's index)
-and `{rest}` (any suffix, for whole towers copied by name). A zoo name never has `{expert}`: zoo stacks a layer's
-experts in one tensor, and the rule's shard says so.
+"""A family's table of HF tensor names <-> zoo parameter names, and how a checkpoint's tensors are paired with a model's.
 
 `Bridge.resolve` pairs the tensors of a checkpoint with those of a model and raises one BridgeError that lists
 every tensor without a partner. It works on names alone: nothing is read.
@@ -15,139 +11,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.transforms import Copy, Dims, GateUp, Transform
-
-Shard = Literal["tp0", "tp1", "tp0-gateup", "expert1", "expert2"]
-"""How ranks share a zoo tensor; None in a rule means that every rank has it whole.
-
-tp0 rows, tp1 columns, tp0-gateup rows of the gate half then of the up half (all over TP); expert1 (weight1
-[E, 2I, H]) and expert2 (weight2 [E, H, I]) give each EP rank a range of experts and cut I over ETP.
-"""
-
-
-@dataclass(frozen=True)
-class Sections:
-    """A shard of rows that lie in sections, each of which TP cuts by itself."""
-
-    sizes: tuple[int, ...]  # rows of each section of the full tensor
-
-
-SectionsOf = Callable[[Dims], Sections]  # where the sections depend on the architecture
-
-_WILDCARDS = {"layer": r"(?P<layer>0|[1-9]\d*)", "expert": r"(?P<expert>0|[1-9]\d*)", "rest": r"(?P<rest>.+)"}
-
+from zoo.bridge.mapping.rules import Layout, Rule, compile_pattern
+from zoo.bridge.mapping.transforms import Dims
 
 # Buffers that a checkpoint may hold and every model makes for itself from its config, as transformers does: angles of
 # rotary embeddings, places of CLIP's patches.
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb|rotary_pos_emb)\.(original_)?inv_freq|(.*\.)?embeddings\.position_ids"
 )
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    """A regular expression with one named group per wildcard of `pattern`."""
-    parts = re.split(r"\{(\w+)\}", pattern)
-    return re.compile("".join(_WILDCARDS[p] if i % 2 else re.escape(p) for i, p in enumerate(parts)))
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One way a checkpoint stores a zoo tensor: the HF name patterns and the transform that joins them.
-
-    Under a rule that stacks experts, patterns with `{expert}` name one tensor per expert, and patterns without it
-    name tensors whose first dimension is the expert; the transform joins the parts of one expert in both cases.
-    """
-
-    patterns: tuple[str, ...]
-    transform: Transform = field(default_factory=Copy)
-
-    @property
-    def per_expert(self) -> bool:
-        """True where each expert has tensors of its own."""
-        return "{expert}" in self.patterns[0]
-
-    def names(self, binding: Mapping[str, str], expert: int | None = None) -> list[str]:
-        """The HF names for one zoo tensor (of one `expert`, where each has its own)."""
-        return [pattern.format(**binding, expert=expert) for pattern in self.patterns]
-
-    def all_names(self, binding: Mapping[str, str], experts: int) -> list[str]:
-        """The HF names for one zoo tensor, of all its experts."""
-        if not self.per_expert:
-            return self.names(binding)
-        return [name for expert in range(experts) for name in self.names(binding, expert)]
-
-
-def per_expert_gate_up(experts: str) -> Layout:
-    """`<experts>.{expert}.gate_proj.weight` and up_proj [I, H] -> weight1 [E, 2I, H], gate first."""
-    names = (f"{experts}.{{expert}}.gate_proj.weight", f"{experts}.{{expert}}.up_proj.weight")
-    return Layout(names, GateUp())
-
-
-def per_expert_down(experts: str) -> Layout:
-    """`<experts>.{expert}.down_proj.weight` [H, I] -> weight2 [E, H, I]."""
-    return Layout((f"{experts}.{{expert}}.down_proj.weight",))
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row of the table: a zoo name pattern and the HF layouts it may be stored in (the first is written).
-
-    Layouts of the same names are told apart by their tensors' shapes; where these are equal, the first holds.
-    """
-
-    zoo: str
-    layouts: tuple[Layout, ...]
-    shard: Shard | SectionsOf | None = None
-    tied_to: str | None = (
-        None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
-    )
-
-    def __post_init__(self) -> None:
-        if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):
-            raise ValueError(f"{self.zoo}: shard {self.shard!r} is none of {get_args(Shard)}")
-        wanted = set(re.findall(r"\{(\w+)\}", self.zoo))
-        for layout in self.layouts:
-            for pattern in layout.patterns:
-                if set(re.findall(r"\{(\w+)\}", pattern)) - {"expert"} != wanted:
-                    raise ValueError(f"{self.zoo}: {pattern} has other wildcards")
-            if layout.per_expert and not self.stacked:
-                raise ValueError(f"{self.zoo}: {layout.patterns[0]} has experts, the rule's shard has none")
-
-    @property
-    def stacked(self) -> bool:
-        """True where the zoo tensor's first dimension is the expert."""
-        return self.shard in ("expert1", "expert2")
-
-    @cached_property
-    def regex(self) -> re.Pattern[str]:
-        """Matches the zoo names of this rule."""
-        return _compile(self.zoo)
-
-    def read_layouts(self, dims: Dims) -> tuple[Layout, ...]:
-        """The layouts a checkpoint may have."""
-        if self.tied_to is not None and dims.tied:
-            return (Layout((self.tied_to,)),)
-        return self.layouts
-
-    def shard_for(self, dims: Dims) -> Shard | Sections | None:
-        """How ranks share the tensor in a model of these dims."""
-        return self.shard(dims) if callable(self.shard) else self.shard
-
-    def writes(self, dims: Dims) -> bool:
-        """False where the tensor is stored under the tied one's name alone."""
-        return self.tied_to is None or not dims.tied
-
-
-def rule(
-    zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | SectionsOf | None = None
-) -> Rule:
-    """A rule with one layout; without a transform the single HF tensor is copied."""
-    return Rule(zoo, (Layout(hf, transform or Copy()),), shard)
 
 
 @dataclass(frozen=True)
@@ -227,11 +103,11 @@ class Bridge:
 
     @cached_property
     def _carry_regex(self) -> list[re.Pattern[str]]:
-        return [_compile(pattern) for pattern in self.carry]
+        return [compile_pattern(pattern) for pattern in self.carry]
 
     @cached_property
     def _hf_regex(self) -> list[tuple[re.Pattern[str], Rule]]:
-        return [(_compile(p), r) for r in self.rules for layout in r.layouts for p in layout.patterns]
+        return [(compile_pattern(p), r) for r in self.rules for layout in r.layouts for p in layout.patterns]
 
     def is_carried(self, hf_name: str) -> bool:
         """Whether the published name is of a tensor that zoo carries along untouched."""
@@ -321,13 +197,13 @@ class Bridge:
     def has_optional(self, hf_names: Collection[str]) -> bool:
         """Whether a tensor is of a part that a model may be built without; False where there is no such part."""
         published, _ = self._translate(hf_names)
-        parts = [_compile(pattern) for pattern in self.optional]
+        parts = [compile_pattern(pattern) for pattern in self.optional]
         return any(part.fullmatch(name) for part in parts for name in published)
 
     def _absent(self, entries: Iterable[Entry]) -> list[re.Pattern[str]]:
         """The optional parts that a model with these entries was built without."""
         built = [entry.hf_names(0)[0] for entry in entries]
-        parts = [_compile(pattern) for pattern in self.optional]
+        parts = [compile_pattern(pattern) for pattern in self.optional]
         return [part for part in parts if not any(part.fullmatch(name) for name in built)]
 
     def _tied_to(self, hf_name: str) -> str:
@@ -337,7 +213,7 @@ class Bridge:
     def _helps(self, problems: Sequence[str]) -> list[str]:
         """What to do about tensors that are missing or left over, each said once."""
         wanted = [p.partition(":")[0] for p in problems if ": missing, " in p]
-        optional = [_compile(pattern) for pattern in self.optional]
+        optional = [compile_pattern(pattern) for pattern in self.optional]
         missing = [name for name in wanted if not any(part.fullmatch(name) for part in optional)]
         helps = []
         if len(missing) < len(wanted) and self.without_optional:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping import Bridge, Entry
-from zoo.bridge.transforms import Dims
+from zoo.bridge.mapping.table import Bridge, Entry
+from zoo.bridge.mapping.transforms import Dims
 from zoo.errors import UserError
 
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from zoo.bench.profile import profile
-from zoo.bench.receipts import receipts, with_pixels
-from zoo.bench.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
-from zoo.bench.steps import kernels, memory
+from zoo.bench.training.profile import profile
+from zoo.bench.training.receipts import receipts, with_pixels
+from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.bench.training.steps import kernels, memory
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, collate_padded
 from zoo.engine.model import build

@@ -13,16 +13,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from zoo.bridge.files.headers import TensorInfo
 from zoo.config.locate import quantisation, read_arch
 from zoo.errors import LONGEST, UserError, printable
-
-if TYPE_CHECKING:
-    from zoo.bridge.safetensors_io import TensorInfo
 
 DTYPE = torch.bfloat16  # what a quantised tensor is read as
 SCALE = "_scale_inv"

@@ -1,0 +1,164 @@
+"""What an export writes, decided before the first byte: names, config, and what is copied from the source's weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge.errors import BridgeError
+from zoo.bridge.files.safetensors_io import SafetensorsFolder
+from zoo.bridge.mapping.table import Bridge, Entry, Resolution
+from zoo.bridge.mapping.transforms import Dims
+from zoo.bridge.native import CARRIED, native
+from zoo.bridge.streams import Job, carried, in_order, to_hf
+from zoo.config.locate import Place, locate, unquantised
+from zoo.errors import UserError
+from zoo.files import read_object
+
+
+@dataclass(frozen=True)
+class Source:
+    """What training started from: its tensors, under Hugging Face's names or zoo's, and the files beside them."""
+
+    files: Path
+    reader: SafetensorsFolder
+    resolution: Resolution
+    bridge: Bridge
+    dims: Dims
+
+    @classmethod
+    def open(
+        cls, source: Place | str | Path | None, bridge: Bridge, zoo_names: Sequence[str], dims: Dims
+    ) -> Source | None:
+        if source is None:
+            return None
+        place = source if isinstance(source, Place) else locate(str(source))
+        if place.kind == "run":
+            raise UserError(f"{place.folder}: tensors can't be carried over from a run's checkpoint")
+        table = native(bridge) if place.kind == "zoo" else bridge
+        reader = SafetensorsFolder(place.weights)
+        return cls(place.files, reader, table.resolve(reader.names(), zoo_names, dims), bridge, dims)
+
+    def dtype_of(self, zoo_name: str) -> torch.dtype:
+        """The dtype the tensor has."""
+        entry = self.resolution.entries[zoo_name]
+        return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
+
+    def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
+        """What is written from here: tensors that zoo does not train, and those of `frozen` that stand as published.
+
+        With a `dtype` the frozen ones are cast, so nothing is left of them to be copied.
+        """
+        jobs = []
+        published = {actual: name for name, actual in self.resolution.source.items()}
+        for name in self.resolution.carried:
+            target = published[name]
+            if target.startswith(CARRIED):
+                target = target.removeprefix(CARRIED)
+            elif (entry := self._native_entry(target)) is not None:
+                jobs.append(to_hf(entry, name, self.reader, self.dims, None))
+                continue
+            jobs.append(carried(name, self.reader, target, to_zoo=False))
+        for name in frozen if dtype is None else ():
+            jobs += self._frozen(name)
+        return jobs
+
+    def keeps(self, zoo_name: str) -> bool:
+        """Whether a frozen tensor can be written from here as it is."""
+        return bool(self._frozen(zoo_name))
+
+    def _frozen(self, zoo_name: str) -> list[Job]:
+        entry, wanted = self.resolution.entries[zoo_name], self.bridge.publish([zoo_name])[zoo_name]
+        if not wanted.rule.writes(self.dims):
+            return []
+        if entry.layout.patterns == (entry.rule.zoo,):
+            return [to_hf(wanted, self.resolution.source[entry.hf_names()[0]], self.reader, self.dims, None)]
+        if entry.layout.patterns != wanted.layout.patterns or len(entry.variants(self.dims)) > 1:
+            return []
+        names = entry.layout.all_names(entry.binding, self.dims.experts)
+        return [carried(self.resolution.source[name], self.reader, name, to_zoo=False) for name in names]
+
+    def _native_entry(self, name: str) -> Entry | None:
+        """The published entry of a tensor that stands under zoo's name."""
+        try:
+            return self.bridge.publish([name])[name]
+        except BridgeError:
+            return None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one export writes: entries of all ranks, their published names, and the source's part."""
+
+    entries: Mapping[str, Entry]
+    names: Sequence[str]  # published ones of `entries`
+    config: dict[str, Any]
+    source: Source | None
+    dtype: torch.dtype | None
+    copies: Sequence[Job] = field(default=())  # from the source, by rank 0
+    copied: frozenset[str] = frozenset()  # zoo names among them
+
+    def dtype_of(self, zoo_name: str, parameter: Tensor) -> torch.dtype:
+        """The dtype a tensor is written in."""
+        if self.dtype is not None:
+            return self.dtype
+        return parameter.dtype if self.source is None else self.source.dtype_of(zoo_name)
+
+
+def make_plan(
+    bridge: Bridge,
+    zoo_names: Sequence[str],
+    dims: Dims,
+    config: Any,
+    given: Place | str | Path | None,
+    dtype: torch.dtype | None,
+    stated: torch.dtype | None,
+    frozen: Sequence[str],
+) -> Plan:
+    """Pair names with rules and with the source; nothing is written yet."""
+    entries = bridge.publish(zoo_names)
+    names = bridge.published_names(entries.values(), dims)
+    source = Source.open(given, bridge, zoo_names, dims)
+    kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
+    copies = in_order(source.copies(kept, dtype)) if source else []
+    plain = _plain_config(config, source)
+    if source is None and bridge.fresh_config is not None:
+        plain = bridge.fresh_config(plain, names)
+    if bridge.export_config is not None:
+        others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
+        plain = bridge.export_config(plain, [*names, *others])
+    if stated is not None:
+        plain = with_dtype(plain, stated)
+    return Plan(entries, names, plain, source, dtype, copies, frozenset(kept))
+
+
+def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
+    """The config as a dict, as save_pretrained would write it."""
+    if isinstance(config, Mapping):
+        return unquantised(dict(config))
+    if config is not None:
+        return json.loads(config.to_json_string())
+    if source is None:
+        raise UserError("export: no config given, and no source folder to take it from")
+    path = source.files / "config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; give the export a config")
+    return unquantised(read_object(path))
+
+
+def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The config with `dtype` at its top, and wherever a part of it states one."""
+    name = str(dtype).removeprefix("torch.")
+    return {**_restated(config, name), "dtype": name}
+
+
+def _restated(value: Any, dtype: str) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {k: dtype if k in ("dtype", "torch_dtype") else _restated(v, dtype) for k, v in value.items()}

@@ -1,0 +1,1 @@
+"""Checkpoint folders on disk: strict reading, atomic writing, quantised weights, files beside the weights."""
