@@ -2,8 +2,10 @@
 
 import ast
 import re
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -199,6 +201,41 @@ def test_framework_names_no_family() -> None:
 def test_every_module_has_a_docstring() -> None:
     bare = [str(p.relative_to(REPO)) for p in sources() if not ast.get_docstring(ast.parse(p.read_text()))]
     assert not bare, bare
+
+
+# What a folder and a file of zoo/ may hold. Listed below: what is over that still; no entry may grow.
+MOST_MODULES, MOST_LINES, MEDIAN_FUNCTION = 12, 400, 10
+FULLER = {"zoo/nn/decoder": 14, "zoo/nn/kernels": 13}
+LONGER = {
+    "zoo/data/loading/sample_source.py": 495,
+    "zoo/data/processors/processor.py": 440,
+    "zoo/data/sources/rows.py": 460,
+    "zoo/doctor/checks.py": 406,
+    "zoo/engine/launch/launcher.py": 446,
+    "zoo/engine/train/trainer.py": 548,
+    "zoo/nn/multimodal.py": 427,
+    "zoo/packing/layout.py": 500,
+    "zoo/steps/packed_step.py": 541,
+}
+
+
+def test_folders_and_files_keep_a_size_that_a_reader_can_take_in() -> None:
+    modules = [path for path in (REPO / "zoo").rglob("*.py") if path.name != "__init__.py"]
+    folders = Counter(str(path.parent.relative_to(REPO)) for path in modules)
+    lines = {str(path.relative_to(REPO)): len(path.read_text().splitlines()) for path in modules}
+    full = [f"{name}: {n} modules" for name, n in folders.items() if n > FULLER.get(name, MOST_MODULES)]
+    long = [f"{name}: {n} lines" for name, n in lines.items() if n > LONGER.get(name, MOST_LINES)]
+    assert not full + long, "\n".join(sorted(full + long))
+
+
+def test_functions_are_short() -> None:
+    lengths = [
+        node.end_lineno - node.lineno + 1
+        for path in (REPO / "zoo").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno
+    ]
+    assert statistics.median(lengths) <= MEDIAN_FUNCTION
 
 
 def tree() -> list[Path]:

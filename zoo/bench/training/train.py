@@ -173,7 +173,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
     module = "hf" if setting.way == "hf" else "steps"
     try:
         line: Line = run_task(
-            f"zoo.bench.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
+            f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
         )
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last words stand above"}
