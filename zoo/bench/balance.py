@@ -25,7 +25,7 @@ from zoo.data.media.sizes import SampleSize
 from zoo.engine.model import build
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.errors import UserError
-from zoo.packing import plan_bins, share_out
+from zoo.packing import deal_bins, plan_bins
 
 BUDGETS = {"receipts": 8192, "llava-mix": 8192, "long-video": 32768}
 
@@ -119,7 +119,7 @@ def _over(work: Sequence[int], ranks: int, each: int, balanced: bool) -> list[fl
     for start in range(0, len(work) - ranks * each + 1, ranks * each):
         step = work[start : start + ranks * each]
         shared = (
-            share_out(step, ranks) if balanced else [range(rank, len(step), ranks) for rank in range(ranks)]
+            deal_bins(step, ranks) if balanced else [range(rank, len(step), ranks) for rank in range(ranks)]
         )
         sums = [sum(step[place] for place in places) for places in shared]
         over.append(max(sums) / mean(sums) - 1)

@@ -3,8 +3,7 @@
 It imports torch alone; Megatron-Core is met only inside `PackedLayout.packed_seq_params`.
 """
 
-from zoo.packing.balance import share_out
-from zoo.packing.binning import BinPacker, plan_bins
+from zoo.packing.binning import BinPacker, deal_bins, plan_bins
 from zoo.packing.layout import PackedLayout
 from zoo.packing.placeholder import Expansion, already_expanded, expand_index, placeholder_counts
 
@@ -13,8 +12,8 @@ __all__ = [
     "Expansion",
     "PackedLayout",
     "already_expanded",
+    "deal_bins",
     "expand_index",
     "placeholder_counts",
     "plan_bins",
-    "share_out",
 ]

@@ -10,11 +10,12 @@ The zigzag split: a padded segment is cut in 2 * size equal chunks and rank r ho
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from zoo.packing import index
+from zoo.packing import index, runs
 
 
 def check_split(padded_lengths: Sequence[int], size: int) -> None:
@@ -64,6 +65,13 @@ def zigzag_runs(padded_lengths: Sequence[int], rank: int, size: int) -> tuple[li
         chunks += (chunk, chunk)
         offset += length
     return starts, chunks
+
+
+def zigzag_plan(padded_lengths: Sequence[int], rank: int, size: int) -> runs.Plan:
+    """How one CP rank's tokens move out of the row without an index; arguments and errors of `zigzag_index`."""
+    starts, chunks = zigzag_runs(padded_lengths, rank, size)
+    places = list(accumulate(chunks, initial=0))[:-1]
+    return runs.plan(starts, places, chunks, sum(padded_lengths), sum(chunks))
 
 
 def restore_index(padded_lengths: Sequence[int], size: int) -> Tensor:

@@ -32,6 +32,11 @@ def offsets(lengths: Sequence[int]) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=CPU)
 
 
+def starts(padded_lengths: Sequence[int]) -> list[int]:
+    """S packed positions of the segments' first tokens."""
+    return list(accumulate(padded_lengths, initial=0))[:-1]
+
+
 def owner(padded_lengths: Sequence[int]) -> Tensor:
     """(T,) int64 segment of each token, padding counted to the segment before it."""
     return arange(len(padded_lengths)).repeat_interleave(
@@ -47,6 +52,20 @@ def positions(padded_lengths: Sequence[int]) -> Tensor:
 def padding(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
     """(T,) bool, True on padding."""
     return _alternate([False, True] * len(lengths), torch.bool, lengths, padded_lengths)
+
+
+def pads(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
+    """(T - sum of lengths,) int64 positions of the padding."""
+    extra = [padded - length for length, padded in zip(lengths, padded_lengths, strict=True)]
+    return ragged(extra, [start + real for start, real in zip(starts(padded_lengths), lengths, strict=True)])
+
+
+def slots(padded_lengths: Sequence[int], row_starts: Sequence[int], pads: Tensor, size: int) -> Tensor:
+    """(T,) int64 place of each token in a flattened padded batch of `size` tokens; `size` for the row's padding.
+
+    `row_starts`: S places of the rows' first real tokens. `pads`: positions of the row's padding.
+    """
+    return ragged(padded_lengths, row_starts).index_fill_(0, pads, size)
 
 
 def segment_ids(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""`PackedLayout`: every fact about one packed row, as an immutable value made from lengths the host knows.
+"""`PackedLayout`: all there is to know about one packed row, as an immutable value made from lengths on the host.
 
 Guarantees: `pack` and `unpack` are inverse on real tokens and differentiable; the padding mask is True
 exactly on tokens the packer added; nothing waits for a device, `from_mask` alone if its mask is on one.
@@ -7,27 +7,26 @@ token for an int64 index): 0.1 to 0.2 ms each for 140,000 tokens in 64 segments,
 `cp_shard` on a CPU need none where segments are few or long (`zoo.packing.runs`). On a GPU, also one asynchronous copy
 of each from pinned memory.
 
-Shapes: B rows of the padded batch = S segments of the packed row, T tokens of the packed row, T0 width of the
-batch.
+Shapes: S segments and T tokens of the packed row, B = S rows and width T0 of the padded batch.
 
-Why padding may stand behind each segment: under a causal mask (and in causal convolutions and recurrences) a
-token looks only at those before it, so padding at the end of a segment can't change a real token. It costs
-FLOPs only. The router, the loss, MTP and metrics do have to know of it: that is what `padding_mask` is for.
+Padding stands behind each segment: a causal layer looks only at the tokens before, so it can't change a real token and
+costs FLOPs only. The router, the loss, multi-token prediction and metrics take it from `padding_mask`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zoo.packing import context, index, runs
+from zoo.packing import context, index, megatron, runs
 from zoo.packing.index import CPU
-from zoo.packing.mask import rows_from_mask
+from zoo.packing.lengths import as_ints, expanded_lengths, padded_lengths
+from zoo.packing.mask import check_width, rows_from_mask
+from zoo.packing.memo import Memo, Name
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -58,19 +57,16 @@ class PackedLayout:
     starts: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
     width: int | None = dataclasses.field(default=None, compare=False)
     device: torch.device = dataclasses.field(default=CPU, compare=False)
-    _memo: dict[tuple[Any, ...], Tensor] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    _plans: dict[tuple[Any, ...], runs.Plan | None] = dataclasses.field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _memo: Memo = dataclasses.field(default_factory=Memo, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.starts:
             object.__setattr__(self, "starts", (0,) * len(self.lengths))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles carry the facts and leave the tensors made from them behind.
-        facts = (self.lengths, self.padded_lengths, self.align, self.pad_to)
-        return type(self), (*facts, self.starts, self.width, self.device)
+        # Copies and pickles leave the tensors behind that were made from the lengths.
+        fields = (self.lengths, self.padded_lengths, self.align, self.pad_to, self.starts, self.width)
+        return type(self), (*fields, self.device)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], align: int = 1, pad_to: int | None = None) -> PackedLayout:
@@ -91,7 +87,8 @@ class PackedLayout:
             ValueError: no lengths, a length or `align` below 1, `pad_to` too small or not a multiple of
                 `align`.
         """
-        return cls._build(_as_ints(lengths), align, pad_to)
+        real = as_ints(lengths)
+        return cls(real, padded_lengths(real, align, pad_to), align, pad_to)
 
     @classmethod
     def from_mask(
@@ -120,41 +117,7 @@ class PackedLayout:
                 row.
         """
         lengths, starts, width = rows_from_mask(mask, masked_is_true)
-        return cls._build(lengths, align, pad_to, starts, width)
-
-    @classmethod
-    def _build(
-        cls,
-        lengths: tuple[int, ...],
-        align: int,
-        pad_to: int | None,
-        starts: tuple[int, ...] = (),
-        width: int | None = None,
-    ) -> PackedLayout:
-        if not lengths:
-            raise ValueError("No lengths were given: an empty batch can't be packed.")
-        if align < 1:
-            raise ValueError(f"align is {align}; it must be at least 1.")
-        for segment, length in enumerate(lengths):
-            if length < 1:
-                raise ValueError(
-                    f"Segment {segment} has length {length}; drop it, every segment needs a real token."
-                )
-        padded = [-(-length // align) * align for length in lengths]
-        if pad_to is not None:
-            needed = sum(padded)
-            if needed > pad_to:
-                raise ValueError(
-                    f"The {len(lengths)} segments take {needed} tokens at align {align}, over pad_to "
-                    f"{pad_to}; raise pad_to, or plan bins with at most that budget and the same align."
-                )
-            if pad_to % align:
-                raise ValueError(
-                    f"pad_to is {pad_to}, not a multiple of align {align}: the last segment takes up the "
-                    f"tail and must stay aligned; use {-(-pad_to // align) * align}."
-                )
-            padded[-1] += pad_to - needed
-        return cls(lengths, tuple(padded), align, pad_to, starts, width)
+        return cls(lengths, padded_lengths(lengths, align, pad_to), align, pad_to, starts, width)
 
     def to(self, device: torch.device | str) -> PackedLayout:
         """The same layout, its tensor properties on `device`; copies to a GPU don't make the host wait."""
@@ -162,6 +125,13 @@ class PackedLayout:
         if device == torch.device("cuda"):
             device = torch.empty(0, device=device).device  # bare "cuda" is another device after set_device
         return dataclasses.replace(self, device=device)
+
+    def for_call(self, align: int, pad_to: int | None) -> PackedLayout:
+        """The same packed row on the host, for one call, whose tensors are not kept with this layout.
+
+        `align` and `pad_to` are those of `expand`; the padded lengths stay.
+        """
+        return dataclasses.replace(self, align=align, pad_to=pad_to, device=CPU, _memo=self._memo.fork())
 
     def without_batch(self) -> PackedLayout:
         """The same packed row, without its place in a padded batch: `unpack` then pads on the right alone.
@@ -171,7 +141,7 @@ class PackedLayout:
         """
         if self.width is None and not any(self.starts):
             return self
-        return dataclasses.replace(self, starts=(), width=None, _memo={}, _plans={})
+        return dataclasses.replace(self, starts=(), width=None, _memo=Memo())
 
     @property
     def num_segments(self) -> int:
@@ -216,7 +186,7 @@ class PackedLayout:
     @property
     def segment_ids(self) -> Tensor:
         """(1, T) int64 segment index of each token, -1 on padding."""
-        return self._tensor("segment_ids", self._make_segment_ids)
+        return self._tensor("segment_ids", lambda: index.segment_ids(self.lengths, self.padded_lengths)[None])
 
     @property
     def positions(self) -> Tensor:
@@ -226,7 +196,9 @@ class PackedLayout:
     @property
     def real_index(self) -> Tensor:
         """(real_tokens,) int64 packed positions of the real tokens, in order."""
-        return self._tensor("real_index", self._make_real_index)
+        return self._tensor(
+            "real_index", lambda: index.ragged(self.lengths, index.starts(self.padded_lengths))
+        )
 
     def pack(self, x: Tensor, fill: complex = 0, batch_dim: int = 0) -> Tensor:
         """Lay the real tokens of a padded batch end to end.
@@ -250,9 +222,11 @@ class PackedLayout:
         width = x.shape[batch_dim + 1]
         if self.width is not None and width != self.width:
             raise ValueError(f"The batch is {width} tokens wide, but the layout's mask was {self.width}.")
-        self._check_width(width)
+        check_width(self.starts, self.lengths, width)
         flat = x.flatten(batch_dim, batch_dim + 1)
-        plan = self._plan(x.device, ("pack", width), lambda: self._pack_plan(width))
+        places = (self._row_starts(width), index.starts(self.padded_lengths), self.lengths)
+        sizes = (self.num_segments * width, self.total)
+        plan = self._memo.plan(("pack", width), x.device, lambda: runs.plan(*places, *sizes))
         if plan:
             return runs.move(flat, batch_dim, plan, fill).unsqueeze(batch_dim)
         here = self.to(x.device)
@@ -285,7 +259,10 @@ class PackedLayout:
                 raise ValueError(
                     f"Sample {segment} has shape {tuple(sample.shape)}; its segment wants ({length}, ...)."
                 )
-        return self._place(torch.cat(list(samples)), fill)
+        real = torch.cat(list(samples))
+        if self.real_tokens == self.total:
+            return real[None]
+        return index.put(real, 0, self.to(real.device).real_index, self.total, fill)[None]
 
     def unpack(self, y: Tensor, width: int | None = None, fill: complex = 0, batch_dim: int = 0) -> Tensor:
         """Put the real tokens of a packed row back into a padded batch: the inverse of `pack` on real tokens.
@@ -309,9 +286,10 @@ class PackedLayout:
             )
         if width is None:
             width = max(self.lengths) if self.width is None else self.width
-        self._check_width(width)
+        check_width(self.starts, self.lengths, width)
         row, slots = y.squeeze(batch_dim), self.num_segments * width
-        plan = self._plan(y.device, ("unpack", width), lambda: self._unpack_plan(width))
+        places = (index.starts(self.padded_lengths), self._row_starts(width), self.lengths)
+        plan = self._memo.plan(("unpack", width), y.device, lambda: runs.plan(*places, self.total, slots))
         if plan:
             flat = runs.move(row, batch_dim, plan, fill)
         else:
@@ -327,8 +305,7 @@ class PackedLayout:
         rank. Use this one index for everything that has a token axis: `x.index_select(token_dim, index)`.
 
         Raises:
-            ValueError: a padded length is not a multiple of 2 * size (named), or the rank is outside the
-                group.
+            ValueError: a padded length is not a multiple of 2 * size (named), or the rank is outside the group.
         """
         return self._tensor(
             ("cp_index", rank, size), lambda: context.zigzag_index(self.padded_lengths, rank, size)
@@ -353,7 +330,9 @@ class PackedLayout:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; T={self.total} tokens are wanted at dimension {dim}."
             )
-        plan = self._plan(x.device, ("cp", rank, size), lambda: self._cp_plan(rank, size))
+        plan = self._memo.plan(
+            ("cp", rank, size), x.device, lambda: context.zigzag_plan(self.padded_lengths, rank, size)
+        )
         if plan:
             return runs.move(x, dim, plan, 0)
         return index.take(x, dim, self.to(x.device).cp_index(rank, size))
@@ -378,123 +357,44 @@ class PackedLayout:
         Raises:
             ValueError: as `zoo.packing.expand_index`.
         """
-        from zoo.packing.placeholder import expand_layout
-
-        return expand_layout(self, counts)
+        lengths = expanded_lengths(self.lengths, counts)
+        return PackedLayout.from_lengths(lengths, self.align, self.pad_to).to(self.device)
 
     def packed_seq_params(
         self, cp_group: ProcessGroup | None = None, device: torch.device | str | None = None
     ) -> PackedSeqParams:
-        """Megatron-Core's carrier of packing facts; see `zoo.packing.megatron`.
+        """Megatron-Core's carrier of the layout: offsets and lengths of the whole row, before the context-parallel split.
 
         Args:
             cp_group: context-parallel group that mcore should use for this call, or None for its own.
             device: where the offsets live; None is the layout's device.
         """
-        from zoo.packing.megatron import packed_seq_params
+        here = self if device is None else self.to(device)
+        offsets = (here.cu_seqlens, here.cu_seqlens_padded)
+        return megatron.packed_seq_params(self.lengths, self.padded_lengths, *offsets, cp_group)
 
-        return packed_seq_params(self if device is None else self.to(device), cp_group)
-
-    def _tensor(self, name: str | tuple[Any, ...], make: Callable[[], Tensor]) -> Tensor:
-        """The named tensor on the layout's device, made once. Callers share it: don't write into it."""
-        key = (name, self.device)
-        if key not in self._memo:
-            # A tensor made under inference_mode could never again be saved for a backward pass, and a layout
-            # may be shared by an evaluation and a training call.
-            with torch.inference_mode(False):
-                host = self._memo.get((name, CPU))
-                if host is None:
-                    host = self._memo[name, CPU] = make()
-                if self.device != CPU:
-                    self._memo[key] = index.host_to_device(host, self.device)
-        return self._memo[key]
-
-    def _plan(
-        self, device: torch.device, key: tuple[Any, ...], make: Callable[[], runs.Plan]
-    ) -> runs.Plan | None:
-        """How tokens move without an index, planned once; None where an index is faster."""
-        if device.type != "cpu":
-            return None
-        if key not in self._plans:
-            plan = make()
-            self._plans[key] = plan if plan.pays else None
-        return self._plans[key]
-
-    def _pack_plan(self, width: int) -> runs.Plan:
-        slots = self.num_segments * width
-        return runs.plan(self._row_starts(width), self._segment_starts(), self.lengths, slots, self.total)
-
-    def _unpack_plan(self, width: int) -> runs.Plan:
-        slots = self.num_segments * width
-        return runs.plan(self._segment_starts(), self._row_starts(width), self.lengths, self.total, slots)
-
-    def _cp_plan(self, rank: int, size: int) -> runs.Plan:
-        starts, chunks = context.zigzag_runs(self.padded_lengths, rank, size)
-        return runs.plan(starts, list(accumulate(chunks, initial=0))[:-1], chunks, self.total, sum(chunks))
-
-    def _make_segment_ids(self) -> Tensor:
-        return index.segment_ids(self.lengths, self.padded_lengths)[None]
-
-    def _make_real_index(self) -> Tensor:
-        return index.ragged(self.lengths, self._segment_starts())
-
-    def _segment_starts(self) -> list[int]:
-        """S packed positions of the segments' first tokens."""
-        return list(accumulate(self.padded_lengths, initial=0))[:-1]
+    def _tensor(self, name: Name, make: Callable[[], Tensor]) -> Tensor:
+        return self._memo.tensor(name, self.device, make)
 
     def _row_starts(self, width: int) -> list[int]:
         """S positions of the rows' first real tokens in a flattened (B * width) batch."""
         return [row * width + start for row, start in enumerate(self.starts)]
 
-    def _check_width(self, width: int) -> None:
-        for segment, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            if start + length > width:
-                raise ValueError(
-                    f"Row {segment} ends at token {start + length}, beyond the batch width {width}."
-                )
-
     @property
     def _pad_index(self) -> Tensor:
         """(total - real_tokens,) int64 packed positions of the padding."""
-        return self._tensor("pad_index", self._make_pad_index)
-
-    def _make_pad_index(self) -> Tensor:
-        pads = [padded - length for length, padded in zip(self.lengths, self.padded_lengths, strict=True)]
-        ends = [start + length for start, length in zip(self._segment_starts(), self.lengths, strict=True)]
-        return index.ragged(pads, ends)
+        return self._tensor("pad_index", lambda: index.pads(self.lengths, self.padded_lengths))
 
     def _slot_index(self, width: int) -> Tensor:
         """(T,) int64: where each token goes in a flattened (B * width) batch; B * width for padding."""
-        return self._tensor(("slot_index", width), lambda: self._make_slot_index(width))
-
-    def _make_slot_index(self, width: int) -> Tensor:
-        slots = index.ragged(self.padded_lengths, self._row_starts(width))
-        if self.real_tokens < self.total:
-            slots.index_fill_(0, self.to(CPU)._pad_index, self.num_segments * width)
-        return slots
+        starts, pads, size = self._row_starts(width), self.to(CPU)._pad_index, self.num_segments * width
+        return self._tensor(
+            ("slot_index", width), lambda: index.slots(self.padded_lengths, starts, pads, size)
+        )
 
     def _source_index(self, width: int) -> Tensor:
         """(T,) int64: where each token comes from in a flattened (B * width) batch; anywhere for padding."""
         if self.real_tokens == self.total:
             return self._slot_index(width)
-        last = self.num_segments * width - 1
-        return self._tensor(("source_index", width), lambda: self.to(CPU)._slot_index(width).clamp(max=last))
-
-    def _place(self, real: Tensor, fill: complex) -> Tensor:
-        """(real_tokens, ...) -> (1, T, ...)."""
-        if self.real_tokens == self.total:
-            return real[None]
-        return index.put(real, 0, self.to(real.device).real_index, self.total, fill)[None]
-
-
-def _as_ints(lengths: Sequence[int] | Tensor) -> tuple[int, ...]:
-    if isinstance(lengths, Tensor):
-        raise TypeError(
-            "lengths is a tensor; give host integers (`.tolist()`), so that no device sync hides here."
-        )
-    for segment, length in enumerate(lengths):
-        if isinstance(length, bool) or not hasattr(length, "__index__"):
-            raise TypeError(
-                f"Segment {segment} has length {length!r} ({type(length).__name__}); an int is wanted."
-            )
-    return tuple(int(length) for length in lengths)
+        slots, last = self.to(CPU)._slot_index(width), self.num_segments * width - 1
+        return self._tensor(("source_index", width), lambda: slots.clamp(max=last))

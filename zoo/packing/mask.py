@@ -6,6 +6,8 @@ that can't be what it is taken for is refused, and so is one that can be either.
 a mask on a GPU costs one device sync: hand over a CPU tensor. A 4-D mask also costs an O(B T^2) check.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -68,6 +70,13 @@ def rows_from_mask(
     else:
         starts = tuple(real_BT.to(torch.uint8).argmax(dim=1).tolist())  # the first of equal values
     return tuple(count_B.tolist()), starts, width
+
+
+def check_width(starts: Sequence[int], lengths: Sequence[int], width: int) -> None:
+    """Raise ValueError, naming the first row that ends beyond a batch of `width` tokens."""
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if start + length > width:
+            raise ValueError(f"Row {row} ends at token {start + length}, beyond the batch width {width}.")
 
 
 def _count(x_BT: Tensor) -> Tensor:

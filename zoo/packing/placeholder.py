@@ -18,8 +18,7 @@ from torch import Tensor
 
 from zoo.packing.index import host_to_device
 from zoo.packing.layout import PackedLayout
-
-Counts = Sequence[Sequence[tuple[int, int]]]
+from zoo.packing.lengths import Counts, check_segments
 
 
 class Expansion(NamedTuple):
@@ -41,14 +40,6 @@ class Expansion(NamedTuple):
     media_index: Tensor
 
 
-def expand_layout(layout: PackedLayout, counts: Counts) -> PackedLayout:
-    """The layout after each listed placeholder became its number of embeddings; see `expand_index`."""
-    _check_counts(layout, counts)
-    grown = [sum(number - 1 for _, number in media) for media in counts]
-    lengths = [length + extra for length, extra in zip(layout.lengths, grown, strict=True)]
-    return PackedLayout.from_lengths(lengths, layout.align, layout.pad_to).to(layout.device)
-
-
 def expand_index(layout: PackedLayout, counts: Counts) -> Expansion:
     """The expanded layout and where each of its tokens comes from.
 
@@ -65,7 +56,7 @@ def expand_index(layout: PackedLayout, counts: Counts) -> Expansion:
         ValueError: the number of lists is not S, a position is outside its segment's real tokens or listed
             twice, an n is below 1, or the expanded row does not fit `pad_to`.
     """
-    new = expand_layout(layout, counts)
+    new = layout.expand(counts)
     old_real = layout.to("cpu").real_index
     real_offsets = accumulate(layout.lengths, initial=0)
     entries = [(start + at, n) for start, media in zip(real_offsets, counts, strict=False) for at, n in media]
@@ -99,7 +90,7 @@ def placeholder_counts(
         ValueError: a segment has more or fewer placeholders than media.
     """
     found = _positions_of(layout, token_ids, placeholder_id)
-    _check_segments(layout, counts)
+    check_segments(layout.lengths, counts)
     for segment, (at, media) in enumerate(zip(found, counts, strict=True)):
         if len(at) != len(media):
             raise ValueError(
@@ -129,18 +120,18 @@ def already_expanded(
             below 1, or some segments are expanded and others are not.
     """
     found = _positions_of(layout, token_ids, placeholder_id)
-    _check_segments(layout, counts)
-    verdicts: dict[bool, int] = {}
+    check_segments(layout.lengths, counts)
+    readings: dict[bool, int] = {}
     for segment, (at, media) in enumerate(zip(found, counts, strict=True)):
-        verdict = _segment_expanded(segment, at, list(media), placeholder_id)
-        if verdict is not None:
-            verdicts.setdefault(verdict, segment)
-    if len(verdicts) == 2:
+        reading = _segment_expanded(segment, at, list(media), placeholder_id)
+        if reading is not None:
+            readings.setdefault(reading, segment)
+    if len(readings) == 2:
         raise ValueError(
-            f"Segment {verdicts[True]} has its placeholders expanded and segment {verdicts[False]} has not; "
+            f"Segment {readings[True]} has its placeholders expanded and segment {readings[False]} has not; "
             "process all samples of a batch the same way."
         )
-    return True in verdicts or not verdicts
+    return True in readings or not readings
 
 
 def segment_counts(
@@ -222,29 +213,3 @@ def _positions_of(layout: PackedLayout, token_ids: Tensor, placeholder_id: int) 
     owner, position = host.segment_ids[0][hit], host.positions[0][hit]
     number = torch.bincount(owner, minlength=layout.num_segments)
     return [part.tolist() for part in torch.split(position, number.tolist())]
-
-
-def _check_segments(layout: PackedLayout, counts: Sequence[Sequence[object]]) -> None:
-    if len(counts) != layout.num_segments:
-        raise ValueError(
-            f"counts has {len(counts)} lists for {layout.num_segments} segments; give each segment one."
-        )
-
-
-def _check_counts(layout: PackedLayout, counts: Counts) -> None:
-    _check_segments(layout, counts)
-    for segment, (media, length) in enumerate(zip(counts, layout.lengths, strict=True)):
-        seen: set[int] = set()
-        for position, number in media:
-            if not 0 <= position < length:
-                raise ValueError(
-                    f"Segment {segment} has {length} tokens; it has no placeholder position {position}."
-                )
-            if number < 1:
-                raise ValueError(
-                    f"The placeholder at position {position} of segment {segment} has {number} embeddings; "
-                    "at least 1 is wanted."
-                )
-            if position in seen:
-                raise ValueError(f"Segment {segment} lists the placeholder position {position} twice.")
-            seen.add(position)

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zoo.bench import length_sets
-from zoo.packing import BinPacker, binning, plan_bins, share_out
+from zoo.packing import BinPacker, binning, deal_bins, plan_bins
 
 MANY = settings(max_examples=60, deadline=None)
 BUDGET = 64
@@ -208,16 +208,16 @@ def test_ranks_get_as_many_bins_each_and_costs_are_even(costs, each, random_):
     """No worse than the greedy bound, whatever the costs; no rank has more than another could spare."""
     ranks = len(costs)
     bins = [cost + random_.randint(0, 5) for cost in costs for _ in range(each)]
-    shared = share_out(bins, ranks)
+    shared = deal_bins(bins, ranks)
     assert sorted(chain(*shared)) == list(range(len(bins)))
     assert {len(taken) for taken in shared} == {each}
     for taken in shared if ranks > 1 else ():
         assert [bins[i] for i in taken] == sorted((bins[i] for i in taken), reverse=True)
     sums = [sum(bins[i] for i in taken) for taken in shared]
     assert max(sums) - min(sums) <= max(bins)
-    assert shared == share_out(bins, ranks)
+    assert shared == deal_bins(bins, ranks)
 
 
 def test_bins_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="3 bins can't be shared evenly among 2 ranks"):
-        share_out([1, 2, 3], 2)
+        deal_bins([1, 2, 3], 2)

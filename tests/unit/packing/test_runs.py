@@ -51,7 +51,7 @@ def there_and_back(
         y = rows((1, layout.total), layout.padding_mask)
         packed, batch = layout.pack(x, 7, dim), layout.unpack(y, None, -1, dim)
         share = layout.cp_shard(y, rank, cp, dim + 1)
-        plans = layout._plans.values()
+        plans = layout._memo.plans.values()
     assert len(plans) == 3 and all((plan is not None) == (road == "runs") for plan in plans)
     gradients = [
         torch.autograd.grad(packed, x, weight(packed, layout.padding_mask, (1, layout.total)))[0],
@@ -104,10 +104,10 @@ def test_the_road_is_chosen_by_the_number_and_length_of_runs(samples: int, token
     lengths = [tokens + n for n in range(samples)]
     layout = PackedLayout.from_lengths(lengths)
     layout.pack(torch.zeros(samples, max(lengths)))
-    (plan,) = layout._plans.values()
+    (plan,) = layout._memo.plans.values()
     assert (plan is not None) == pays
     layout.to("meta").pack(torch.zeros(samples, max(lengths), device="meta"))
-    assert len(layout._plans) == 1  # off the CPU it is always an index
+    assert len(layout._memo.plans) == 1  # off the CPU it is always an index
 
 
 def test_a_layout_without_its_batch_forgets_the_plans() -> None:

@@ -30,7 +30,7 @@ from zoo.engine.report.startup_time import Startup
 from zoo.engine.train.trainer import Run
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
-from zoo.packing import share_out
+from zoo.packing import deal_bins
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class BenchRun(Run):
         for first in range(0, len(bins) - each + 1, each):
             step = bins[first : first + each]
             self.steps_of_all.append([samples[i] for rows in step for i in rows])
-            shares = share_out([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
+            shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
             batches = [
                 make_batch([with_pixels(samples[i], config) for i in step[share]], recipe.packing.mode, align, recipe.packing.pad_to, pad)
                 for share in shares

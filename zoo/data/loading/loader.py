@@ -2,7 +2,7 @@
 
 Guarantees:
 - The bins of a step don't depend on the number of data-parallel ranks: that decides only which rank takes which, so that
-  all have as much to do (`zoo.packing.share_out`).
+  all have as much to do (`zoo.packing.deal_bins`).
 - Within an epoch every usable row goes into the stream once; the packer's look-ahead runs on over the epochs' ends.
 - `state_dict` belongs to the batches handed out, not to those prepared ahead: a resumed stream equals the
   uninterrupted one, to the sample, also on another number of ranks. With another budget, alignment or mode it holds the same
@@ -31,7 +31,7 @@ from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
-from zoo.packing import plan_bins, share_out
+from zoo.packing import deal_bins, plan_bins
 
 LENGTH_PROBES = 512  # rows whose lengths stand for all when the steps of an epoch are estimated
 
@@ -181,7 +181,7 @@ class BatchLoader:
         while True:
             before = self._stream.position()
             bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
-            shared = share_out([self._cost_of(ids) for ids in bins], self._ranks)
+            shared = deal_bins([self._cost_of(ids) for ids in bins], self._ranks)
             mine = [bins[index] for index in shared[self._rank]]
             self.source.prefetch([sample_id for ids in mine for sample_id in ids])
             encoded = encode_all(self.lengths, mine)
