@@ -1,7 +1,7 @@
 """The architecture, as transformers describes it."""
 
 from zoo.nn.family import FamilyConfig
-from zoo.nn.multimodal import RotaryShape
+from zoo.nn.inputs import RotaryShape
 
 
 class ToyConfig(FamilyConfig):

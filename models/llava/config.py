@@ -8,7 +8,7 @@ from functools import cached_property
 from zoo.errors import UserError
 from zoo.models.llava.tiles import Tiling
 from zoo.nn.family import FamilyConfig
-from zoo.nn.multimodal import RotaryShape
+from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 
 DECODERS = ("llama", "mistral", "qwen2")

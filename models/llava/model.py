@@ -13,7 +13,8 @@ from zoo.config.schema import Recipe
 from zoo.models.llava.config import LlavaConfig
 from zoo.models.llava.tower import Projector, Tower
 from zoo.nn.decoder.config import transformer_config
-from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
+from zoo.nn.inputs import Encoded, Stage
+from zoo.nn.multimodal import MultimodalModel
 
 
 class LlavaModel(MultimodalModel):

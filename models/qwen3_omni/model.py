@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zoo.nn.family import FamilyConfig, tower_config
-from zoo.nn.multimodal import Encoded
+from zoo.nn.inputs import Encoded
 from zoo.nn.vision_language import VisionLanguageModel
 
 

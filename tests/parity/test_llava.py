@@ -23,7 +23,7 @@ from torch import Tensor
 from zoo.data.sample import Sample
 from zoo.errors import UserError
 from zoo.models.llava.config import LlavaConfig
-from zoo.steps.media import share_out
+from zoo.steps.media import rank_share
 
 LOGITS = 1e-5
 GRADIENTS = 1e-5
@@ -209,7 +209,7 @@ def test_what_ranks_encode_of_shared_media_is_what_one_would(ranks: int, pair: L
     (tower,) = pair.zoo.step().media_streams(media).values()
     with torch.no_grad():
         whole = pair.zoo.model.encode(media)["vision"].embeddings
-        shares = [share_out(tower, media, rank, ranks) for rank in range(ranks)]
+        shares = [rank_share(tower, media, rank, ranks) for rank in range(ranks)]
         gathered = torch.zeros(ranks, shares[0].longest, whole.shape[1])
         for mine, share in zip(gathered, shares, strict=True):
             made = pair.zoo.model.encode(share.media)

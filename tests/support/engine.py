@@ -39,7 +39,7 @@ def single_process_world() -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch made by hand, as a foreign loop would bring it (zoo.steps.packed_step.MicroBatchLike)."""
+    """A micro-batch made by hand, as a foreign loop would bring it (zoo.steps.batch.MicroBatchLike)."""
 
     input_ids: Tensor
     labels: Tensor | None

@@ -18,7 +18,8 @@ from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, on_one_rank
 from zoo.engine.model import build
 from zoo.engine.model.meta_model import on_meta
-from zoo.nn.multimodal import MultimodalModel, Stage
+from zoo.nn.inputs import Stage
+from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 from zoo.registry import get_family
 
@@ -49,7 +50,7 @@ class Subject:
     recipe: Recipe
     device: torch.device
     config: TransformerConfig  # as a rank has it
-    rotary: Any  # zoo.nn.multimodal.RotaryShape
+    rotary: Any  # zoo.nn.inputs.RotaryShape
     model: MultimodalModel  # last stage: layers, final norm, head
     towers: tuple[TowerHeads, ...]
 

@@ -13,7 +13,7 @@ from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
 from zoo.nn.decoder.config_checks import check_decoder, check_towers
-from zoo.nn.multimodal import RotaryShape
+from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 
 # Keys that say how transformers is to compute and in what to hand it back, not what: zoo computes in its own ways.

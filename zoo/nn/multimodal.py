@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -38,64 +36,12 @@ from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.block import Decoder, Deepstack
-from zoo.nn.decoder.mtp import Ahead, MultiTokenPrediction
+from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.decoder.rotary import Rotary
 from zoo.nn.decoder.router import track_layers
+from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
 from zoo.nn.kernels import fused
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Where a model chunk stands in the pipeline."""
-
-    first: bool = True  # holds embedding and towers
-    last: bool = True  # holds final norm, head and loss
-    vp_stage: int | None = None  # index of the chunk on its rank, with an interleaved schedule
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where embeddings of one tower go: embedding `source[i]` to row `rows[i]`, both (N,) int64 on the host."""
-
-    rows: Tensor
-    source: Tensor
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What a tower made: (N, hidden) embeddings, and (N, hidden) deepstack features a decoder layer."""
-
-    embeddings: Tensor
-    deepstack: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """One call's tensors on this rank, after packing and the context-parallel split."""
-
-    input_ids: Tensor  # (B, T) int64, on the device
-    positions: Tensor  # (A, B, T) positions, A axes
-    padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
-    seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
-    # Media that this rank encodes, sizes on the host, and what `PackedStep.tower_inputs` worked out for their towers.
-    media: Mapping[str, Any] = field(default_factory=dict)
-    placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
-    shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
-    label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
-    targets: Tensor | None = None  # (N,) int64 the token each such row should predict
-    count_correct: bool = False  # also say whether each target was the most likely token
-    ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
-
-
-@dataclass(frozen=True)
-class RotaryShape:
-    """Rotary embedding of the decoder: base theta, sections per position axis (None: plain), interleaved."""
-
-    base: float
-    sections: list[int] | None = None
-    interleaved: bool = False
-    fraction: float = 1.0  # share of a head's width that is rotated
 
 
 class MultimodalModel(LanguageModule):

@@ -10,7 +10,8 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
-from zoo.nn.multimodal import Encoded, MultimodalModel, Stage
+from zoo.nn.inputs import Encoded, Stage
+from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 
 

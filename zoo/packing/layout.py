@@ -387,10 +387,8 @@ class PackedLayout:
 
     def _slot_index(self, width: int) -> Tensor:
         """(T,) int64: where each token goes in a flattened (B * width) batch; B * width for padding."""
-        starts, pads, size = self._row_starts(width), self.to(CPU)._pad_index, self.num_segments * width
-        return self._tensor(
-            ("slot_index", width), lambda: index.slots(self.padded_lengths, starts, pads, size)
-        )
+        places = (self.padded_lengths, self._row_starts(width), self.to(CPU)._pad_index)
+        return self._tensor(("slot_index", width), lambda: index.slots(*places, self.num_segments * width))
 
     def _source_index(self, width: int) -> Tensor:
         """(T,) int64: where each token comes from in a flattened (B * width) batch; anywhere for padding."""

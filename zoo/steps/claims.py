@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zoo.packing import PackedLayout
+from zoo.steps.batch import short
 from zoo.steps.media import MediaStream
 
 # Names under which batches of other libraries carry the offsets of their segments.
@@ -47,7 +48,7 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
         raise ValueError(f"the batch's mask has shape {tuple(mask.shape)}, its input_ids {shape}")
     if mask is not None and lengths is not None and tuple(map(int, lengths)) != layout.lengths:
         raise ValueError(
-            f"the batch's lengths are {_short(lengths)}, its attention_mask says {_short(layout.lengths)}; a packed row "
+            f"the batch's lengths are {short(lengths)}, its attention_mask says {short(layout.lengths)}; a packed row "
             "takes its lengths and no mask, a padded batch lengths of its rows"
         )
     for name in OFFSETS:
@@ -55,9 +56,11 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
         if given is not None:
             _check_offsets(name, given, layout)
     given = getattr(batch, "layout", None)
-    if given is not None and given != layout:
+    if (
+        given is not None and given != layout
+    ):  # a padded batch's, beside its mask; `layout_of` checks a packed row's
         raise ValueError(
-            f"the batch's layout has segments of {_short(given.padded_lengths)} tokens, the step's {_short(layout.padded_lengths)}; "
+            f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(layout.padded_lengths)}; "
             "make it with the step's packing.align and packing.pad_to"
         )
 
@@ -67,7 +70,7 @@ def _check_offsets(name: str, given: Any, layout: PackedLayout) -> None:
     known = (layout.lengths, layout.padded_lengths)
     if found not in [list(accumulate(lengths, initial=0)) for lengths in known]:
         raise ValueError(
-            f"the batch's {name} are {_short(found)}, but its segments have {_short(layout.lengths)} tokens; hand over lengths "
+            f"the batch's {name} are {short(found)}, but its segments have {short(layout.lengths)} tokens; hand over lengths "
             "or a mask that say the same, or leave them out"
         )
 
@@ -135,9 +138,3 @@ def check_media(
                 f"the batch has {placed.get(tower, 0)} placeholder tokens of its {tower} tower, whose media ({names}) "
                 f"become {made} embeddings; each embedding needs its token"
             )
-
-
-def _short(values: Sequence[int]) -> str:
-    """Numbers in brackets, the first few where there are many."""
-    text = ", ".join(str(value) for value in list(values)[:12])
-    return f"({text}{', ...' if len(values) > 12 else ''})"

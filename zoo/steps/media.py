@@ -1,8 +1,8 @@
 """Media of a micro-batch and which rank encodes which: every item once in a group of tensor and context parallel ranks.
 
-The ranks of such a group see the same media. Rather than each encode all of it, `share_out` gives every item to one
+The ranks of such a group see the same media. Rather than each encode all of it, `rank_share` gives every item to one
 rank by its size, largest first, always to the rank with least so far. The model gathers what the ranks made
-(`zoo.nn.multimodal`); `Share.place` says where each embedding stands then. All of it on the host, the same on each rank.
+(`zoo.nn.multimodal`); `RankShare.place` says where each embedding stands then. All of it on the host, the same on each rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def frames(data: str, sizes: str, media: Mapping[str, Tensor], merge: int) -> Me
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One tower's items over the ranks of a group.
 
     longest: most embeddings that a rank makes, the height of its part when all are gathered.
@@ -59,7 +59,9 @@ class Share:
     media: Mapping[str, Tensor]
 
 
-def share_out(streams: Sequence[MediaStream], media: Mapping[str, Tensor], rank: int, size: int) -> Share:
+def rank_share(
+    streams: Sequence[MediaStream], media: Mapping[str, Tensor], rank: int, size: int
+) -> RankShare:
     """The share of `rank` of `size` of one tower's items, given in the order in which the tower encodes them."""
     rows = [count for stream in streams for count in stream.rows]
     outputs = [count for stream in streams for count in stream.outputs]
@@ -85,7 +87,7 @@ def share_out(streams: Sequence[MediaStream], media: Mapping[str, Tensor], rank:
             items = media[stream.sizes] if stream.items is None else stream.items
             taken[stream.data] = torch.cat(spans)
             taken[stream.sizes] = items[kept]
-    return Share(longest, torch.cat(pieces), taken)
+    return RankShare(longest, torch.cat(pieces), taken)
 
 
 def balance(costs: Sequence[int], size: int) -> list[int]:

@@ -17,72 +17,24 @@ in that shape:
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.decoder.attention import SeqParams
 from zoo.nn.decoder.mtp import Ahead
-from zoo.nn.multimodal import ModelInputs, Placement
+from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
+from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
-from zoo.steps.media import MediaStream, Share, share_out
-
-IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
-
+from zoo.steps.logprobs import caller_logprobs
+from zoo.steps.media import MediaStream, RankShare, rank_share
+from zoo.steps.shard import IGNORE, ContextShard, Parts
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
-
-
-class MicroBatchLike(Protocol):
-    """What a step reads of a micro-batch; `zoo.data.MicroBatch` is one, a foreign loop may bring its own.
-
-    input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths`.
-    labels are not shifted. media: tensors of all samples in order, concatenated along axis 0. A batch may have `weights`
-    too, in the shape of the labels: float weights of the labels in the loss. `masked_is_true` names the sense of its mask,
-    as in `PackedLayout.from_mask`. What says the same twice (lengths beside a mask, `cu_seqlens`, `layout`,
-    `position_ids`) must agree.
-    """
-
-    input_ids: Tensor
-    labels: Tensor | None
-    attention_mask: Tensor | None
-    lengths: tuple[int, ...] | None
-    media: Mapping[str, Tensor]
-
-
-@dataclass
-class HostBatch:
-    """A micro-batch whose ids, labels, mask and sizes of media lie on the host, where its layout is worked out."""
-
-    input_ids: Tensor
-    labels: Tensor | None
-    attention_mask: Tensor | None
-    lengths: tuple[int, ...] | None
-    media: Mapping[str, Tensor]
-    weights: Tensor | None = None
-    position_ids: Tensor | None = None
-
-    @classmethod
-    def of(cls, batch: MicroBatchLike) -> HostBatch:
-        """The batch itself as the loader makes it; what a foreign loop has on a GPU is copied (the host waits for it)."""
-        labels, mask = batch.labels, batch.attention_mask
-        weights = getattr(batch, "weights", None)
-        return cls(
-            batch.input_ids.cpu(),
-            None if labels is None else labels.cpu(),
-            None if mask is None else mask.cpu(),
-            batch.lengths,
-            {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
-            None if weights is None else weights.cpu(),
-            getattr(batch, "position_ids", None),
-        )
 
 
 @dataclass(frozen=True)
@@ -91,23 +43,6 @@ class Prepared:
 
     inputs: ModelInputs
     facts: StepOutput
-
-
-@dataclass(frozen=True)
-class Parts:
-    """A packed micro-batch on the host: rows (R, T') of tokens, R = 1 when packed, B when padded."""
-
-    layout: PackedLayout
-    input_ids: Tensor  # (R, T') int64
-    labels: Tensor  # (R, T') int64, IGNORE where there is no loss
-    positions: Tensor  # (A, R, T')
-    padding_mask: Tensor  # (R, T') bool, True on tokens the packer added
-    token_index: Tensor  # (R, T') int64 index within the segment, 0 at each start
-    segment_ids: Tensor  # (R, T') int64, -1 on padding
-    source: (
-        Tensor  # (R, T') int64 index into the caller's flattened batch, -1 for what the caller doesn't have
-    )
-    placements: Mapping[str, Placement]  # rows counted over the whole micro-batch, seq-major: t * R + r
 
 
 @dataclass(frozen=True)
@@ -208,38 +143,17 @@ class PackedStep:
         return replace(facts, label_weights=label, ahead_weights=ahead)
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
-        """The layout of the micro-batch, from its lengths or its mask.
+        """The layout of the micro-batch: the one that its loader made, else of its lengths or its mask.
 
-        Raises ValueError for a batch that has neither: lengths are never guessed from labels or token ids. So it does
-        where the batch's facts disagree (`zoo.steps.claims`).
+        Raises:
+            ValueError: a batch that has none of them, as lengths are never guessed from labels or token ids; or one that
+                contradicts itself (`zoo.steps.claims`).
         """
-        layout = self._layout(batch)
+        # packing.mode=none pads each row by itself, see `_padded_rows`
+        pad_to = self.packing.pad_to if self.packing.mode == "thd" else None
+        layout = layout_of(batch, self.packing.align or 1, pad_to)
         check_layout(batch, layout)
         return layout
-
-    def _layout(self, batch: MicroBatchLike) -> PackedLayout:
-        align = self.packing.align or 1
-        pad_to = (
-            self.packing.pad_to if self.packing.mode == "thd" else None
-        )  # none: the width of a padded row
-        if batch.lengths is not None and batch.attention_mask is None:
-            layout = PackedLayout.from_lengths(batch.lengths, align, pad_to)
-            if batch.input_ids.shape[0] != 1 or batch.input_ids.shape[1] not in (
-                layout.total,
-                layout.real_tokens,
-            ):
-                raise ValueError(
-                    f"packed input_ids has shape {tuple(batch.input_ids.shape)}, its lengths sum to "
-                    f"{layout.real_tokens} (padded {layout.total}); (1, T) with T one of the two is wanted"
-                )
-            return layout
-        if batch.attention_mask is not None:
-            sense = getattr(batch, "masked_is_true", None)
-            return PackedLayout.from_mask(batch.attention_mask, align, pad_to, masked_is_true=sense)
-        raise ValueError(
-            "the batch has neither lengths nor an attention_mask, so its samples can't be told apart; "
-            "hand over one of them (labels and token ids are never used to guess)"
-        )
 
     def pack(self, batch: MicroBatchLike, layout: PackedLayout) -> Parts:
         """Tokens and labels in a row (packing.mode=thd), or back in padded rows (none)."""
@@ -337,17 +251,39 @@ class PackedStep:
         logits: bool,
         training: bool = True,
     ) -> tuple[ModelInputs, StepOutput]:
-        """This context-parallel rank's share of everything, by one index, on the device."""
-        rows, width = parts.input_ids.shape
+        """This context-parallel rank's part of a packed micro-batch, on the device: tokens, media, labels.
+
+        Args:
+            parts: the whole micro-batch, as `pack` gives it.
+            media: of the whole micro-batch.
+            evaluate: also say whether each label was the most likely token.
+            logits: of all tokens, in the place of losses.
+            training: run the depths of multi-token prediction.
+        """
         padded = self.packing.mode == "none"
-        layout = PackedLayout.from_lengths([width]) if padded else parts.layout
-        index = layout.cp_index(self.cp_rank, self.cp_size)
-        local = torch.full((width,), -1, dtype=torch.int64)
-        local[index] = torch.arange(len(index))
-        label_rows, targets, labelled = self._labels(parts, local)
-        padding = parts.padding_mask.index_select(1, index)
+        row = PackedLayout.from_lengths([parts.input_ids.shape[1]]) if padded else parts.layout
+        mine = ContextShard(parts, row, self.cp_rank, self.cp_size)
+        tokens = self._shard_tokens(parts, mine, padded)
+        towers, shares = self._shard_media(parts, mine, media)
+        labels, output = self._shard_labels(parts, mine, shares, self.mtp_depths if training else 0)
+        if logits:
+            labels |= {"label_rows": None, "targets": None}
+        return ModelInputs(**tokens, **towers, **labels, count_correct=evaluate), output
+
+    def _shard_tokens(self, parts: Parts, mine: ContextShard, padded: bool) -> dict[str, Any]:
+        """Token ids, positions, padding mask and offsets, as `ModelInputs` names them."""
         has_padding = bool(parts.padding_mask.any())
-        seq_params = None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group)
+        return {
+            "input_ids": self._move(mine.take(parts.input_ids)),
+            "positions": self._move(mine.positions()),
+            "padding_mask": self._move(mine.take(parts.padding_mask)) if has_padding else None,
+            "seq_params": None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group),
+        }
+
+    def _shard_media(
+        self, parts: Parts, mine: ContextShard, media: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, RankShare]]:
+        """Media that this rank encodes and the rows that their embeddings go to; each tower's share of this rank."""
         streams = self.media_streams(media)
         check_media(streams, media, {name: len(place.rows) for name, place in parts.placements.items()})
         shares = self._shares(streams, media)
@@ -356,89 +292,43 @@ class PackedStep:
         given: dict[str, Any] = {**media, **self.tower_inputs(media)} if self.encodes_media else {}
         # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
         sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
-        depths = self.mtp_depths if training else 0
-        ahead = [self._ahead(parts, depth, index, local, shares) for depth in range(1, depths + 1)]
-        inputs = ModelInputs(
-            input_ids=self._move(parts.input_ids.index_select(1, index)),
-            positions=self._move(layout.cp_shard(parts.positions, self.cp_rank, self.cp_size, dim=2)),
-            padding_mask=self._move(padding) if has_padding else None,
-            seq_params=seq_params,
-            media={name: x if name in sizes else self._move(x) for name, x in given.items()},
-            placements=self._local_placements(parts.placements, local, rows, shares),
-            shared={name: share.longest for name, share in shares.items()},
-            label_rows=None if logits else self._move(label_rows),
-            targets=None if logits else self._move(targets),
-            count_correct=evaluate,
-            ahead=tuple(depth for depth, _ in ahead),
-        )
-        segments, source = (x[labelled] for x in (parts.segment_ids, parts.source))
-        further = torch.cat([source[:0], *(places for _, places in ahead)])
-        return inputs, StepOutput(segments, parts.layout.num_segments, source, (), further)
+        inputs = {
+            "media": {name: x if name in sizes else self._move(x) for name, x in given.items()},
+            "placements": mine.placements(parts.placements, shares),
+            "shared": {name: share.longest for name, share in shares.items()},
+        }
+        return inputs, shares
 
     def _shares(
         self, streams: Mapping[str, tuple[MediaStream, ...]], media: Mapping[str, Tensor]
-    ) -> dict[str, Share]:
-        """This rank's share of each tower's media; {} where there is nobody to share them with."""
+    ) -> dict[str, RankShare]:
+        """This rank's share of each tower's media; {} where each rank encodes all."""
         if self.media_group is None or self.media_group.size() == 1:
             return {}
         rank, size = self.media_group.rank(), self.media_group.size()
-        return {name: share_out(tower, media, rank, size) for name, tower in streams.items() if tower}
+        return {name: rank_share(tower, media, rank, size) for name, tower in streams.items() if tower}
 
-    def _labels(
-        self, parts: Parts, local: Tensor, ahead: int = 1
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """(rows, targets, (row, column) of the labels) of this rank's tokens that predict the one `ahead` of them."""
-        follows = (parts.labels[:, ahead:] != IGNORE) & (parts.token_index[:, ahead:] >= ahead)
-        row, column = follows.nonzero(as_tuple=True)
-        here = local[column]
-        keep = here >= 0
-        row, column, here = row[keep], column[keep], here[keep]
-        label = (row, column + ahead)
-        assert bool((parts.segment_ids[label] == parts.segment_ids[row, column]).all()), (
-            "a label out of its segment"
-        )
-        return here * parts.labels.shape[0] + row, parts.labels[label], label
-
-    def _ahead(
-        self, parts: Parts, depth: int, index: Tensor, local: Tensor, shares: Mapping[str, Share]
-    ) -> tuple[Ahead, Tensor]:
-        """What depth `depth` of multi-token prediction reads and predicts (`zoo.nn.decoder.mtp` shows it by an example), and its
-        labels' places in the caller's flattened batch."""
-        rows = parts.input_ids.shape[0]
-        there = (parts.token_index >= depth) & ~parts.padding_mask  # as somebody's token t + depth
-        there = F.pad(there[:, depth:], (0, depth))
-        ids = F.pad(parts.input_ids[:, depth:], (0, depth)).masked_fill(~there, 0)
-        placements = {}
-        for name, placement in parts.placements.items():
-            column, row = placement.rows // rows, placement.rows % rows
-            keep = parts.token_index[row, column] >= depth
-            flat = (column - depth) * rows + row
-            placements[name] = Placement(flat[keep], placement.source[keep])
-        label_rows, targets, labelled = self._labels(parts, local, depth + 1)
-        ahead = Ahead(
-            input_ids=self._move(ids.index_select(1, index)),
-            padding_mask=self._move(~there.index_select(1, index)),
-            placements=self._local_placements(placements, local, rows, shares),
-            label_rows=self._move(label_rows),
-            targets=self._move(targets),
-        )
-        return ahead, parts.source[labelled]
-
-    @staticmethod
-    def _local_placements(
-        placements: Mapping[str, Placement], local: Tensor, rows: int, shares: Mapping[str, Share]
-    ) -> dict[str, Placement]:
-        """Rows as this rank counts them, of embeddings as they stand once gathered."""
-        found = {}
-        for name, placement in placements.items():
-            column, row = placement.rows // rows, placement.rows % rows
-            here = local[column]
-            keep = here >= 0
-            source = placement.source[keep]
-            if name in shares:
-                source = shares[name].place[source]
-            found[name] = Placement(here[keep] * rows + row[keep], source)
-        return found
+    def _shard_labels(
+        self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
+    ) -> tuple[dict[str, Any], StepOutput]:
+        """Rows that predict a label and what they predict, at each of `depths` further depths too."""
+        labels = mine.labels()
+        ahead, places = [], [labels.rows[:0]]  # `zoo.nn.decoder.mtp` shows by an example what a depth reads
+        for depth in range(1, depths + 1):
+            further = mine.labels(depth + 1)
+            ids, padding, placements = mine.successors(depth)
+            placed = mine.placements(placements, shares)
+            tensors = (self._move(x) for x in (ids, padding))
+            wanted = (self._move(x) for x in (further.rows, further.targets))
+            ahead.append(Ahead(*tensors, placed, *wanted))
+            places.append(parts.source[further.at])
+        inputs = {
+            "label_rows": self._move(labels.rows),
+            "targets": self._move(labels.targets),
+            "ahead": tuple(ahead),
+        }
+        segments, source = parts.segment_ids[labels.at], parts.source[labels.at]
+        return inputs, StepOutput(segments, parts.layout.num_segments, source, (), torch.cat(places))
 
     def _move(self, tensor: Any) -> Any:
         """A tensor on its way to the device; a number as it is."""
@@ -498,44 +388,9 @@ class PackedStep:
         padding, at a sample's first token and, where the batch has labels, at tokens without. Whole on every
         context-parallel rank, and differentiable.
 
-        A loss of it is computed alike on all tensor and context parallel ranks, from these values alone. Its gradient has
-        the right scale when gradients are *averaged* over data and context parallel ranks together, as zoo's and
-        megatron-core's DDP do (call `finalize_model_grads` after the last `backward()`), and PyTorch's: the result is the
-        mean of the data-parallel ranks' losses. Without a DDP, add the gradients up over these ranks
-        (`parallel_state.get_data_parallel_group(with_context_parallel=True)`) and divide by their number; the same number
-        for experts, which are added up over the expert data-parallel group. To that end, each rank's gradient is
-        multiplied by the context-parallel size. A loss that megatron-core's schedules run (`get_forward_backward_func`, the
-        loss function giving back two values) is multiplied by that size there, and so not here; they divide it by the
-        number of micro-batches.
+        Every tensor and context parallel rank computes the same loss from these values; `zoo.steps.logprobs` says how its
+        gradient is scaled.
         """
-        size = math.prod(facts.caller_shape)
-        rows = facts.label_source.to(output.device, non_blocking=True)
-        flat = output.new_zeros(size).index_copy(0, rows, -output)
-        if self.cp_size > 1:
-            flat = _SumOverContext.apply(flat, self.cp_group, 1 if _in_a_schedule() else self.cp_size)
-        return flat.view(facts.caller_shape)
-
-
-class _SumOverContext(torch.autograd.Function):
-    """The sum of a tensor over a group; backward, each rank's gradient of it `factor` times."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Any, factor: int) -> Tensor:
-        ctx.factor = factor
-        total = mine.clone()
-        torch.distributed.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.factor, None, None
-
-
-def _in_a_schedule() -> bool:
-    """Whether one of megatron-core's schedules called: these multiply the loss by the context-parallel size."""
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "megatron.core.pipeline_parallel.schedules":
-            return True
-        frame = frame.f_back
-    return False
+        return caller_logprobs(
+            output, facts.label_source, facts.caller_shape, self.cp_group if self.cp_size > 1 else None
+        )

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.steps.media import MediaStream, balance, frames, share_out
+from zoo.steps.media import MediaStream, balance, frames, rank_share
 
 COUNTS = st.lists(st.integers(1, 9), max_size=7)
 
@@ -30,7 +30,7 @@ def test_every_item_is_encoded_once(images: list[int], clips: list[int], size: i
     if not images and not clips:
         return
     media, streams = media_of(images, clips)
-    shares = [share_out(streams, media, rank, size) for rank in range(size)]
+    shares = [rank_share(streams, media, rank, size) for rank in range(size)]
     longest = shares[0].longest
     assert all(share.longest == longest and torch.equal(share.place, shares[0].place) for share in shares)
     gathered = []

@@ -16,7 +16,7 @@ from zoo.packing import PackedLayout
 from zoo.steps import PackedStep
 from zoo.steps.expansion import expand_row
 from zoo.steps.media import MediaStream
-from zoo.steps.packed_step import IGNORE
+from zoo.steps.shard import IGNORE
 
 IMAGE = 99
 

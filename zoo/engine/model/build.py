@@ -14,7 +14,7 @@ from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
 from zoo.errors import UserError
-from zoo.nn.multimodal import Stage
+from zoo.nn.inputs import Stage
 from zoo.registry import ModelFamily, get_family
 
 

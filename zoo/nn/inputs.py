@@ -1,0 +1,65 @@
+"""What a multimodal model is built for and called with: its pipeline stage, rotary shape and one call's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from zoo.nn.decoder.mtp import Ahead
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a model chunk stands in the pipeline."""
+
+    first: bool = True  # holds embedding and towers
+    last: bool = True  # holds final norm, head and loss
+    vp_stage: int | None = None  # index of the chunk on its rank, with an interleaved schedule
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where embeddings of one tower go: embedding `source[i]` to row `rows[i]`, both (N,) int64 on the host."""
+
+    rows: Tensor
+    source: Tensor
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a tower made: (N, hidden) embeddings, and (N, hidden) deepstack features a decoder layer."""
+
+    embeddings: Tensor
+    deepstack: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One call's tensors on this rank, after packing and the context-parallel split."""
+
+    input_ids: Tensor  # (B, T) int64, on the device
+    positions: Tensor  # (A, B, T) positions, A axes
+    padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
+    seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
+    # Media that this rank encodes, sizes on the host, and what `PackedStep.tower_inputs` worked out for their towers.
+    media: Mapping[str, Any] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
+    shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
+    label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: logits of all rows
+    targets: Tensor | None = None  # (N,) int64 the token each such row should predict
+    count_correct: bool = False  # also say whether each target was the most likely token
+    ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
+
+
+@dataclass(frozen=True)
+class RotaryShape:
+    """Rotary embedding of the decoder: base theta, sections per position axis (None: plain), interleaved."""
+
+    base: float
+    sections: list[int] | None = None
+    interleaved: bool = False
+    fraction: float = 1.0  # share of a head's width that is rotated

@@ -1,0 +1,120 @@
+"""Micro-batches as a step takes them, and the layout of one: that of its loader, or made of its lengths or its mask."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from zoo.packing import PackedLayout
+from zoo.packing.lengths import as_ints, padded_lengths
+
+
+class MicroBatchLike(Protocol):
+    """What a step reads of a micro-batch; `zoo.data.sample.MicroBatch` is one, a foreign loop may bring its own.
+
+    input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths` or `layout`.
+    labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
+
+    A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, and
+    `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
+    """
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    lengths: tuple[int, ...] | None
+    media: Mapping[str, Tensor]
+
+
+@dataclass
+class HostBatch:
+    """A micro-batch whose ids, labels, mask and sizes of media lie on the host."""
+
+    input_ids: Tensor
+    labels: Tensor | None
+    attention_mask: Tensor | None
+    lengths: tuple[int, ...] | None
+    media: Mapping[str, Tensor]
+    weights: Tensor | None = None
+    position_ids: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: MicroBatchLike) -> HostBatch:
+        """The batch itself as the loader makes it; what a foreign loop has on a GPU is copied (the host waits for it)."""
+        labels, mask = batch.labels, batch.attention_mask
+        weights = getattr(batch, "weights", None)
+        return cls(
+            batch.input_ids.cpu(),
+            None if labels is None else labels.cpu(),
+            None if mask is None else mask.cpu(),
+            batch.lengths,
+            {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
+            None if weights is None else weights.cpu(),
+            getattr(batch, "position_ids", None),
+        )
+
+
+def layout_of(batch: MicroBatchLike, align: int, pad_to: int | None) -> PackedLayout:
+    """The layout of a micro-batch: the one that came with a packed row, else of its lengths or its mask.
+
+    Args:
+        batch: packed or padded.
+        align: each segment is padded to a multiple of this.
+        pad_to: tokens of the packed row, or None.
+
+    Raises:
+        ValueError: the batch has none of the three (lengths are never guessed from labels or token ids), its layout is
+            not that of its lengths under `align` and `pad_to`, or its input_ids have another shape.
+    """
+    given = getattr(batch, "layout", None)
+    if given is not None and not isinstance(given, PackedLayout):
+        raise ValueError(
+            f"the batch's layout is a {type(given).__name__}; a zoo.packing.PackedLayout is wanted"
+        )
+    if batch.attention_mask is not None:
+        sense = getattr(batch, "masked_is_true", None)
+        return PackedLayout.from_mask(batch.attention_mask, align, pad_to, masked_is_true=sense)
+    if given is not None:
+        layout = _checked(given, batch.lengths, align, pad_to)
+    elif batch.lengths is not None:
+        layout = PackedLayout.from_lengths(batch.lengths, align, pad_to)
+    else:
+        raise ValueError(
+            "the batch has neither lengths nor an attention_mask, so its samples can't be told apart; "
+            "hand over one of them (labels and token ids are never used to guess)"
+        )
+    shape = tuple(batch.input_ids.shape)
+    if shape not in ((1, layout.total), (1, layout.real_tokens)):
+        raise ValueError(
+            f"packed input_ids has shape {shape}, its lengths sum to {layout.real_tokens} (padded {layout.total}); "
+            "(1, T) with T one of the two is wanted"
+        )
+    return layout
+
+
+def _checked(
+    given: PackedLayout, lengths: tuple[int, ...] | None, align: int, pad_to: int | None
+) -> PackedLayout:
+    """A packed row's own layout, held against its lengths and the step's padding, without a tensor."""
+    real = given.lengths if lengths is None else as_ints(lengths)
+    if given.lengths != real:
+        raise ValueError(
+            f"the batch's layout has lengths {short(given.lengths)}, its lengths are {short(real)}"
+        )
+    wanted = padded_lengths(real, align, pad_to)
+    if given.padded_lengths != wanted:
+        raise ValueError(
+            f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(wanted)}; "
+            "make it with the step's packing.align and packing.pad_to"
+        )
+    return given.for_call(align, pad_to)
+
+
+def short(values: tuple[int, ...] | list[int]) -> str:
+    """Numbers in brackets, the first few where there are many."""
+    text = ", ".join(str(value) for value in list(values)[:12])
+    return f"({text}{', ...' if len(values) > 12 else ''})"
