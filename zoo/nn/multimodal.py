@@ -57,9 +57,13 @@ class MultimodalModel(LanguageModule):
         stage: Stage,
         towers: Mapping[str, torch.nn.Module],
         tied: bool = False,
-        deepstack_layers: int = 0,
+        deepstack_layers: Mapping[str, int] | None = None,
     ) -> None:
-        """`towers` are kept as attributes under their names, on the first stage only."""
+        """`towers` are kept as attributes under their names, on the first stage only.
+
+        `deepstack_layers`: by the name of a tower, decoder layers that its features are added after; one tower may have
+        any. ValueError for more.
+        """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
         track_layers(config)
@@ -69,7 +73,11 @@ class MultimodalModel(LanguageModule):
         self.mtp_process = stage.last and bool(
             config.mtp_num_layers
         )  # mcore's name: the embedding is here too
-        self.deepstack_layers = deepstack_layers
+        self.deepstack_layers = {name: n for name, n in (deepstack_layers or {}).items() if n}
+        if len(self.deepstack_layers) > 1:
+            raise ValueError(
+                f"deepstack_layers names {sorted(self.deepstack_layers)}; one tower may have deepstack"
+            )
         self.vocab_size = vocab_size
         self.input_tensor: Tensor | None = None
         assert config.kv_channels is not None
@@ -208,7 +216,7 @@ class MultimodalModel(LanguageModule):
                 deepstack = self._local_deepstack(placement, encoded[name], hidden)
         hidden = self._anchor_idle_towers(hidden, encoded)
         if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
-            # Of a decoder whose embedding is frozen, layers that are made again in the backward pass wait for this.
+            # Recomputed layers wait for a gradient of their input, which a frozen embedding doesn't ask for.
             hidden = hidden.requires_grad_()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
@@ -218,7 +226,7 @@ class MultimodalModel(LanguageModule):
     def _gather(self, name: str, mine: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
         """What all ranks of the group encoded with a tower, `longest` rows a rank; `mine` is None without an item."""
         width = hidden.shape[-1]
-        layers = self.deepstack_layers if name == "vision" else 0
+        layers = self.deepstack_layers.get(name, 0)
         if mine is None:  # part of the graph all the same: the backward pass is collective
             local = hidden.new_zeros(0, width * (1 + layers)) + self._nothing(name)
         else:
@@ -272,10 +280,12 @@ class MultimodalModel(LanguageModule):
         batch, tokens = inputs.input_ids.shape
         local = tokens // self.tp_group.size() if self.config.sequence_parallel else tokens
         hidden, rest = self.input_tensor[:local], self.input_tensor[local:]
-        placement = next((p for n, p in inputs.placements.items() if n == "vision"), None)
         first = get_transformer_layer_offset(self.config, self.vp_stage)
-        count = max(0, self.deepstack_layers - first) if placement is not None else 0
-        rows = self._local_rows(placement, tokens, batch)[0] if placement is not None else torch.empty(0)
+        rows, count = torch.empty(0), 0
+        for name, layers in self.deepstack_layers.items():
+            if name in inputs.placements:
+                rows, _ = self._local_rows(inputs.placements[name], tokens, batch)
+                count = max(0, layers - first)
         media = [sum(len(p.rows) for p in ahead.placements.values()) for ahead in inputs.ahead]
         sizes = [len(rows)] * count + media
         pieces = rest.reshape(-1, hidden.shape[-1])[: sum(sizes)].split(sizes)

@@ -29,7 +29,7 @@ class VisionLanguageModel(MultimodalModel):
             stage=stage,
             towers={name: use_varlen_attention(tower) for name, tower in towers.items()},
             tied=config.tied,
-            deepstack_layers=config.deepstack_layers,
+            deepstack_layers={"vision": config.deepstack_layers},
         )
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:

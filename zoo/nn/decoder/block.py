@@ -1,7 +1,7 @@
 """mcore's transformer block with a forward that carries deepstack features and nothing of inference.
 
-Deepstack (Qwen3-VL): features taken from several depths of the vision tower are added to the hidden states
-of the first decoder layers, at the rows of the visual tokens. They travel as an argument, never on a module,
+Deepstack (Qwen3-VL): features taken from several depths of a tower are added to the hidden states
+of the first decoder layers, at the rows of that tower's tokens. They travel as an argument, never on a module,
 so recompute and the pipeline see them.
 """
 
@@ -52,7 +52,7 @@ def run_layer(
     seq_params: PackedSeqParams | None,
     padding_mask: Tensor | None,
 ) -> Tensor:
-    """One transformer layer of mcore, made again in the backward pass under full recompute."""
+    """One transformer layer of mcore, recomputed in the backward pass under full recompute."""
 
     def run(states: Tensor) -> Tensor:
         with get_fp8_context(layer.config):  # of no effect without engine.fp8
