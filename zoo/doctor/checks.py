@@ -30,8 +30,8 @@ from zoo.doctor.measure import Check, Trial
 from zoo.doctor.towers import tower_checks
 from zoo.nn.decoder import gated_delta_net
 from zoo.nn.decoder.attention import SeqParams, output_gate
+from zoo.nn.decoder.mlp import swiglu
 from zoo.nn.decoder.rotary import apply_rotary, axis_of_frequency
-from zoo.nn.decoder.swiglu import swiglu
 from zoo.nn.kernels.widths import fla_takes, grouped_takes
 from zoo.packing import PackedLayout
 

@@ -27,11 +27,10 @@ from torch import Tensor
 from zoo.config.checks.engine import TE_IN_FP32
 from zoo.errors import ConfigError
 from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
-from zoo.nn.decoder.experts import GroupedExperts
 from zoo.nn.decoder.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
 from zoo.nn.decoder.router import Router
-from zoo.nn.decoder.swiglu import DenseMLP, SharedExperts
 from zoo.nn.kernels.widths import te_attention_takes, te_linears_take
 
 

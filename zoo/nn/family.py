@@ -12,7 +12,7 @@ from zoo.config.checks.arch import check_arch
 from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
-from zoo.nn.decoder.config_checks import check_decoder, check_towers
+from zoo.nn.config_checks import check_decoder, check_towers
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 

@@ -326,7 +326,7 @@ AVOIDED = (
         name="experts-one-by-one",
         fault="SequentialMLP, the experts without Transformer Engine, calls one expert after another",
         last_broken="0.19.2",
-        instead="two stacked weights and a grouped product (zoo/nn/decoder/experts.py)",
+        instead="two stacked weights and a grouped product (zoo/nn/decoder/mlp.py)",
     ),
 )
 

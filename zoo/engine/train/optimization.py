@@ -9,8 +9,8 @@ import torch
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import reduce_in_order
 from zoo.engine.train.adamw import fuse
-from zoo.nn.decoder.weight_gradients import accumulate_in_place
 from zoo.nn.kernels import has_triton
+from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.registry import ModelFamily
 
 BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass goes on

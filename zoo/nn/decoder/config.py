@@ -10,7 +10,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
-from zoo.nn.decoder.config_checks import normalised
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # By `engine.recompute`. Selective: MLP and experts, which keep most of what a layer keeps where attention stores no
@@ -42,7 +41,7 @@ def transformer_config(
     a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `qkv_bias`, a bias to
     queries, keys and values; `mtp_layers`, layers that predict further tokens.
 
-    What a config asks and this decoder doesn't have, `zoo.nn.decoder.config_checks` has refused; UserError for a window of attention
+    What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
     that a sample could reach.
     """
     _refuse_short_window(text, recipe)
@@ -98,6 +97,11 @@ def transformer_config(
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     return config
+
+
+def normalised(text: Any) -> bool:
+    """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
+    return bool(getattr(text, "norm_topk_prob", True))
 
 
 def _refuse_short_window(text: Any, recipe: Recipe) -> None:

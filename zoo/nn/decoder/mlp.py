@@ -1,8 +1,8 @@
-"""Experts of an MoE layer as two stacked weights and grouped matrix products.
+"""SwiGLU MLPs of a layer (Shazeer 2020): dense, shared by all tokens, and experts as two stacked weights.
 
-One `torch.nn.functional.grouped_mm` a projection on a GPU in half precision, for widths that it takes; a loop over the local
-experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its
-grouped one needs Transformer Engine.
+Experts are grouped matrix products: one `torch.nn.functional.grouped_mm` a projection on a GPU in half precision, for
+widths that it takes; a loop over the local experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP
+loops in Python over whole modules, its grouped one needs Transformer Engine.
 """
 
 from __future__ import annotations
@@ -15,12 +15,43 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from zoo.nn.decoder.swiglu import swiglu
+from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import grouped_takes
+
+
+def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
+    """x (..., 2 I), gate half first -> silu(gate) * up (..., I), each row times its `probs` (...,) where given."""
+    if fused(x):
+        from zoo.nn.kernels import swiglu as kernel
+
+        return kernel.swiglu(x, probs)
+    gate, up = x.chunk(2, dim=-1)
+    out = F.silu(gate) * up
+    return out if probs is None else (out * probs.unsqueeze(-1)).to(x.dtype)
+
+
+class DenseMLP(MLP):
+    """mcore's MLP of a decoder without biases, with the fused SwiGLU between its linears."""
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **unused: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
+        refuse_unused("DenseMLP", unused)
+        inner, _ = self.linear_fc1(hidden_states)
+        out: tuple[Tensor, Tensor | None] = self.linear_fc2(swiglu(inner))
+        return out
+
+
+class SharedExperts(SharedExpertMLP, DenseMLP):
+    """mcore's shared expert with its gate, around `DenseMLP`."""
 
 
 class GroupedExperts(MegatronModule):

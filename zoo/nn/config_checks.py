@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.errors import UserError
+from zoo.nn.decoder.config import normalised
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout")
-
-
-def normalised(text: Any) -> bool:
-    """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
-    return bool(getattr(text, "norm_topk_prob", True))
 
 
 def check_decoder(config: Any) -> None:
