@@ -39,9 +39,9 @@ class LlavaModel(MultimodalModel):
         """The one tower that makes embeddings, its projector with it."""
         return ("vision",)
 
-    def _nothing(self, name: str) -> Tensor | float:
+    def zero_of(self, name: str) -> Tensor | float:
         """The projector is idle when its tower is."""
-        return super()._nothing(name) + super()._nothing("projector")
+        return super().zero_of(name) + super().zero_of("projector")
 
     def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
         """Tiles of images and frames of videos through the tower in one call, then images and videos one by one."""

@@ -228,7 +228,7 @@ class MultimodalModel(LanguageModule):
         width = hidden.shape[-1]
         layers = self.deepstack_layers.get(name, 0)
         if mine is None:  # part of the graph all the same: the backward pass is collective
-            local = hidden.new_zeros(0, width * (1 + layers)) + self._nothing(name)
+            local = hidden.new_zeros(0, width * (1 + layers)) + self.zero_of(name)
         else:
             local = torch.cat((mine.embeddings, *mine.deepstack), dim=-1).to(hidden.dtype)
         everyone: Tensor = GatherEncoded.apply(local, longest, self.groups)
@@ -262,10 +262,10 @@ class MultimodalModel(LanguageModule):
             return hidden
         for name in self.tower_names():
             if name not in encoded:
-                hidden = hidden + self._nothing(name)
+                hidden = hidden + self.zero_of(name)
         return hidden
 
-    def _nothing(self, name: str) -> Tensor | float:
+    def zero_of(self, name: str) -> Tensor | float:
         """Zero, with every parameter of a tower that is trained behind it."""
         parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
         return sum((p.flatten()[0] * 0.0 for p in parameters), start=0.0)
