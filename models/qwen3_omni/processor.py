@@ -160,7 +160,7 @@ class Qwen3OmniProcessor(Processor):
         return Sketch(text, further, {"vision": vision.grid_rows(grids), "audio": frames})
 
     def _mel_frames(self, samples: tuple[int, ...]) -> list[int]:
-        """Of sounds of so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""
+        """Mel frames of sounds with so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""
         hop = self.hf.feature_extractor.hop_length
         most = max(samples, default=0) // hop
         return [min(-(-count // hop), most) for count in samples]

@@ -22,6 +22,6 @@ class Qwen3VLConfig(FamilyConfig):
         if hidden in (width, 2 * width):
             raise UserError(
                 f"text_config.moe_intermediate_size is {width} and hidden_size {hidden}: published experts stand the "
-                "other way round than in memory, and transformers, which tells by their shape, would not turn square "
+                "other way round than in memory, and transformers, which goes by their shape, would not turn square "
                 "ones; change either size"
             )

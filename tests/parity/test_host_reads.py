@@ -65,9 +65,9 @@ def reads(model: Zoo, names: tuple[str, ...]) -> HostReads:
     """Of one training step on the named rows, packed with padding between them, after all that the host does."""
     examples = vision_examples(model.assembly.processor)
     step = model.step(align=8)
-    inputs, facts = step.prepare(packed_batch([examples[name].sample for name in names]))
+    inputs, loss_inputs = step.prepare(packed_batch([examples[name].sample for name in names]))
     with HostReads() as found:
-        loss, _ = step.loss(step.forward(model.model, inputs), facts, 1.0, False)
+        loss, _ = step.loss(step.forward(model.model, inputs), loss_inputs, 1.0, False)
         loss.backward()
     model.model.zero_grad(set_to_none=True)
     return found

@@ -261,9 +261,9 @@ def test_probabilities_packed_against_unpacked(
 
     def logprobs(batch: Batch) -> list[Tensor]:
         step = zoo.step()
-        inputs, facts = step.prepare(batch, logprobs=True)
+        inputs, loss_inputs = step.prepare(batch, logprobs=True)
         with torch.no_grad():
-            found = step.logprobs(step.forward(zoo.model, inputs), facts)
+            found = step.logprobs(step.forward(zoo.model, inputs), loss_inputs)
         return [row[row != 0] for row in found]
 
     alone = torch.cat([row for sample in samples for row in logprobs(packed_batch([sample]))])

@@ -37,23 +37,23 @@ def run_foreign(rank: int, size: int, plan: Plan, how: str) -> Held:
             chunk.zero_grad_buffer()
         total = 0.0
 
-        def loss_of(output: Tensor, facts: Any) -> Tensor:
+        def loss_of(output: Tensor, loss_inputs: Any) -> Tensor:
             nonlocal total
-            loss = objective(step.logprobs(output, facts), plan.labels)
+            loss = objective(step.logprobs(output, loss_inputs), plan.labels)
             total += float(loss.detach()) if here.cp_rank == 0 and here.counts_loss else 0.0
             return loss * here.dp_size  # of which the mean over data-parallel ranks is taken
 
         def forward(data: Iterator[Any], model: Any) -> Any:
-            inputs, facts = step.prepare(next(data), logprobs=True)
-            return step.forward(model, inputs), lambda output: (loss_of(output, facts) * len(mine), {})
+            inputs, loss_inputs = step.prepare(next(data), logprobs=True)
+            return step.forward(model, inputs), lambda output: (loss_of(output, loss_inputs) * len(mine), {})
 
         if how == "schedule":
             built._schedule(forward, mine)
         else:
             model = built.wrapped[0] if how == "direct" else built.wrapped[0].module
             for batch in mine:
-                inputs, facts = step.prepare(batch, logprobs=True)
-                loss_of(step.forward(model, inputs), facts).backward()
+                inputs, loss_inputs = step.prepare(batch, logprobs=True)
+                loss_of(step.forward(model, inputs), loss_inputs).backward()
             if how == "direct":
                 finalize_model_grads(built.wrapped, force_all_reduce=True)
             else:

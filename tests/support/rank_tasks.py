@@ -183,10 +183,10 @@ class _Built:
         """Of every token of this rank's micro-batches, whatever carries a label."""
 
         def forward(data: Iterator[Any], model: Any) -> Any:
-            inputs, facts = step.prepare(replace(next(data), labels=None), logprobs=True)
+            inputs, loss_inputs = step.prepare(replace(next(data), labels=None), logprobs=True)
             return step.forward(model, inputs), lambda output: (
                 output.sum(),
-                {"logprobs": step.logprobs(output, facts)},
+                {"logprobs": step.logprobs(output, loss_inputs)},
             )
 
         found = self._schedule(forward, mine, forward_only=True)

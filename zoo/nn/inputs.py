@@ -44,7 +44,7 @@ class ModelInputs:
     input_ids: Tensor  # (B, T) int64, on the device
     positions: Tensor  # (A, B, T) positions, A axes
     padding_mask: Tensor | None  # (B, T) bool, True on padding; None where there is none
-    seq_params: PackedSeqParams | None  # packing facts; None for a padded batch
+    seq_params: PackedSeqParams | None  # layout of the packed row; None for a padded batch
     # Media that this rank encodes, sizes on the host, and what `PackedStep.tower_inputs` worked out for their towers.
     media: Mapping[str, Any] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes

@@ -190,7 +190,7 @@ class BinPacker[K]:
         return [key for _, key in taken], left, cost
 
     def _choose(self, fitting: int, left: int, missing: float) -> int:
-        """Of the first `fitting` keys, the one whose cost is nearest to its part of what is missing."""
+        """The one of the first `fitting` keys whose cost is nearest to its part of the missing cost."""
         rate = missing / left
         step = 1 + fitting // CHOICES
         best, nearest = fitting - 1, float("inf")

@@ -1,4 +1,4 @@
-"""Segment lengths as Python ints: checked, padded and expanded, before any tensor is made of them."""
+"""Segment lengths as Python ints: checked, padded and expanded, before any tensor is made."""
 
 from __future__ import annotations
 

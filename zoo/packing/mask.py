@@ -41,7 +41,7 @@ def rows_from_mask(
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(
             f"The mask has dtype {mask.dtype}; a bool or integer mask is wanted, True or 1 on real tokens. "
-            "Of an additive mask, pass `mask == 0`."
+            "Pass `mask == 0` for an additive mask."
         )
     mask_host = mask.detach().to("cpu")
     if mask_host.ndim == 4:

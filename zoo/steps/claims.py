@@ -1,4 +1,4 @@
-"""Facts that a batch states twice: they agree, or the batch is refused. None is ever left out in silence.
+"""What a batch states twice must agree, or the batch is refused; nothing it carries is ignored in silence.
 
 A foreign loop's batch often carries more than a step needs: offsets beside a mask, lengths beside both, positions. A batch
 that was packed by one of them must not be read by another.

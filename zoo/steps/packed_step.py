@@ -11,8 +11,8 @@ A step keeps nothing of a call: packed, padded and evaluation calls can alternat
 A foreign loop hands over its own padded (B, T0) batch with its mask, on whatever device, and gets log-probabilities back
 in that shape:
 
-    inputs, facts = step.prepare(batch, logprobs=True)
-    logprobs = step.logprobs(step.forward(model, inputs), facts)      # (B, T0), differentiable
+    inputs, loss_inputs = step.prepare(batch, logprobs=True)
+    logprobs = step.logprobs(step.forward(model, inputs), loss_inputs)      # (B, T0), differentiable
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Prepared:
     """A micro-batch after all host stages, on its way to the device: what `PackedStep.prepare` gives."""
 
     inputs: ModelInputs
-    facts: StepOutput
+    loss_inputs: LossInputs
 
 
 @dataclass(frozen=True)
-class StepOutput:
+class LossInputs:
     """What the loss needs beside the model's output, on this rank."""
 
     label_segments: Tensor  # (N,) int64 on the host: the segment of each label row of this rank
@@ -102,25 +102,25 @@ class PackedStep:
         loss_scale: Tensor | float,
         evaluate: bool = False,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]]:
-        """mcore's forward step: (model output, function from it to loss and figures).
+        """mcore's forward step: (model output, function from it to loss and metrics).
 
         `loss_scale` multiplies the sum of negative log likelihoods (see `zoo.engine.train.trainer`). A micro-batch may come prepared.
         """
         batch = next(batches)
         if isinstance(batch, Prepared):
-            inputs, output_facts = batch.inputs, batch.facts
+            inputs, loss_inputs = batch.inputs, batch.loss_inputs
         else:
-            inputs, output_facts = self.prepare(batch, evaluate=evaluate)
+            inputs, loss_inputs = self.prepare(batch, evaluate=evaluate)
         output = self.forward(model, inputs)
 
         def loss_func(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return self.loss(output, output_facts, loss_scale, evaluate)
+            return self.loss(output, loss_inputs, loss_scale, evaluate)
 
         return output, loss_func
 
     def prepare(
         self, batch: MicroBatchLike, *, evaluate: bool = False, logits: bool = False, logprobs: bool = False
-    ) -> tuple[ModelInputs, StepOutput]:
+    ) -> tuple[ModelInputs, LossInputs]:
         """All host stages: capture, pack, positions, place, shard.
 
         `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, in the place of
@@ -132,15 +132,15 @@ class PackedStep:
             labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
             parts = replace(parts, labels=labels)
         training = not (evaluate or logits or logprobs)
-        inputs, facts = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
-        facts = replace(facts, caller_shape=tuple(batch.input_ids.shape))
-        return inputs, facts if batch.weights is None else self.weigh(facts, batch.weights)
+        inputs, found = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
+        found = replace(found, caller_shape=tuple(batch.input_ids.shape))
+        return inputs, found if batch.weights is None else self.weigh(found, batch.weights)
 
-    def weigh(self, facts: StepOutput, weights: Tensor) -> StepOutput:
-        """The facts with each label's weight, of `weights` in the caller's shape: padded (B, T0), or (1, T) packed."""
-        flat = weights.float().flatten()
-        label, ahead = (self._move(flat[source]) for source in (facts.label_source, facts.ahead_source))
-        return replace(facts, label_weights=label, ahead_weights=ahead)
+    def weigh(self, loss_inputs: LossInputs, weights: Tensor) -> LossInputs:
+        """`loss_inputs` with each label's weight; `weights` has the caller's shape, padded (B, T0) or packed (1, T)."""
+        flat, sources = weights.float().flatten(), (loss_inputs.label_source, loss_inputs.ahead_source)
+        label, ahead = (self._move(flat[source]) for source in sources)
+        return replace(loss_inputs, label_weights=label, ahead_weights=ahead)
 
     def capture(self, batch: MicroBatchLike) -> PackedLayout:
         """The layout of the micro-batch: the one that its loader made, else of its lengths or its mask.
@@ -250,7 +250,7 @@ class PackedStep:
         evaluate: bool,
         logits: bool,
         training: bool = True,
-    ) -> tuple[ModelInputs, StepOutput]:
+    ) -> tuple[ModelInputs, LossInputs]:
         """This context-parallel rank's part of a packed micro-batch, on the device: tokens, media, labels.
 
         Args:
@@ -290,7 +290,7 @@ class PackedStep:
         if shares:
             media = {name: rows for share in shares.values() for name, rows in share.media.items()}
         given: dict[str, Any] = {**media, **self.tower_inputs(media)} if self.encodes_media else {}
-        # Sizes of media stay on the host: whoever needs a number of them must not have to ask the device for it.
+        # Sizes of media stay on the host: reading one from the device would make the host wait.
         sizes = {stream.sizes for parts_of in streams.values() for stream in parts_of}
         inputs = {
             "media": {name: x if name in sizes else self._move(x) for name, x in given.items()},
@@ -310,7 +310,7 @@ class PackedStep:
 
     def _shard_labels(
         self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
-    ) -> tuple[dict[str, Any], StepOutput]:
+    ) -> tuple[dict[str, Any], LossInputs]:
         """Rows that predict a label and what they predict, at each of `depths` further depths too."""
         labels = mine.labels()
         ahead, places = [], [labels.rows[:0]]  # `zoo.nn.decoder.mtp` shows by an example what a depth reads
@@ -322,13 +322,10 @@ class PackedStep:
             wanted = (self._move(x) for x in (further.rows, further.targets))
             ahead.append(Ahead(*tensors, placed, *wanted))
             places.append(parts.source[further.at])
-        inputs = {
-            "label_rows": self._move(labels.rows),
-            "targets": self._move(labels.targets),
-            "ahead": tuple(ahead),
-        }
+        rows, targets = self._move(labels.rows), self._move(labels.targets)
+        inputs = {"label_rows": rows, "targets": targets, "ahead": tuple(ahead)}
         segments, source = parts.segment_ids[labels.at], parts.source[labels.at]
-        return inputs, StepOutput(segments, parts.layout.num_segments, source, (), torch.cat(places))
+        return inputs, LossInputs(segments, parts.layout.num_segments, source, (), torch.cat(places))
 
     def _move(self, tensor: Any) -> Any:
         """A tensor on its way to the device; a number as it is."""
@@ -342,24 +339,24 @@ class PackedStep:
         return output
 
     def loss(
-        self, output: Tensor, facts: StepOutput, loss_scale: Tensor | float, evaluate: bool
+        self, output: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, evaluate: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over this rank's labels, each times its weight, times `loss_scale`, and figures for the log.
+        """Sum over this rank's labels, each times its weight, times `loss_scale`, and metrics for the log.
 
         The mean over depths of multi-token prediction is added `mtp_weight` times, each depth's sum over its labels
         scaled like the decoder's (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25: divided by the same count).
 
-        Figures: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
+        Metrics: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
         `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
         """
         nll = output[0] if evaluate else output
-        nll, ahead = nll.tensor_split([len(facts.label_segments)])
-        weights = facts.label_weights
-        if weights is not None and facts.ahead_weights is not None:
-            nll, ahead = nll * weights, ahead * facts.ahead_weights[: len(ahead)]
+        nll, ahead = nll.tensor_split([len(loss_inputs.label_segments)])
+        weights = loss_inputs.label_weights
+        if weights is not None and loss_inputs.ahead_weights is not None:
+            nll, ahead = nll * weights, ahead * loss_inputs.ahead_weights[: len(ahead)]
         total = nll.sum()
         labels = nll.new_full((), float(nll.shape[0]))
-        figures = {
+        metrics = {
             "nll": total.detach().float(),
             "labels": labels,
             "weight": labels if weights is None else weights.sum(),
@@ -367,23 +364,23 @@ class PackedStep:
         if self.mtp_depths and not evaluate:
             further = ahead.sum() / self.mtp_depths
             total = total + self.mtp_weight * further
-            figures["mtp_nll"] = further.detach().float()
+            metrics["mtp_nll"] = further.detach().float()
         if evaluate:
-            segments = facts.label_segments.to(nll.device)
-            zeros = nll.new_zeros(facts.num_segments)
-            figures["segment_nll"] = zeros.index_add(0, segments, nll)
+            segments = loss_inputs.label_segments.to(nll.device)
+            zeros = nll.new_zeros(loss_inputs.num_segments)
+            metrics["segment_nll"] = zeros.index_add(0, segments, nll)
             ones = torch.ones_like(nll)
-            figures["segment_labels"] = zeros.index_add(0, segments, ones)
-            figures["segment_weight"] = zeros.index_add(
+            metrics["segment_labels"] = zeros.index_add(0, segments, ones)
+            metrics["segment_weight"] = zeros.index_add(
                 0, segments, ones if weights is None else weights.to(nll.dtype)
             )
-            figures["segment_correct"] = zeros.index_add(0, segments, output[1])
-        return total * loss_scale, figures
+            metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
+        return total * loss_scale, metrics
 
-    def logprobs(self, output: Tensor, facts: StepOutput) -> Tensor:
+    def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
         """Log-probability of each token given those before it in its sample, in the caller's shape.
 
-        `output` and `facts` of a batch that was prepared with `logprobs=True`, on the last pipeline stage. The result is
+        `output` and `loss_inputs` of a batch that was prepared with `logprobs=True`, on the last pipeline stage. The result is
         (B, T0) fp32 ((1, T) for a packed batch), its entry at a token that token's own, and 0 where there is none: on
         padding, at a sample's first token and, where the batch has labels, at tokens without. Whole on every
         context-parallel rank, and differentiable.
@@ -392,5 +389,8 @@ class PackedStep:
         gradient is scaled.
         """
         return caller_logprobs(
-            output, facts.label_source, facts.caller_shape, self.cp_group if self.cp_size > 1 else None
+            output,
+            loss_inputs.label_source,
+            loss_inputs.caller_shape,
+            self.cp_group if self.cp_size > 1 else None,
         )

@@ -82,7 +82,7 @@ def test_what_stands_in_another_segment_does_not_matter() -> None:
 def test_what_the_kernels_are_told_of_a_row() -> None:
     """Offsets, and segment and number of each chunk; the same tensors for every layer of a layout."""
     lengths = (CHUNK + 6, 1, 2 * CHUNK)
-    facts = _kernel_offsets(lengths, torch.device("cpu"))
-    assert facts["cu_seqlens"].tolist() == [0, CHUNK + 6, CHUNK + 7, 3 * CHUNK + 7]
-    assert facts["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
-    assert _kernel_offsets(lengths, torch.device("cpu")) is facts
+    offsets = _kernel_offsets(lengths, torch.device("cpu"))
+    assert offsets["cu_seqlens"].tolist() == [0, CHUNK + 6, CHUNK + 7, 3 * CHUNK + 7]
+    assert offsets["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
+    assert _kernel_offsets(lengths, torch.device("cpu")) is offsets

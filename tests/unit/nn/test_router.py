@@ -1,4 +1,4 @@
-"""Routers' figures, where several models with experts live in one world."""
+"""Router metrics, where several models with experts live in one world."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -115,7 +115,7 @@ def test_an_item_that_fits_nowhere_else_still_leaves_in_time():
 @MANY
 @given(ITEMS, ALIGN, LOOKAHEAD, st.integers(0, 60))
 def test_a_resumed_packer_goes_on_as_if_never_stopped(given, align, lookahead, cut):
-    def feed(packer, items):
+    def fill(packer, items):
         for index, (length, cost) in items:
             packer.add(index, length, cost)
             while packer.ready():
@@ -123,12 +123,12 @@ def test_a_resumed_packer_goes_on_as_if_never_stopped(given, align, lookahead, c
 
     items = list(enumerate(given))
     first = BinPacker(BUDGET, align, lookahead)
-    bins = list(feed(first, items[:cut]))
+    bins = list(fill(first, items[:cut]))
     state = json.loads(json.dumps(first.state_dict()))
     second = BinPacker(BUDGET, align, lookahead)
     second.load_state_dict(state)
     assert len(second) == len(first)
-    bins += list(feed(second, items[cut:])) + list(second.flush())
+    bins += list(fill(second, items[cut:])) + list(second.flush())
     lengths, costs = [length for length, _ in given], [cost for _, cost in given]
     assert bins == list(plan_bins(lengths, BUDGET, align, lookahead, costs))
 

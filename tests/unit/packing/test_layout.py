@@ -41,7 +41,7 @@ def naive_pack(rows, padded_lengths, fill):
 @example([1], 1, None)
 @example([1, 1], 8, 0)
 @example([8], 8, None)
-def test_facts_agree_with_a_naive_walk(lengths, align, tail):
+def test_properties_agree_with_a_naive_walk(lengths, align, tail):
     aligned = [-(-n // align) * align for n in lengths]
     pad_to = None if tail is None else sum(aligned) + tail * align
     layout = PackedLayout.from_lengths(lengths, align=align, pad_to=pad_to)
@@ -222,7 +222,7 @@ def test_cp_size_one_keeps_an_odd_row_whole():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "words"),
+    ("make", "error", "message"),
     [
         (lambda: PackedLayout.from_lengths([]), ValueError, "empty batch"),
         (lambda: PackedLayout.from_lengths([3, 0]), ValueError, "Segment 1 has length 0"),
@@ -250,13 +250,13 @@ def test_cp_size_one_keeps_an_odd_row_whole():
         (lambda: PackedLayout.from_lengths([4]).cp_index(0, 0), ValueError, "CP size is 0"),
     ],
 )
-def test_bad_lengths_are_refused_by_name(make, error, words):
-    with pytest.raises(error, match=words):
+def test_bad_lengths_are_refused_by_name(make, error, message):
+    with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.parametrize(
-    ("mask", "error", "words"),
+    ("mask", "error", "message"),
     [
         (torch.ones(0, 4, dtype=torch.bool), ValueError, "empty batch"),
         (torch.ones(2, 0, dtype=torch.bool), ValueError, "Row 0 .* no real token"),
@@ -270,8 +270,8 @@ def test_bad_lengths_are_refused_by_name(make, error, words):
         (torch.eye(3, dtype=torch.bool).expand(2, 1, 3, 3), ValueError, "Row 0 .* hides a real token"),
     ],
 )
-def test_bad_masks_are_refused_by_row(mask, error, words):
-    with pytest.raises(error, match=words):
+def test_bad_masks_are_refused_by_row(mask, error, message):
+    with pytest.raises(error, match=message):
         PackedLayout.from_mask(mask)
 
 

@@ -99,7 +99,7 @@ def test_touching_media_are_recognised():
 
 
 @pytest.mark.parametrize(
-    ("samples", "counts", "words"),
+    ("samples", "counts", "message"),
     [
         ([[1], [IMAGE, IMAGE, 2]], [[], [3]], r"Segment 1 holds 2 placeholder.*1 \(one per medium\) or 3"),
         ([[1, IMAGE]], [[]], "Segment 0 holds 1 placeholder"),
@@ -110,14 +110,14 @@ def test_touching_media_are_recognised():
         ([[IMAGE]], [[1], [1]], "2 lists for 1 segments"),
     ],
 )
-def test_conflicting_rows_are_refused_by_segment(samples, counts, words):
+def test_conflicting_rows_are_refused_by_segment(samples, counts, message):
     layout, ids = one_row(*samples)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         already_expanded(layout, ids, IMAGE, counts)
 
 
 @pytest.mark.parametrize(
-    ("counts", "words"),
+    ("counts", "message"),
     [
         ([[], [(2, 3)]], "Segment 1 has 2 tokens; it has no placeholder position 2"),
         ([[(-1, 3)], []], "Segment 0 .* position -1"),
@@ -127,8 +127,8 @@ def test_conflicting_rows_are_refused_by_segment(samples, counts, words):
         ([[(0, 9)], []], "over pad_to 8"),
     ],
 )
-def test_conflicting_counts_are_refused_by_segment(counts, words):
-    with pytest.raises(ValueError, match=words):
+def test_conflicting_counts_are_refused_by_segment(counts, message):
+    with pytest.raises(ValueError, match=message):
         PackedLayout.from_lengths([3, 2], pad_to=8).expand(counts)
 
 

@@ -30,7 +30,7 @@ class Weighted(Batch):
 
 @dataclass(frozen=True)
 class Claims(Batch):
-    """A batch with facts that a step works out itself."""
+    """A batch that states what a step works out itself."""
 
     cu_seqlens: Tensor | None = None
     position_ids: Tensor | None = None
@@ -205,22 +205,22 @@ def test_logprobs_stand_where_the_caller_has_the_tokens(mode: str, side: str) ->
         ids, labels, mask = (tensor.flip(1) for tensor in flip)
         given = replace(given, input_ids=ids, labels=labels, attention_mask=mask)
     made = step(mode=mode, align=2)
-    inputs, facts = made.prepare(replace(given, labels=None), logprobs=True)
-    found = made.logprobs(inputs.targets.float(), facts)  # as if the loss of a token were its id
+    inputs, loss_inputs = made.prepare(replace(given, labels=None), logprobs=True)
+    found = made.logprobs(inputs.targets.float(), loss_inputs)  # as if the loss of a token were its id
     real = given.attention_mask == 1
     first = real & (real.cumsum(1) == 1)
     assert torch.equal(found, -(given.input_ids * (real & ~first)).float())
     some = given.labels.masked_fill(given.labels == 7, IGNORE)
-    inputs, facts = made.prepare(replace(given, labels=some), logprobs=True)
-    found = made.logprobs(inputs.targets.float(), facts)
+    inputs, loss_inputs = made.prepare(replace(given, labels=some), logprobs=True)
+    found = made.logprobs(inputs.targets.float(), loss_inputs)
     assert torch.equal(found, -(given.input_ids * (real & ~first & (some != IGNORE))).float())
 
 
 def test_logprobs_are_differentiable() -> None:
     made = step()
-    inputs, facts = made.prepare(batch([[1, 2, 3], [4, 5]]), logprobs=True)
+    inputs, loss_inputs = made.prepare(batch([[1, 2, 3], [4, 5]]), logprobs=True)
     losses = torch.arange(3.0, requires_grad=True)
-    (made.logprobs(losses, facts) * torch.tensor([[0, 2.0, 3.0], [0, 5.0, 0]])).sum().backward()
+    (made.logprobs(losses, loss_inputs) * torch.tensor([[0, 2.0, 3.0], [0, 5.0, 0]])).sum().backward()
     assert losses.grad.tolist() == [-2.0, -3.0, -5.0]
     assert inputs.targets.tolist() == [2, 3, 5]
 
@@ -260,13 +260,13 @@ PADDED = batch([[1, 2, 3], [4, 5]])
     ],
 )
 @pytest.mark.parametrize("mode", ["thd", "none"])
-def test_facts_that_a_batch_states_twice_agree_or_are_an_error(given: Any, message: str, mode: str) -> None:
+def test_what_a_batch_states_twice_agrees_or_is_an_error(given: Any, message: str, mode: str) -> None:
     with pytest.raises(ValueError, match=message):
         step(mode=mode).prepare(given)
 
 
 @pytest.mark.parametrize("align", [1, 4])
-def test_facts_that_agree_change_nothing(align: int) -> None:
+def test_statements_that_agree_change_nothing(align: int) -> None:
     layout = PackedLayout.from_lengths([9, 14, 6], align=align)
     positions = torch.cat([torch.arange(n) for n in (9, 14, 6)])[None]
     known = {"position_ids": positions, "layout": layout, "cu_seqlens": layout.cu_seqlens}
@@ -332,11 +332,11 @@ def test_media_and_their_placeholders_are_counted(tiles: list[int], pixels: int,
 @pytest.mark.parametrize("mode", ["thd", "none"])
 def test_weights_follow_their_labels_through_the_expansion(mode: str) -> None:
     given = batch(MEDIA_ROWS, no_labels_on_media(MEDIA_ROWS), tiles=TILES)
-    weights = given.input_ids.float() / 10  # each label's weight tells its token
+    weights = given.input_ids.float() / 10  # a weight for each token
     made = step(TileStep, mode, align=2, mtp_depths=1)
-    inputs, facts = made.prepare(Weighted(**vars(given), weights=weights))
-    torch.testing.assert_close(facts.label_weights, inputs.targets.float() / 10)
-    torch.testing.assert_close(facts.ahead_weights, inputs.ahead[0].targets.float() / 10)
+    inputs, loss_inputs = made.prepare(Weighted(**vars(given), weights=weights))
+    torch.testing.assert_close(loss_inputs.label_weights, inputs.targets.float() / 10)
+    torch.testing.assert_close(loss_inputs.ahead_weights, inputs.ahead[0].targets.float() / 10)
     assert made.prepare(given)[1].label_weights is None
 
 
@@ -345,8 +345,8 @@ def test_weights_of_context_parallel_ranks_are_those_of_one() -> None:
     weighted = Weighted(**vars(given), weights=given.input_ids.float() / 10)
     found = []
     for rank in range(2):
-        inputs, facts = step(align=4, cp_group=Group(rank, 2)).prepare(weighted)
-        torch.testing.assert_close(facts.label_weights, inputs.targets.float() / 10)
-        found += facts.label_weights.tolist()
+        inputs, loss_inputs = step(align=4, cp_group=Group(rank, 2)).prepare(weighted)
+        torch.testing.assert_close(loss_inputs.label_weights, inputs.targets.float() / 10)
+        found += loss_inputs.label_weights.tolist()
     _, alone = step(align=4).prepare(weighted)
     assert sorted(found) == sorted(alone.label_weights.tolist()) and len(found) == 7

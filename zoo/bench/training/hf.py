@@ -24,7 +24,7 @@ from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.tools.verify import transformers_class
 from zoo.nn.flops import model_cost
-from zoo.nn.kernels.delta_rule_settings import settle
+from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     startup = Startup("imports")
     if torch.cuda.is_available():
-        settle()  # the delta rule has the same settings on both sides
+        use_shipped_settings()  # the delta rule has the same settings on both sides
     setting = Setting(**given["setting"])
     assembly = build.assemble(recipe)
     config = assembly.config

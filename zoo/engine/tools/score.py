@@ -172,9 +172,12 @@ class _Scorer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(data: Iterator[Any], model: Any) -> Any:
-            inputs, facts = self.step.prepare(next(data), logprobs=True)
+            inputs, loss_inputs = self.step.prepare(next(data), logprobs=True)
             output = self.step.forward(model, inputs)
-            return output, lambda output: (output.sum(), {"logprobs": self.step.logprobs(output, facts)})
+            return output, lambda output: (
+                output.sum(),
+                {"logprobs": self.step.logprobs(output, loss_inputs)},
+            )
 
         many = len(self.chunks) > 1
         figures = get_forward_backward_func()(

@@ -34,7 +34,7 @@ from zoo.packing import PackedLayout
 
 @dataclass
 class SeqParams(PackedSeqParams):
-    """mcore's packing facts and the layout they came from.
+    """mcore's description of a packed row, with the layout it was made from.
 
     `layout` is the packed row, or None for a padded (B, T) batch; it lives on the device of the call, and knows nothing
     of a padded batch that the row came from.
@@ -44,7 +44,7 @@ class SeqParams(PackedSeqParams):
 
     @classmethod
     def of(cls, layout: PackedLayout, cp_group: Any = None) -> SeqParams:
-        """Facts of `layout` for mcore (and Transformer Engine), which goes along."""
+        """`layout` as mcore (and Transformer Engine) takes it, with the layout itself."""
         layout = layout.without_batch()
         params = cls(layout=layout)
         params.__dict__.update(vars(layout.packed_seq_params(cp_group)))  # mcore's own checks would sync

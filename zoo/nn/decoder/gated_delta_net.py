@@ -31,7 +31,7 @@ from zoo.errors import UserError
 from zoo.nn.decoder.attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
-from zoo.nn.kernels.delta_rule_settings import settle
+from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, int64, offsets, owner, positions
@@ -247,10 +247,10 @@ def gated_delta_rule(
     if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        settle()
-        facts = _kernel_offsets(layout.padded_lengths, value.device)
+        use_shipped_settings()
+        kernel_offsets = _kernel_offsets(layout.padded_lengths, value.device)
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
-        out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **facts)
+        out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **kernel_offsets)
         return out[0]
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
 

@@ -37,7 +37,7 @@ class _Tracker(MoEMetricsTracker):
 
 
 def track_layers(config: TransformerConfig) -> None:
-    """Have megatron-core's tracker of routers' figures take those of a model with this config; call it on all ranks."""
+    """Make room in megatron-core's tracker of router metrics for a model with this config; all ranks call it."""
     if not config.num_moe_experts:
         return
     tracker = get_moe_metrics_tracker()

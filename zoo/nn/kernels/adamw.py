@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter 2019) of many tensors in one launch: clipping, moments, weights in fp32 and their copies.
 
-A program takes a chunk of one tensor, which a row of a table tells it by address. Everything is read once and written once.
+A program takes a chunk of one tensor, whose address a row of a table holds. Everything is read once and written once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def make_tables(tensors: Sequence[Parts]) -> list[Table]:
-    """Of (weight, gradient, first moment, second moment, copy or None), each dense and of one size.
+    """Tables of (weight, gradient, first moment, second moment, copy or None), each dense and of one size.
 
     All are fp32 on one device but the copies, which are bf16.
     """
@@ -91,7 +91,7 @@ def adamw(
     weight_decay: float,
     clip: float = 1.0,
 ) -> None:
-    """Update number `step` (from 1 on), in place, of all that the table tells of; gradients count `clip` times.
+    """Update number `step` (from 1 on), in place, of every tensor in the table; gradients count `clip` times.
 
     m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,
     w = w (1 - lr decay) - lr / (1 - b1^step) m / (sqrt(v / (1 - b2^step)) + eps)

@@ -1,7 +1,7 @@
 """Launch settings of flash-linear-attention's kernels, found by tuning once and shipped.
 
 The library times every setting of each of its kernels at their first call, and again for other widths: two minutes before
-the first step of a run, and as many again wherever its cache is empty. `settle` leaves each kernel the one setting
+the first step of a run, and as many again wherever its cache is empty. `use_shipped_settings` leaves each kernel the one setting
 that was fastest on the GPU at hand; a kernel, GPU or release that is not listed here tunes itself as before.
 """
 
@@ -45,14 +45,14 @@ SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
 
 
 @lru_cache(maxsize=1)
-def settle() -> int:
-    """Give the kernels their settings for this process's GPU; how many there were."""
+def use_shipped_settings() -> int:
+    """Give the kernels their settings for this process's GPU; returns how many got one."""
     listed = SETTINGS.get(torch.cuda.get_device_capability(), {})
-    return sum(_settle(*name.rpartition(".")[::2], setting) for name, setting in listed.items())
+    return sum(_use(*name.rpartition(".")[::2], setting) for name, setting in listed.items())
 
 
-def _settle(module: str, kernel: str, setting: dict[str, int]) -> bool:
-    """Keep of a kernel's settings the one that is given; whether it was there."""
+def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
+    """Leave a kernel this one of its settings; returns whether the kernel has it."""
     try:
         tuner: Any = getattr(importlib.import_module(module), kernel)
     except (ImportError, AttributeError):  # of another release

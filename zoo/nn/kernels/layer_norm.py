@@ -101,7 +101,7 @@ def _normalise(
 
 
 def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of what was normed, to which `residual` is added, of the weight and of the bias."""
+    """Gradients of the normed input, to which `residual` is added, of the weight and of the bias."""
     x, weight, mean, scale = ctx.saved_tensors
     grad, grad_x, rows = grad.contiguous(), torch.empty_like(x), mean.shape[0]
     residual = None if residual is None else residual.contiguous()

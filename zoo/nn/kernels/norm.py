@@ -111,7 +111,7 @@ def _normalise(
 
 
 def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Of x, to which `residual` is added, of the weight, and of the gate."""
+    """Gradients of x, to which `residual` is added, of the weight, and of the gate."""
     x, weight, gate, scale = ctx.saved_tensors
     grad, rows = grad.contiguous(), scale.shape[0]
     residual = None if residual is None else residual.contiguous()
