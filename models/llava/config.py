@@ -101,7 +101,7 @@ class LlavaConfig(FamilyConfig):
         return bool(self.hf.vision_feature_select_strategy == "default")
 
     def tower_costs(self) -> dict[str, TowerCost]:
-        """The vision tower up to the last layer that is looked at, and the projector; a row is a tile."""
+        """Costs of the vision tower up to the last layer that is used, with the projector; a row is a tile."""
         vision, hidden, tiling = self.vision, self.text.hidden_size, self.tiling
         width, depth, patches = vision.hidden_size, max(self.feature_layers), tiling.side**2
         seen = patches + (vision.model_type == "clip_vision_model")  # its class

@@ -13,7 +13,7 @@ from zoo.models.llava.config import LlavaConfig
 
 
 class Tower(torch.nn.Module):
-    """transformers' CLIP or SigLIP tower, run up to the last layer that is looked at.
+    """transformers' CLIP or SigLIP tower, run up to the last layer whose output is used.
 
     What lies behind that layer (the last one of the published LLaVA 1.5 and 1.6) is kept for the export, and not trained.
     """

@@ -18,7 +18,7 @@ class Qwen35VLConfig(FamilyConfig):
     further = ("head_dim", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
     def check(self) -> None:
-        """Whose embedding MTP layers read."""
+        """UserError where the MTP layers want an embedding of their own."""
         if getattr(self.text, "mtp_use_dedicated_embeddings", False):
             raise UserError(
                 "text_config.mtp_use_dedicated_embeddings is true; MTP layers here share the decoder's embedding"

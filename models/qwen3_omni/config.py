@@ -30,7 +30,7 @@ class Qwen3OmniConfig(FamilyConfig):
         return super().from_arch(arch)
 
     def check(self) -> None:
-        """Whether transformers can build the audio tower, and cut what it hears in windows."""
+        """UserError for an audio tower that transformers can't build, or whose clips can't be cut into its windows."""
         from zoo.models.qwen3_omni.audio import tokens_of_chunk
 
         audio = self.thinker.audio_config

@@ -106,7 +106,7 @@ class Qwen3OmniProcessor(Processor):
         return options
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The towers' tensors; see the module's docstring."""
+        """The towers' tensors by name; the module's docstring lists them."""
         media = vision.vision_tensors(features)
         if "video_second_per_grid" in features:
             media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
@@ -185,7 +185,7 @@ class Qwen3OmniProcessor(Processor):
 
     @cached_property
     def media_ids(self) -> frozenset[int]:
-        """Ids of those tokens."""
+        """Ids of the placeholders and the tokens around them."""
         return frozenset(self.token_ids.values())
 
 

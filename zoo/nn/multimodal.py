@@ -266,7 +266,7 @@ class MultimodalModel(LanguageModule):
         return hidden
 
     def zero_of(self, name: str) -> Tensor | float:
-        """Zero, with every parameter of a tower that is trained behind it."""
+        """Zero that every trained parameter of a tower gets a zero gradient from."""
         parameters = [p for p in getattr(self, name).parameters() if p.requires_grad]
         return sum((p.flatten()[0] * 0.0 for p in parameters), start=0.0)
 
@@ -345,7 +345,7 @@ def most_likely(logits: Tensor, group: Any) -> Tensor:
 
 
 def _to(index: Tensor, like: Tensor) -> Tensor:
-    """On the device of `like`; from pinned memory, as the host would wait for a copy from other memory."""
+    """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
     if like.is_cuda and not index.is_cuda:
         index = index.pin_memory()
     return index.to(like.device, non_blocking=True)

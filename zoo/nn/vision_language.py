@@ -43,7 +43,7 @@ class VisionLanguageModel(MultimodalModel):
         return ("vision",)
 
     def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
-        """Images, then videos, through the vision tower in one call; what the step worked out for it goes along."""
+        """Images, then videos, through the vision tower in one call, with the step's `tower_inputs`."""
         pixels = [media[k] for k in ("pixel_values", "pixel_values_videos") if k in media]
         if not pixels:
             return {}

@@ -1,6 +1,6 @@
 """Gradients of the decoder's linears, added to DDP's fp32 buffer by the matrix product that makes them.
 
-Else each is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
+Without it, each gradient is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
 apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class _Products:
-    """In the place of apex's `fused_weight_gradient_mlp_cuda`."""
+    """Replaces apex's `fused_weight_gradient_mlp_cuda`."""
 
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
@@ -27,7 +27,7 @@ class _Products:
 
 
 def accumulate_in_place(chunks: list[Any]) -> int:
-    """Have the linears of model chunks under DDP that are trained add their gradients so; how many there are.
+    """Make the trained linears of model chunks under DDP add their gradients in place; returns how many there are.
 
     Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them. Nor Transformer
     Engine's under FP8, where the first micro-batch's gradient would take the place of what is in the buffer.

@@ -318,9 +318,8 @@ class PackedStep:
             further = mine.labels(depth + 1)
             ids, padding, placements = mine.successors(depth)
             placed = mine.placements(placements, shares)
-            tensors = (self._move(x) for x in (ids, padding))
-            wanted = (self._move(x) for x in (further.rows, further.targets))
-            ahead.append(Ahead(*tensors, placed, *wanted))
+            rows, targets = self._move(further.rows), self._move(further.targets)
+            ahead.append(Ahead(self._move(ids), self._move(padding), placed, rows, targets))
             places.append(parts.source[further.at])
         rows, targets = self._move(labels.rows), self._move(labels.targets)
         inputs = {"label_rows": rows, "targets": targets, "ahead": tuple(ahead)}

@@ -1,4 +1,4 @@
-"""Fused kernels of what lies between the matrix products, in Triton: norms and sums, GELU, rotary, SwiGLU, cross entropy.
+"""Fused Triton kernels for the operations between matrix products: norms and sums, GELU, rotary, SwiGLU, cross entropy.
 
 Plain PyTorch makes five to ten passes over memory for each of these and keeps fp32 copies for the backward pass. Every
 kernel here makes one pass each way, computes in fp32 and rounds once. They serve half precision on a GPU; everything

@@ -27,7 +27,7 @@ def _backward(
     grad, before, out, parts, rows, WIDTH: tl.constexpr, TANH: tl.constexpr, SUMMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient before GELU, of that behind it, and its sum over rows."""
+    """The gradient of GELU's input, from that of its output, and its sum over rows."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):

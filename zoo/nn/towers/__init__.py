@@ -1,1 +1,1 @@
-"""Towers of transformers on zoo's attention, and what ranks encoded gathered on each of them."""
+"""Towers of transformers on zoo's attention, and the gathering of embeddings that ranks encoded."""

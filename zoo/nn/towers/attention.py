@@ -58,7 +58,7 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_block(module: torch.nn.Module) -> bool:
-    """Whether it is a vision block as Qwen's towers have them: attention and MLP, each behind a LayerNorm."""
+    """Whether a module is a vision block as in Qwen's towers: attention and MLP, each behind a LayerNorm."""
     return all(isinstance(getattr(module, norm, None), torch.nn.LayerNorm) for norm in ("norm1", "norm2"))
 
 

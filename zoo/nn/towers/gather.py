@@ -1,4 +1,4 @@
-"""What the ranks of a tensor and context parallel group encoded, gathered on each of them.
+"""Embeddings that the ranks of a tensor and context parallel group encoded, gathered on every rank.
 
 Backward, context-parallel ranks have each the gradient of their own tokens, which are summed, while tensor-parallel
 ranks have the same gradient of all tokens, of which each keeps its own part. A tower's parameters then have on every
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def sum_over_tensor_parallel(tower: torch.nn.Module) -> None:
-    """Have megatron-core add up the tower's gradients over tensor-parallel ranks: each encodes other media."""
+    """Make megatron-core add up the tower's gradients over tensor-parallel ranks: each encodes other media."""
     for parameter in tower.parameters():
         parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
