@@ -187,7 +187,7 @@ def table(errors: dict[tuple[str, str], float]) -> str:
             else:
                 cells.append(f"{errors[parallel, model]:.1e}")
         lines.append("| " + " | ".join([row.title, *cells]) + " |")
-    lines += ["", "Refused before anything is loaded, with these words and what would work:", ""]
+    lines += ["", "Refused before anything is loaded, with a message that also says what would work:", ""]
     lines += [f'{i}. "... {note} ..."' for i, note in enumerate(notes, 1)]
     return "\n".join(lines) + "\n"
 
