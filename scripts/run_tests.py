@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TURNS = 5
 LEAST_MINUTES = 5.0  # for a further piece to begin
 GROUPS = (("tests/unit", "tests/parity", "tests/fuzz"), ("tests/cli", "tests/distributed", "tests/slow"))
+MANY_CASES = "400"  # of each kind of fuzzing; tests/support/fuzz.py has the number of the fast tier
 RANKED = 2  # workers of the second group
 KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "error")
 
@@ -155,6 +156,8 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--start", type=float, default=time.time(), help="seconds since 1970")
     options, arguments = parser.parse_known_args()
+    if options.what in ("all", "ci"):
+        os.environ.setdefault("ZOO_FUZZ_CASES", MANY_CASES)
     runs = Runs(options.workers, arguments)
     if options.what in ("fast", "ci"):
         runs.groups()

@@ -16,7 +16,9 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/bench/test_train.py": {
         "test_the_same_samples_packed_padded_and_under_transformers": 0,
         "test_a_setting_that_fails_is_told_and_the_next_one_runs": 0,
+        "test_what_makes_no_sense_is_refused": 5,
     },
+    "unit/bench/test_balance.py": {"test_rows_are_full_and_ranks_even": 0},
     "unit/bench/test_plot.py": {
         "test_a_picture": 0,
         "test_a_page_is_filled_and_filled_again": 0,
@@ -27,6 +29,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_bytes_grow_with_the_tokens": 0,
         "test_bytes_moved_are_at_most_one_and_a_half_times_those_of_index_select": 0,
     },
+    "unit/bridge/test_export.py": {"test_under_gloo": 0},
     "unit/bridge/test_quantised.py": {"test_blocks_that_are_cut_short_and_every_slice": 0},
     "unit/cli/test_plan.py": {"test_a_plan_says_nothing_else": 0},
     "unit/config/test_foreign.py": {"test_common_names": 3},
