@@ -44,8 +44,8 @@ INNER = {
         "megatron": "",
         "distributed": "megatron",
         "report": "distributed",
+        "model": "distributed",
         "checkpoint": "megatron distributed model report",
-        "model": "distributed checkpoint",  # checkpoint: what is damaged beside a run's weights is restored first
         "planning": "distributed model",
         "watchdog": "distributed planning report",
         "train": "distributed model checkpoint planning report watchdog",

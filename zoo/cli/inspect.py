@@ -52,6 +52,7 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.config.compose import load_recipe
     from zoo.config.derived import alignment
     from zoo.config.validate import validate
+    from zoo.engine.checkpoint.selection import repaired_source
     from zoo.engine.model.build import assemble
     from zoo.inspection.lengths import default_budgets, lengths_of
     from zoo.inspection.page import write_page
@@ -64,7 +65,7 @@ def run(arguments: Sequence[str]) -> int:
     align = recipe.packing.align or alignment(recipe)
     alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "plan": []}
     recipe = validate(recipe.replace({"parallel": alone, "packing.align": align}), 1)
-    assembly = assemble(recipe)
+    assembly = assemble(recipe, repaired_source(recipe))
     lengths = lengths_of(
         recipe, assembly.processor, assembly.config, most, budgets or default_budgets(recipe.packing.budget)
     )

@@ -58,7 +58,7 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
     recipe = recipe_for_weights(str(run.folder), family, [mtp, "engine.precision=fp32"])
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        assembly = build.assemble(recipe)
+        assembly = build.assemble(recipe, run)
         chunks = build.build_model(assembly, recipe, here)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:

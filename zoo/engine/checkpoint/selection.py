@@ -15,8 +15,10 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
+from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.distributed.object_group import agreed
+from zoo.engine.model.build import find_source
 from zoo.engine.report.result import evaluations_by_step
 from zoo.errors import UserError
 
@@ -98,6 +100,17 @@ def check_beside_weights(place: Place) -> None:
             f"{_told(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
             "needs the weights alone, and its next checkpoint has these files anew; or take another checkpoint"
         )
+
+
+def repaired_source(recipe: Recipe) -> Place | None:
+    """Where a recipe's weights lie, None for random ones; damaged files beside a run's weights are restored first.
+
+    Every rank calls it. Raises UserError where there are no weights, or a damaged file has no whole copy.
+    """
+    source = find_source(recipe)
+    if source is not None:
+        check_beside_weights(source)
+    return source
 
 
 def _warn(text: str) -> None:

@@ -10,7 +10,6 @@ from zoo.bridge import Dims
 from zoo.bridge.parallel import model_parameters
 from zoo.config.locate import Place, locate, look
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
 from zoo.errors import UserError
@@ -33,15 +32,33 @@ class Assembly:
         (folder / "config.json").write_text(self.config.hf.to_json_string(), encoding="utf-8")
 
 
-def assemble(recipe: Recipe) -> Assembly:
-    """Resolve family, architecture and processor; raises UserError where something is missing."""
+def find_source(recipe: Recipe) -> Place | None:
+    """Where the weights of `model.init` lie; None for random ones. Every rank calls it.
+
+    Raises:
+        UserError: `model.init` names nothing that holds weights.
+    """
+    init = recipe.model.init
+    if init == "random":
+        return None
+    # A run that still trains gets further checkpoints: the first rank says which is the newest.
+    return agreed(lambda: look(init)) or locate(init, key="model.init")
+
+
+def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
+    """Resolve family, architecture and processor. Every rank calls it.
+
+    Args:
+        source: what `find_source` gave, if it was called before; a run's damaged files can be repaired in between
+            (`zoo.engine.checkpoint.selection.repaired_source`).
+
+    Raises:
+        UserError: the family, the weights or the architecture is missing.
+    """
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
-    if recipe.model.init != "random":
-        init = recipe.model.init
-        # A run that still trains gets further checkpoints: the first rank says which is the newest.
-        source = agreed(lambda: look(init)) or locate(init, key="model.init")
-        check_beside_weights(source)
+    source = source or find_source(recipe)
+    if source is not None:
         config = config_class.from_folder(source.files)
         return Assembly(family, config, build_processor(config.hf, str(source.files)), source)
     if not recipe.model.arch:

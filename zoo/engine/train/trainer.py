@@ -22,7 +22,7 @@ from zoo.data.loading.defaults import evaluated_on
 from zoo.doctor.startup import check_kernels
 from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
 from zoo.engine.checkpoint.saver import Saved, Saver
-from zoo.engine.checkpoint.selection import Chosen, choose
+from zoo.engine.checkpoint.selection import Chosen, choose, repaired_source
 from zoo.engine.checkpoint.sharded import Trainable
 from zoo.engine.distributed.determinism import refusal
 from zoo.engine.distributed.object_group import agreed, refuse_different
@@ -105,7 +105,7 @@ class Run:
         self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Phases()
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
-        self.assembly = build.assemble(recipe)
+        self.assembly = build.assemble(recipe, repaired_source(recipe))
         self.description = sharded.describe(recipe, self.assembly.config.hf)
         self.chosen = self._choose_checkpoint()
         self.resume_from = self.chosen.folder
