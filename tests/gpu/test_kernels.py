@@ -10,7 +10,7 @@ from support.tiny import RECIPES
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.doctor.run_checks import visit
+from zoo.engine.train.kernel_check import check_recipes
 
 BACKENDS = ["torch", *(["te"] if importlib.util.find_spec("transformer_engine") else [])]
 PUBLISHED = {
@@ -41,26 +41,26 @@ def _recipes(backend: str, precision: str, published: bool) -> list[Any]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_kernel_is_right(backend: str, reports: list[str]) -> None:
-    found = visit(_recipes(backend, "bf16", published=ON_GPU))
-    for name, verdict in found.verdicts:
-        what, error = verdict.worst if verdict.errors else ("", float("nan"))
+    found = check_recipes(_recipes(backend, "bf16", published=ON_GPU))
+    for name, result in found.results:
+        what, error = result.worst if result.errors else ("", float("nan"))
         reports.append(
-            f"{backend:<6} {verdict.check.name:<17} {verdict.check.kernel:<22} {error:8.1e} {what:<9} {verdict.seconds:5.1f} s "
-            f"{name}: {verdict.check.shape} {verdict.problem or ''}"
+            f"{backend:<6} {result.check.name:<17} {result.check.kernel:<22} {error:8.1e} {what:<9} {result.seconds:5.1f} s "
+            f"{name}: {result.check.shape} {result.problem or ''}"
         )
-    assert found.right, [(v.check.key, v.problem, v.errors) for _, v in found.verdicts if not v.right]
+    assert found.right, [(one.check.key, one.problem, one.errors) for one in found.wrong]
 
 
 def test_every_kernel_is_right_in_fp32() -> None:
-    found = visit(_recipes("torch", "fp32", published=False))
-    assert found.right, [(v.check.key, v.problem, v.errors) for _, v in found.verdicts if not v.right]
+    found = check_recipes(_recipes("torch", "fp32", published=False))
+    assert found.right, [(one.check.key, one.problem, one.errors) for one in found.wrong]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="their kernels need a GPU")
 def test_known_wrong_kernels_are_seen_to_be_wrong(reports: list[str]) -> None:
     """Or are right by now: the table says so; heads of 128 must be right."""
-    found = visit(_recipes("torch", "bf16", published=False)[:1], only=("norm",), known_wrong=True)
-    for verdict in found.suspected:
-        reports.append(json.dumps(verdict.as_dict()))
-        if verdict.check.name == "te_attention_128":
-            assert verdict.right
+    found = check_recipes(_recipes("torch", "bf16", published=False)[:1], only=("norm",), known_wrong=True)
+    for result in found.known_wrong:
+        reports.append(json.dumps(result.as_dict()))
+        if result.check.name == "te_attention_128":
+            assert result.right

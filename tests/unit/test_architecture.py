@@ -27,8 +27,8 @@ ROOMS = {
     "data": "packing config registry",
     "bridge": "config",
     "planner": "packing config registry",
-    "engine": "packing steps nn data bridge config registry planner doctor",  # doctor: train's check before its start
-    "doctor": "packing nn config registry engine",
+    "doctor": "packing nn config registry",
+    "engine": "packing steps nn data bridge config registry planner doctor",
     "bench": "packing nn data bridge config engine",
     "inspection": "packing steps data config registry engine",
     "recipes": "",

@@ -6,7 +6,7 @@ all recipes): its result and its gradients against a plain reference. Prints ver
 Exits with 1 where a kernel is wrong.
 
   kernels=NAME,...   only these: attention, delta_rule, experts, ...
-  --known-wrong      also try kernels that have been seen to be wrong, which zoo does not use; the exit code is not theirs
+  --known-wrong      also try kernels that were found wrong, which zoo does not use; the exit code ignores them
   --json             everything, for machines
 """
 
@@ -22,7 +22,7 @@ from zoo.errors import UserError
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
-    from zoo.doctor.measure import Verdict
+    from zoo.doctor.measure import CheckResult
 
 KERNELS = (
     "attention", "attention_padded", "convolution", "delta_rule", "gated_norm", "experts", "norm", "qk_norm", "rotary",
@@ -42,27 +42,29 @@ def run(arguments: Sequence[str]) -> int:
     recipes = _recipes([text for text in rest if text not in own])
 
     from zoo.doctor.machine import machine
-    from zoo.doctor.run_checks import visit
+    from zoo.doctor.run_checks import KNOWN_WRONG
+    from zoo.engine.train.kernel_check import check_recipes
 
     quiet = "--json" in flags
     if not quiet:
         print(_versions(machine()), flush=True)
         print(HEAD, flush=True)
 
-    def told(name: str, verdict: Verdict) -> None:
+    def report(name: str, result: CheckResult) -> None:
         if not quiet:
-            print(_line(verdict, used=name != "known wrong"), flush=True)
+            print(_line(result, used=name != KNOWN_WRONG), flush=True)
 
-    found = visit(recipes, only=only, known_wrong="--known-wrong" in flags, told=told)
+    found = check_recipes(recipes, only=only, known_wrong="--known-wrong" in flags, report=report)
     if quiet:
         print(json.dumps(found.as_dict(), indent=2))
     else:
-        wrong = [verdict for _, verdict in found.verdicts if not verdict.right]
-        count = len(found.verdicts)
-        said = f"{len(wrong)} of {count} kernels wrong" if wrong else f"{count} kernels, all right"
-        print(f"{said} in {found.seconds:.0f} s")
-        for verdict in wrong:
-            print(f"  {verdict.check.name}: {_why(verdict)}; mend: {verdict.check.mend}")
+        count = len(found.results)
+        outcome = (
+            f"{len(found.wrong)} of {count} kernels wrong" if found.wrong else f"{count} kernels, all right"
+        )
+        print(f"{outcome} in {found.seconds:.0f} s")
+        for result in found.wrong:
+            print(f"  {result.check.name}: {_why(result)}; fix: {result.check.fix}")
     return 0 if found.right else 1
 
 
@@ -71,8 +73,8 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
     from zoo.config.compose import load_recipe
     from zoo.config.files import recipe_names
     from zoo.config.validate import validate
-    from zoo.doctor.startup import with_architecture
     from zoo.engine.launch.launcher import prepare
+    from zoo.engine.planning.plan import with_architecture
 
     if arguments:
         name, overrides = split_recipe(arguments, "zoo doctor recipe=NAME")
@@ -84,26 +86,26 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
 HEAD = f"{'kernel':<17} {'runs':<22} {'worst':>9}  {'of':<17} {'bound':>7}  {'':<5}  shape"
 
 
-def _line(verdict: Verdict, used: bool = True) -> str:
-    check = verdict.check
-    if verdict.errors:
-        what, error = verdict.worst
-        figures = f"{error:9.1e}  {what:<17}"
+def _line(result: CheckResult, used: bool = True) -> str:
+    check = result.check
+    if result.errors:
+        what, error = result.worst
+        numbers = f"{error:9.1e}  {what:<17}"
     else:
-        figures = f"{'-':>9}  {'-':<17}"
-    said = "ok" if verdict.right else "WRONG"
-    shown = f"{check.name:<17} {check.kernel:<22} {figures} {check.bound:7.0e}  {said:<5}  {check.dtype} {check.shape}"
+        numbers = f"{'-':>9}  {'-':<17}"
+    outcome = "ok" if result.right else "WRONG"
+    shown = f"{check.name:<17} {check.kernel:<22} {numbers} {check.bound:7.0e}  {outcome:<5}  {check.dtype} {check.shape}"
     if not used:
         shown += " (not used: known to have been wrong)"
-    return shown if verdict.problem is None else f"{shown}\n{'':<17} {verdict.problem.splitlines()[0]}"
+    return shown if result.problem is None else f"{shown}\n{'':<17} {result.problem.splitlines()[0]}"
 
 
-def _why(verdict: Verdict) -> str:
-    if verdict.problem is not None:
-        return verdict.problem.splitlines()[0]
-    what, error = verdict.worst
-    return f"{what} is off by {error:.1e} of its size, {verdict.check.bound:.0e} allowed"
+def _why(result: CheckResult) -> str:
+    if result.problem is not None:
+        return result.problem.splitlines()[0]
+    what, error = result.worst
+    return f"{what} is off by {error:.1e} of its size, {result.check.bound:.0e} allowed"
 
 
-def _versions(facts: dict[str, Any]) -> str:
-    return " | ".join(f"{name} {value}" for name, value in facts.items())
+def _versions(machine: dict[str, Any]) -> str:
+    return " | ".join(f"{name} {value}" for name, value in machine.items())

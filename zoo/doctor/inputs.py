@@ -1,4 +1,4 @@
-"""What the checks share: rows to try kernels on, bounds, and what does the work here."""
+"""What the checks share: rows to try kernels on, bounds, and the names of the kernels that run here."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
 
 BOUNDS = {"bf16": 1e-2, "fp32": 1e-4}
-MOST_TOKENS = 4096  # of a row that is tried; fp64 scores of longer segments would fill a GPU
-LENGTHS = (1098, 3, 771, 64, 1, 517, 65, 127, 300, 2, 640, 130)  # of segments: around chunks, single, long
-KEEP = "engine.precision=fp32 runs plain PyTorch"  # the way out where nothing else is known
+MOST_TOKENS = 4096  # in a row that is tried; fp64 scores of longer segments would fill a GPU
+LENGTHS = (1098, 3, 771, 64, 1, 517, 65, 127, 300, 2, 640, 130)  # segments: around chunks, single, long
+FP32_IS_PLAIN = "engine.precision=fp32 runs plain PyTorch"  # the fix where no other is known
 
 
 def row_layout(subject: Subject) -> PackedLayout:
@@ -49,7 +49,7 @@ def randn(subject: Subject, *shape: int, dtype: torch.dtype | None = None) -> Te
 
 
 def row_shape(layout: PackedLayout) -> str:
-    """In words."""
+    """A row's size, for the table."""
     return f"{layout.total} tokens in {layout.num_segments} segments"
 
 
@@ -59,7 +59,7 @@ def real_tokens(layout: PackedLayout, device: torch.device) -> Tensor:
 
 
 def varlen_name(subject: Subject, width: int) -> str:
-    """What attention within segments runs as for heads of a width."""
+    """The kernel that attention within segments runs on for heads of a width."""
     probe = torch.empty(0, width, dtype=subject.dtype, device=subject.device)
     if not has_flash(probe):
         return "torch sdpa"
@@ -67,5 +67,5 @@ def varlen_name(subject: Subject, width: int) -> str:
 
 
 def fused_name(subject: Subject) -> str:
-    """What zoo's own operations between matrix products run as."""
+    """The kernels that zoo's own operations between matrix products run on."""
     return "zoo's Triton" if fused(torch.empty(0, dtype=subject.dtype, device=subject.device)) else "torch"

@@ -1,11 +1,10 @@
-"""Kernels that have been seen to be wrong, which zoo does not use: tried here to show whether they still are."""
+"""Kernels that were found wrong, which zoo does not use: tried here to show whether they still are."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,10 +12,9 @@ import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.checks import DELTA_RULE_BOUNDS, delta_rule_trial
-from zoo.doctor.inputs import BOUNDS, spans
+from zoo.doctor.inputs import BOUNDS, row_shape, spans
 from zoo.doctor.measure import Check, Trial
-from zoo.engine.distributed.world import World
+from zoo.doctor.sequence_checks import DELTA_RULE_BOUNDS, DeltaRuleSizes, delta_rule_trial
 from zoo.nn.decoder import gated_delta_net
 from zoo.nn.decoder.attention import SeqParams
 from zoo.packing import PackedLayout
@@ -24,19 +22,22 @@ from zoo.packing import PackedLayout
 LENGTHS = (1098, 771, 1300)  # the row with which both were found
 
 
-def suspects(here: World) -> Iterator[Check]:
-    """A check for each of them that can be run on this machine."""
-    if here.device.type != "cuda":
+def known_wrong_checks(device: torch.device, groups: Any) -> Iterator[Check]:
+    """A check for each of these kernels that runs on this machine.
+
+    `groups`: megatron-core's process groups of the one rank, which Transformer Engine's attention wants.
+    """
+    if device.type != "cuda":
         return
-    layout = PackedLayout.from_lengths(LENGTHS, align=16).to(here.device)
+    layout = PackedLayout.from_lengths(LENGTHS, align=16).to(device)
     if importlib.util.find_spec("transformer_engine") is not None:
-        for heads, groups, width in ((8, 2, 256), (8, 8, 256), (8, 2, 128)):
-            yield _te_attention(here, layout, heads, groups, width)
+        for heads, kv_heads, width in ((8, 2, 256), (8, 8, 256), (8, 2, 128)):
+            yield _te_attention(groups, layout, heads, kv_heads, width)
     if importlib.util.find_spec("fla") is not None:
-        yield _delta_rule(here, layout)
+        yield _delta_rule(layout)
 
 
-def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, width: int) -> Check:
+def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, width: int) -> Check:
     def prepare() -> Trial:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
         from megatron.core.transformer.enums import AttnMaskType
@@ -46,17 +47,19 @@ def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, wi
             num_layers=1,
             hidden_size=heads * width,
             num_attention_heads=heads,
-            num_query_groups=groups,
+            num_query_groups=kv_heads,
             kv_channels=width,
             attention_dropout=0.0,
             bf16=True,
             params_dtype=torch.bfloat16,
         )
-        core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=here.groups)
+        core = TEDotProductAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
         params = SeqParams.of(layout)
-        shapes = {"q": heads, "k": groups, "v": groups}
+        shapes = {"q": heads, "k": kv_heads, "v": kv_heads}
         given = {
-            name: torch.randn(layout.total, count, width, device=here.device, dtype=torch.bfloat16)
+            name: torch.randn(
+                layout.total, count, width, device=layout.cu_seqlens.device, dtype=torch.bfloat16
+            )
             for name, count in shapes.items()
         }
 
@@ -69,30 +72,30 @@ def _te_attention(here: World, layout: PackedLayout, heads: int, groups: int, wi
 
         return Trial(run, exact, given, real=~layout.padding_mask[0])
 
-    shape = f"{heads} heads / {groups} KV x {width}, {layout.total} tokens in {layout.num_segments} segments"
-    mend = "PyTorch's attention stands in for heads wider than 128"
+    shape = f"{heads} heads / {kv_heads} KV x {width}, {row_shape(layout)}"
+    fix = "zoo uses PyTorch's attention for heads wider than 128"
     return Check(
-        f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], mend, prepare
+        f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], fix, prepare
     )
 
 
-def _delta_rule(here: World, layout: PackedLayout) -> Check:
-    keys, values, width = 16, 16, 128
+def _delta_rule(layout: PackedLayout) -> Check:
+    heads, width = 16, 128
 
     def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout)
 
     def prepare() -> Trial:
-        like: Any = SimpleNamespace(device=here.device, dtype=torch.bfloat16)
-        return delta_rule_trial(like, layout, keys, values, width, width, run)
+        sizes = DeltaRuleSizes(heads, heads, width, width)
+        return delta_rule_trial(layout.cu_seqlens.device, torch.bfloat16, layout, sizes, run)
 
-    shape = f"{keys} heads x {width}, {layout.total} tokens in {layout.num_segments} segments"
-    mend = "pip install 'triton>=3.7.1', or engine.delta_rule=torch"
-    return Check("delta_rule_fla", "fla, unrefused", shape, "bf16", DELTA_RULE_BOUNDS["bf16"], mend, prepare)
+    shape = f"{heads} heads x {width}, {row_shape(layout)}"
+    fix = "pip install 'triton>=3.7.1', or engine.delta_rule=torch"
+    return Check("delta_rule_fla", "fla, unrefused", shape, "bf16", DELTA_RULE_BOUNDS["bf16"], fix, prepare)
 
 
 def unrefused() -> ExitStack:
-    """Meanwhile neither zoo nor flash-linear-attention refuses its kernel for the Triton that is here."""
+    """A context in which neither zoo nor flash-linear-attention refuses its kernel for the installed Triton."""
     stack = ExitStack()
     stack.enter_context(patch.object(gated_delta_net, "fla_fault", lambda: None))
     if importlib.util.find_spec("fla") is not None and torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""What of a recipe's model the doctor looks at: its config and towers without data, and a few real layers of it.
+"""The parts of a recipe's model that are checked: its config and towers without data, and a few real layers.
 
-The whole model is built on the meta device, for its numbers. On the real device stands a head with one decoder layer of
-each kind, built by the model's own class at the sizes that a rank has: so kernels are taken from where training gets them.
+The doctor is given the whole model on the meta device, for its numbers. On the real device it builds a head and one decoder
+layer of each kind, by the model's own class at the sizes that a rank has: so its kernels are those of training.
 """
 
 from __future__ import annotations
@@ -15,15 +15,12 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.world import World, on_one_rank
-from zoo.engine.model import build
-from zoo.engine.model.meta_model import on_meta
 from zoo.nn.inputs import Stage
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 from zoo.registry import get_family
 
-MOST_EXPERTS = 32  # that stand for any number of them: a grouped product does not mix experts
+MOST_EXPERTS = 32  # enough for a check of more, too: a grouped product does not mix experts
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,9 @@ class TowerHeads:
     module: torch.nn.Module  # on the meta device
     heads: int
     width: int
-    block: torch.nn.Module | None  # around it, with norms and MLP; None where zoo leaves that to transformers
+    block: (
+        torch.nn.Module | None
+    )  # the block around it, with norms and MLP; None where transformers runs that
 
     @property
     def implementation(self) -> str:
@@ -45,7 +44,7 @@ class TowerHeads:
 
 @dataclass(frozen=True)
 class Subject:
-    """A recipe's kernels: `layers` by (sparse, linear), on the device."""
+    """A recipe's layers, on the device, from which its kernels are taken."""
 
     recipe: Recipe
     device: torch.device
@@ -56,7 +55,7 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What activations are in."""
+        """The dtype of activations."""
         return self.config.params_dtype
 
     @property
@@ -78,25 +77,26 @@ class Subject:
         return None
 
 
-def subject(recipe: Recipe, here: World) -> Subject:
-    """The subject of a validated recipe, in a world of one rank."""
-    family = get_family(recipe.model.family)
-    config = family.load("config").from_arch(recipe.model.arch)
-    plain = on_one_rank(recipe).replace({"engine.backend": "torch"})  # the same shapes, and minds no meta
-    with on_meta(here) as nowhere:
-        whole = build.build_model(build.Assembly(family, config, None, None), plain, nowhere)[0]
+def make_subject(recipe: Recipe, whole: Any, device: torch.device) -> Subject:
+    """The subject of a validated recipe; megatron-core's process groups of one rank have to be there.
+
+    Args:
+        whole: the recipe's model on the meta device, as a single rank builds it under the torch backend.
+        device: where kernels are to run.
+    """
+    rotary = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch).rotary
     whole = getattr(whole, "module", whole)  # behind Float16Module
     local = _of_a_rank(whole.config, recipe)
     torch.manual_seed(0)
     model = MultimodalModel(
         local,
         vocab_size=whole.vocab_size // recipe.parallel.tp,
-        rotary=config.rotary,
+        rotary=rotary,
         backend=recipe.engine.backend,
         stage=Stage(first=False, last=True),
         towers={},
-    ).to(here.device)
-    return Subject(recipe, here.device, local, config.rotary, model, tuple(_towers(whole)))
+    ).to(device)
+    return Subject(recipe, device, local, rotary, model, tuple(_towers(whole)))
 
 
 def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:

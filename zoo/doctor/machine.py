@@ -1,4 +1,4 @@
-"""Versions and the GPU of this machine: what a checked kernel depends on."""
+"""Versions and the GPU of this machine, on which the result of a check depends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = {
 
 
 def machine() -> dict[str, str]:
-    """Name to version of what does the work here; "-" for what is not installed."""
+    """Name to version of Python, the libraries that bring kernels, and the GPU; "-" for what is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found |= {name: _version(*names) for name, names in PACKAGES.items()}
     if not torch.cuda.is_available():
@@ -60,7 +60,7 @@ def _driver() -> str:
 
 
 def _cudnn() -> str:
-    """cuDNN's version; what PyTorch says of one that it does not fit, as beside a Transformer Engine built for another."""
+    """cuDNN's version; PyTorch's message where it was built for another, as a Transformer Engine may bring one."""
     try:
         return str(torch.backends.cudnn.version())
     except RuntimeError as error:

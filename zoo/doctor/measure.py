@@ -1,4 +1,4 @@
-"""One check: a kernel and its reference on the same inputs, and how far what they give and their gradients are apart."""
+"""One check: a kernel and its reference on the same inputs, and the relative errors of result and gradients."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from torch import Tensor
 class Trial:
     """A kernel about to be tried.
 
-    Both functions take `inputs` by name and give one tensor. `parameters` are of the kernel's module, of which the
-    reference gets copies by name. `real`: which rows of the result count, (T,) or a shape that broadcasts to it.
+    Both functions take `inputs` by name and return one tensor. The reference also gets copies of `parameters`, those of
+    the kernel's module, by name.
     """
 
     kernel: Callable[..., Tensor]
     reference: Callable[..., Tensor]
     inputs: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
-    real: Tensor | None = None
-    exact: torch.dtype = torch.float64  # what the reference reckons in
+    real: Tensor | None = None  # bool: rows of the result that count; (T,), or its leading axes
+    exact: torch.dtype = torch.float64  # what the reference computes in
 
 
 @dataclass(frozen=True)
 class Check:
-    """One kernel at one shape: what it is called, what it runs as, and how wrong it may be."""
+    """One kernel at one shape, and the largest error it may have."""
 
     name: str  # as `kernels=` and the table name it
-    kernel: str  # what does the work here
+    kernel: str  # the implementation that runs here
     shape: str
     dtype: str
     bound: float  # largest relative error of the result and of each gradient
-    mend: str  # what to change in a recipe where it is wrong
-    prepare: Callable[[], Trial] | None  # None when it has been done: tensors are not kept
+    fix: str  # what to change in a recipe where it is wrong
+    prepare: Callable[[], Trial] | None  # None in a result, which keeps no tensors
 
     @property
     def key(self) -> str:
-        """Says whether two recipes ask for the same check."""
+        """The same for two recipes that need the same check."""
         return f"{self.name} | {self.kernel} | {self.shape} | {self.dtype}"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What came of a check: relative errors by name ("out", "d query", ...), or why there are none."""
+class CheckResult:
+    """The result of a check: relative errors by name ("out", "d query", ...), or why there are none."""
 
     check: Check
     errors: Mapping[str, float]
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The largest error and what has it."""
+        """The name of the largest error, and the error."""
         return max(self.errors.items(), key=lambda pair: pair[1])
 
     @property
@@ -79,13 +79,14 @@ class Verdict:
             },  # None: not finite
             "right": self.right,
             "problem": self.problem,
-            "mend": None if self.right else check.mend,
+            "fix": None if self.right else check.fix,
+            "mend": None if self.right else check.fix,  # the former name of "fix", for programs that read it
             "seconds": round(self.seconds, 3),
         }
 
 
-def examine(check: Check) -> Verdict:
-    """Run a check. Whatever the kernel raises is its verdict: it would stop a training run as well."""
+def run_check(check: Check) -> CheckResult:
+    """Run a check. An error that the kernel raises is its result: it would stop a training run as well."""
     start = time.perf_counter()
     try:
         with torch.random.fork_rng(), torch.enable_grad():
@@ -95,7 +96,7 @@ def examine(check: Check) -> Verdict:
         problem = None
     except Exception as error:
         errors, problem = {}, f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    return Verdict(replace(check, prepare=None), errors, problem, time.perf_counter() - start)
+    return CheckResult(replace(check, prepare=None), errors, problem, time.perf_counter() - start)
 
 
 def compare(trial: Trial) -> dict[str, float]:

@@ -1,7 +1,6 @@
-"""Plain references of the kernels, in whatever dtype they are given (fp64): loops over segments, no kernel of their own.
+"""Plain references of the kernels: loops over segments in PyTorch, in the dtype of their inputs (fp64).
 
-Segments are (start, stop) of their real tokens in a row; what stands between them is padding, of which a reference
-says nothing: its rows are zero.
+Segments are (start, stop) of their real tokens in a row. Between them stands padding, where a reference returns zeros.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spa
     """The gated delta rule of `zoo.nn.decoder.gated_delta_net`, a segment in one piece rather than by chunks.
 
     From a state of zeros the corrections u_t = beta_t (v_t - S'^T k_t) solve one unit lower triangular system over the
-    whole segment, and what is read is out_t = sum over i <= t of exp(g_i+1 + ... + g_t) (q_t . k_i) u_i / sqrt(K).
+    whole segment, and the output is out_t = sum over i <= t of exp(g_i+1 + ... + g_t) (q_t . k_i) u_i / sqrt(K).
     """
 
     def one(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -1,82 +1,101 @@
-"""A visit: all checks of some recipes on this machine, each kernel and shape once."""
+"""All checks of some recipes on this machine, each kernel and shape once."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zoo.config.schema import Recipe
 from zoo.doctor.checks import checks
-from zoo.doctor.known_wrong import suspects, unrefused
-from zoo.doctor.layers import subject
+from zoo.doctor.known_wrong import unrefused
+from zoo.doctor.layers import Subject
 from zoo.doctor.machine import machine
-from zoo.doctor.measure import Verdict, examine
-from zoo.engine.distributed.world import alone
+from zoo.doctor.measure import Check, CheckResult, run_check
+
+Report = Callable[[str, CheckResult], None]  # gets each result at once, with the name of its recipe
+KNOWN_WRONG = "known wrong"  # the name under which a kernel that zoo does not use is reported
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a visit found; `suspected` are kernels that zoo doesn't use, tried because they have been wrong."""
+    """The results of all checks."""
 
     machine: dict[str, str]
-    verdicts: tuple[tuple[str, Verdict], ...]  # with the first recipe that asked for it
-    suspected: tuple[Verdict, ...]
+    results: tuple[tuple[str, CheckResult], ...]  # with the first recipe that needs the kernel
+    known_wrong: tuple[CheckResult, ...]  # of kernels that zoo doesn't use
     seconds: float
 
     @property
     def right(self) -> bool:
         """Whether every kernel that would be used is right."""
-        return all(verdict.right for _, verdict in self.verdicts)
+        return not self.wrong
+
+    @property
+    def wrong(self) -> list[CheckResult]:
+        """The kernels that would be used and are wrong."""
+        return [result for _, result in self.results if not result.right]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         return {
             "machine": self.machine,
             "right": self.right,
-            "kernels": [{"recipe": name} | verdict.as_dict() for name, verdict in self.verdicts],
-            "known_wrong": [verdict.as_dict() for verdict in self.suspected],
+            "kernels": [{"recipe": name} | result.as_dict() for name, result in self.results],
+            "known_wrong": [result.as_dict() for result in self.known_wrong],
             "seconds": round(self.seconds, 1),
         }
 
 
-def visit(
-    recipes: Sequence[Recipe],
+def run_checks(
+    subjects: Iterable[tuple[str, Callable[[], Subject]]],
     *,
     only: Collection[str] = (),
     skip: Collection[str] = (),
-    known_wrong: bool = False,
-    told: Callable[[str, Verdict], None] = lambda name, verdict: None,
+    known_wrong: Iterable[Check] = (),
+    report: Report = lambda name, result: None,
 ) -> Findings:
-    """Check the kernels of validated recipes, or those that `only` names, without those of `skip`; `told` gets each verdict at once."""
-    start, verdicts, suspected = time.perf_counter(), [], []
-    seen: set[str] = set()
-    with alone(recipes[0]) as here:
-        for recipe in recipes:
-            name = f"{recipe.recipe} {recipe.size or ''}".strip()
-            for check in checks(subject(recipe, here)):
-                if check.key in seen or check.name in skip or (only and check.name not in only):
-                    continue
-                seen.add(check.key)
-                verdicts.append((name, examine(check)))
-                told(*verdicts[-1])
-            _give_back_memory()
-        if known_wrong:
-            for check in suspects(here):
-                with unrefused():
-                    suspected.append(examine(check))
-                told("known wrong", suspected[-1])
-        facts = machine()
-    _give_back_memory()
-    return Findings(facts, tuple(verdicts), tuple(suspected), time.perf_counter() - start)
+    """Check the kernels of some recipes.
+
+    Args:
+        subjects: a recipe's name, and what builds its subject; one is in memory at a time.
+        only: names of the checks to make; empty: all.
+        skip: names of checks to leave out.
+        known_wrong: checks of kernels that zoo does not use.
+        report: gets each result as soon as it is there.
+    """
+    start, seen = time.perf_counter(), set[str]()
+    results: list[tuple[str, CheckResult]] = []
+    for name, build in subjects:
+        for result in _results(build(), seen, only, skip):
+            results.append((name, result))
+            report(name, result)
+        free_memory()
+    suspected = []
+    for check in known_wrong:
+        with unrefused():
+            suspected.append(run_check(check))
+        report(KNOWN_WRONG, suspected[-1])
+    free_memory()
+    return Findings(machine(), tuple(results), tuple(suspected), time.perf_counter() - start)
 
 
-def _give_back_memory() -> None:
-    """Leave nothing on the GPU, and no trace in its peak figures."""
+def _results(
+    subject: Subject, seen: set[str], only: Collection[str], skip: Collection[str]
+) -> Iterable[CheckResult]:
+    """Results of the checks that have not been `seen`, which it adds to."""
+    for check in checks(subject):
+        if check.key in seen or check.name in skip or (only and check.name not in only):
+            continue
+        seen.add(check.key)
+        yield run_check(check)
+
+
+def free_memory() -> None:
+    """Leave nothing on the GPU, and no trace in its peak statistics."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

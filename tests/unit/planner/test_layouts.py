@@ -179,7 +179,7 @@ def test_weights_of_the_hub_are_planned_by_their_own_config(
         raise OSError
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(ConfigError, match="nothing to plan from"):
+    with pytest.raises(ConfigError, match="its architecture is not known"):
         plan(recipe, 8)
     assert settle_here(recipe, 8).parallel.plan == []
     refuse_misfit(recipe, 8, 8)

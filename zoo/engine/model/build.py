@@ -68,6 +68,12 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
     return Assembly(family, config.for_processor(processor), processor, None)
 
 
+def assembly_of_arch(recipe: Recipe) -> Assembly:
+    """An assembly of `model.arch` alone, without processor and weights: for models of which only shapes are needed."""
+    family = get_family(recipe.model.family)
+    return Assembly(family, family.load("config").from_arch(recipe.model.arch), None, None)
+
+
 def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
     """This rank's model chunks (several with an interleaved pipeline), with random weights."""
     from megatron.core.transformer.module import Float16Module

@@ -60,17 +60,16 @@ def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blu
     """
     family = family_of(arch)
     bridge: Bridge = family.load("bridge")
-    config = family.load("config").from_arch(arch)
     settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
     recipe = Recipe().replace(settings)
     if names is not None and not bridge.has_optional(names):
         recipe = recipe.replace({"train.mtp_loss": 0.0})
-    assembly = build.Assembly(family, config, None, None)
+    assembly = build.assembly_of_arch(recipe)
     _refuse_ranks()
     with world(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
     parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
-    return Blueprint(family, config, bridge, build.model_dims(assembly), parameters)
+    return Blueprint(family, assembly.config, bridge, build.model_dims(assembly), parameters)
 
 
 def _refuse_ranks() -> None:

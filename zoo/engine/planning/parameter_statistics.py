@@ -15,18 +15,17 @@ from zoo.engine.distributed.world import alone, on_one_rank
 from zoo.engine.model import build, lora
 from zoo.engine.model.meta_model import on_meta
 from zoo.planner.census import ADAPTERS, EXPERTS, Census, Cut, Weights
-from zoo.registry import ModelFamily, get_family
+from zoo.registry import ModelFamily
 
 
 def census(recipe: Recipe) -> Census:
     """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
-    family = get_family(recipe.model.family)
-    config = family.load("config").from_arch(recipe.model.arch)
     # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
     recipe = on_one_rank(recipe).replace(plain)
+    assembly = build.assembly_of_arch(recipe)
+    family, config = assembly.family, assembly.config
     with alone(recipe) as here, on_meta(here) as nowhere:
-        assembly = build.Assembly(family, config, None, None)
         chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:
             lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)

@@ -65,13 +65,8 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     Raises:
         ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
     """
-    planned = as_planned(recipe)
-    if planned is None:
-        raise ConfigError(
-            f"model.init={recipe.model.init}: its config.json is neither here nor to be had from the hub, so there is "
-            f"nothing to plan from; give a folder, or model.init=random and size="
-        )
-    recipe, model = planned, model_of(planned)
+    recipe = with_architecture(recipe)
+    model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
     row = typical_row(recipe, model.cost, **shares)
     recipe = validate(settle(model, recipe, ranks, row), ranks)
@@ -203,6 +198,17 @@ def settle_here(recipe: Recipe, ranks: int) -> Recipe:
     model = model_of(planned)
     chosen = settle(model, planned, ranks, typical_row(planned, model.cost))
     return replace(chosen, model=recipe.model)
+
+
+def with_architecture(recipe: Recipe) -> Recipe:
+    """The recipe with the architecture of its weights; ConfigError where that is not known."""
+    planned = as_planned(recipe)
+    if planned is None:
+        raise ConfigError(
+            f"model.init={recipe.model.init}: its config.json is neither here nor to be had from the hub, so its "
+            f"architecture is not known; give a folder, or model.init=random and size="
+        )
+    return planned
 
 
 def as_planned(recipe: Recipe) -> Recipe | None:

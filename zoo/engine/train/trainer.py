@@ -19,7 +19,6 @@ from zoo.config.resume import Change
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.defaults import evaluated_on
-from zoo.doctor.startup import check_kernels
 from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
 from zoo.engine.checkpoint.saver import Saved, Saver
 from zoo.engine.checkpoint.selection import Chosen, choose, repaired_source
@@ -37,6 +36,7 @@ from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import adamw, bad_step_detector, bad_step_records, messages, optimization, resume
 from zoo.engine.train.dataloader import open_feed
 from zoo.engine.train.evaluation import evaluate
+from zoo.engine.train.kernel_check import check_kernels
 from zoo.engine.train.step_metrics import Counts, Totals, expert_figures
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.progress import Phases

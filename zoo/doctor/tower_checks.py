@@ -1,4 +1,4 @@
-"""The checks of towers: their attention, and a whole block where zoo fuses what stands in it."""
+"""Checks of towers: their attention, and a whole block where zoo fuses its kernels."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.inputs import BOUNDS, KEEP, fused_name, randn, row_shape, spans, varlen_name
+from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, fused_name, randn, row_shape, spans, varlen_name
 from zoo.doctor.layers import Subject, TowerHeads
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.towers.attention import NAME as VARLEN_TOWER
 from zoo.packing import PackedLayout
 
 BLOCK_BOUNDS = {"bf16": 3e-2, "fp32": 1e-3}  # a chain of eight kernels, each rounded
-PATCHES = (1024, 16, 576, 400, 4, 256)  # of images in a tower's row
+PATCHES = (1024, 16, 576, 400, 4, 256)  # lengths of the images in a tower's row
 
 
 def tower_checks(subject: Subject) -> Iterator[Check]:
@@ -37,7 +37,7 @@ def _images(subject: Subject, varlen: bool = True) -> PackedLayout:
 
 
 def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
-    """A whole block, whose sums, norms and MLP are fused where attention is, against its own modules in fp64."""
+    """A whole block against its own modules in fp64: sums, norms and MLP are fused where attention is."""
     layout, meta = _images(subject), tower.block
     assert meta is not None
 
@@ -51,15 +51,15 @@ def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
                     parameter.normal_(float("norm" in name and name.endswith("weight")), 0.25)
         plain = copy.deepcopy(block).double()
         angles = torch.randn(layout.total, tower.width // 2, device=subject.device).repeat(1, 2)
-        facts = {"position_embeddings": (angles.cos(), angles.sin()), "max_seqlen": max(layout.lengths)}
+        arguments = {"position_embeddings": (angles.cos(), angles.sin()), "max_seqlen": max(layout.lengths)}
 
         def exact(x: Tensor, **parameters: Tensor) -> Tensor:
-            out: Tensor = torch.func.functional_call(plain, parameters, (x, layout.cu_seqlens), facts)
+            out: Tensor = torch.func.functional_call(plain, parameters, (x, layout.cu_seqlens), arguments)
             return out
 
         x = randn(subject, layout.total, block.norm1.normalized_shape[0])
         parameters = dict(block.named_parameters())
-        return Trial(lambda x: block(x, layout.cu_seqlens, **facts), exact, {"x": x}, parameters)
+        return Trial(lambda x: block(x, layout.cu_seqlens, **arguments), exact, {"x": x}, parameters)
 
     return Check(
         f"{tower.tower}_block",
@@ -67,7 +67,7 @@ def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
         f"{tower.heads} heads x {tower.width}, {row_shape(layout)}",
         subject.precision,
         BLOCK_BOUNDS[subject.precision],
-        KEEP,
+        FP32_IS_PLAIN,
         prepare,
     )
 
@@ -81,9 +81,9 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
 
     def prepare() -> Trial:
         offsets = layout.cu_seqlens
-        facts: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
+        lengths: dict[str, Any] = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets} if varlen else {}
         if varlen:
-            facts |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
+            lengths |= dict.fromkeys(("max_length_q", "max_length_k"), max(layout.lengths))
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -96,7 +96,7 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
                 scaling=width**-0.5,
                 dropout=0.0,
                 is_causal=False,
-                **facts,
+                **lengths,
             )
             return out[0]
 
@@ -113,6 +113,6 @@ def _tower(subject: Subject, tower: TowerHeads) -> Check:
         f"{heads} heads x {width}, {row_shape(layout)}",
         subject.precision,
         BOUNDS[subject.precision],
-        KEEP,
+        FP32_IS_PLAIN,
         prepare,
     )

@@ -1,0 +1,101 @@
+"""The doctor's checks of whole recipes, and the check before training."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.cli.doctor import KERNELS
+from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
+from zoo.engine.train import kernel_check
+from zoo.errors import UserError
+from zoo.nn.decoder import attention, gated_delta_net
+from zoo.packing import PackedLayout
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Any:
+    return validate(
+        load_recipe("qwen35_vl_moe_sft", ["size=tiny-moe", "hardware=cpu", f"run.dir={tmp_path}"]), 1
+    )
+
+
+def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernel_check.check_recipes([recipe])
+    assert found.right
+    names = {result.check.name for _, result in found.results}
+    assert names == set(KERNELS) - {"audio_attention"}
+
+    def leaking(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
+        whole = PackedLayout.from_lengths([layout.total])
+        return original(x, weight, whole)
+
+    original = gated_delta_net.causal_convolution
+    monkeypatch.setattr(gated_delta_net, "causal_convolution", leaking)
+    monkeypatch.setattr(
+        attention, "sdpa", lambda q, k, v, scale, causal, mask=None: v.repeat_interleave(2, 1)
+    )
+    again = kernel_check.check_recipes([recipe], only=("convolution", "attention", "norm"))
+    assert {result.check.name for result in again.wrong} == {"convolution", "attention"}
+    assert not again.right
+    json.dumps(again.as_dict(), allow_nan=False)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The check before training sees a GPU; nothing else does."""
+    monkeypatch.setattr(kernel_check, "gpu_count", lambda: 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield tmp_path / "cache" / "zoo" / "doctor"
+
+
+def test_the_check_before_training_is_made_once(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel_check.check_kernels(recipe)
+    (kept,) = gpu.glob("*.json")
+    assert json.loads(kept.read_text())["right"] is True
+    names = {kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]}
+    assert "attention" in names and "attention_padded" not in names
+    assert "kernels are right" in capsys.readouterr().out
+    kernel_check.check_kernels(recipe)
+    assert capsys.readouterr().out == "", "nothing is done twice"
+    other = recipe.replace({"engine.recompute": "full", "packing.budget": 512})
+    kernel_check.check_kernels(other)
+    assert len(list(gpu.glob("*.json"))) == 2, "other shapes are checked by themselves"
+
+
+def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gated_delta_net, "chunked_delta_rule", lambda q, k, v, decay, beta, lengths: v * beta[..., None]
+    )
+    with pytest.raises(UserError, match=r"the kernel delta_rule \(torch\) is wrong on this GPU: .*; fix: "):
+        kernel_check.check_kernels(recipe)
+    assert not list(gpu.glob("*.json"))
+    kernel_check.check_kernels(recipe.replace({"engine.doctor": False}))
+
+
+def test_nothing_is_done_without_a_gpu(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_check, "gpu_count", lambda: 0)
+    kernel_check.check_kernels(recipe)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_a_home_nothing_is_kept(
+    recipe: Any, gpu: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.chdir(tmp_path)
+    assert kernel_check._record({}) is None
+    kernel_check._keep(None, {})
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,212 @@
+"""Checks of kernels that mix the tokens of a segment: attention, and the convolution and delta rule of Gated DeltaNet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.doctor import references
+from zoo.doctor.inputs import (
+    BOUNDS,
+    FP32_IS_PLAIN,
+    fused_name,
+    randn,
+    real_tokens,
+    row_layout,
+    row_shape,
+    spans,
+    varlen_name,
+)
+from zoo.doctor.layers import Subject
+from zoo.doctor.measure import Check, Trial
+from zoo.nn.decoder import gated_delta_net
+from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.kernels.widths import fla_takes
+from zoo.packing import PackedLayout
+
+DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
+
+
+@dataclass(frozen=True)
+class DeltaRuleSizes:
+    """Heads of a gated delta rule, and their widths."""
+
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+
+
+def attention_checks(subject: Subject) -> Iterator[Check]:
+    """Core attention on a packed row and on padded rows, the recipe's own mode first."""
+    layer = subject.layer()
+    if layer is None:
+        return
+    config, layout = subject.config, row_layout(subject)
+    kernel = core_name(layer.self_attention.core_attention, subject)
+    sizes = f"{config.num_attention_heads} heads / {config.num_query_groups} KV x {config.kv_channels}"
+    fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
+
+    def check(name: str, shape: str, prepare: Callable[[Subject, Any], Trial]) -> Check:
+        precision = subject.precision
+        return Check(
+            name,
+            kernel,
+            shape,
+            precision,
+            BOUNDS[precision],
+            fix,
+            lambda: prepare(subject, layer.self_attention),
+        )
+
+    both = (
+        check("attention", f"{sizes}, {row_shape(layout)}", _packed_attention),
+        check("attention_padded", f"{sizes}, 4 padded rows", _padded_attention),
+    )
+    yield from both if subject.recipe.packing.mode == "thd" else reversed(both)
+
+
+def core_name(core: Any, subject: Subject) -> str:
+    """What a core attention runs as on this device."""
+    name = type(core).__name__
+    if name.startswith("TE"):
+        return name
+    assert subject.config.kv_channels is not None
+    return varlen_name(subject, subject.config.kv_channels)
+
+
+def _attention_sizes(subject: Subject) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and their width."""
+    config = subject.config
+    assert config.kv_channels is not None and config.num_query_groups is not None
+    return config.num_attention_heads, config.num_query_groups, config.kv_channels
+
+
+def _packed_attention(subject: Subject, module: Any) -> Trial:
+    heads, groups, width = _attention_sizes(subject)
+    layout = row_layout(subject).to(subject.device)
+    q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
+    params = SeqParams.of(layout)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = module.core_attention(
+            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params
+        )
+        return out.reshape(layout.total, heads, width)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return references.attention(q, k, v, spans(layout), width**-0.5, causal=True)
+
+    return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
+
+
+def _padded_attention(subject: Subject, module: Any) -> Trial:
+    heads, groups, width = _attention_sizes(subject)
+    lengths = sorted((min(n, 1024) for n in row_layout(subject).lengths), reverse=True)[:4]
+    tokens, rows = max(lengths), len(lengths)
+    q, k, v = (randn(subject, tokens, rows, n, width) for n in (heads, groups, groups))
+    ends = torch.tensor(lengths, device=subject.device)
+    real = torch.arange(tokens, device=subject.device)[:, None] < ends  # (T, B)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = module.core_attention(
+            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=None
+        )
+        return out.reshape(tokens, rows, heads, width)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+        each = [(row * tokens, row * tokens + n) for row, n in enumerate(lengths)]
+        out = references.attention(q, k, v, each, width**-0.5, causal=True)
+        return out.unflatten(0, (rows, tokens)).transpose(0, 1)
+
+    return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real)
+
+
+def linear_attention_checks(subject: Subject) -> Iterator[Check]:
+    """The causal convolution and the gated delta rule, where a layer has linear attention."""
+    layer = subject.layer(linear=True)
+    if layer is None:
+        return
+    config, layout = subject.config, row_layout(subject).to(subject.device)
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
+    assert keys and values and key_width and value_width
+    sizes = DeltaRuleSizes(keys, values, key_width, value_width)
+    yield _convolution(subject, layout, 2 * keys * key_width + values * value_width)
+    yield _delta_rule(subject, layout, sizes, layer.self_attention.delta_rule)
+
+
+def _convolution(subject: Subject, layout: PackedLayout, channels: int) -> Check:
+    taps = subject.config.linear_conv_kernel_dim
+    assert taps
+
+    def prepare() -> Trial:
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            return gated_delta_net.causal_convolution(x, weight, layout)
+
+        def exact(x: Tensor, weight: Tensor) -> Tensor:
+            return references.convolution(x, weight, spans(layout))
+
+        given = {"x": randn(subject, layout.total, channels), "weight": randn(subject, channels, taps)}
+        return Trial(run, exact, given, real=real_tokens(layout, subject.device))
+
+    return Check(
+        "convolution",
+        fused_name(subject),
+        f"{channels} channels, width {taps}, {row_shape(layout)}",
+        subject.precision,
+        BOUNDS[subject.precision],
+        FP32_IS_PLAIN,
+        prepare,
+    )
+
+
+def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, wanted: str) -> Check:
+    """`wanted`: engine.delta_rule of the recipe."""
+    probe = torch.empty(0, dtype=subject.dtype, device=subject.device)
+    fla = gated_delta_net.has_fla(probe) and fla_takes(sizes.key_width, sizes.value_width)
+    kernel = "fla" if fla and wanted != "torch" else "torch"
+
+    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout, wanted)
+
+    other = "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'"
+    return Check(
+        "delta_rule",
+        kernel,
+        f"{sizes.key_heads} key heads x {sizes.key_width}, {sizes.value_heads} value heads x {sizes.value_width}, "
+        f"{row_shape(layout)}",
+        subject.precision,
+        DELTA_RULE_BOUNDS[subject.precision],
+        other if kernel == "fla" else FP32_IS_PLAIN,
+        lambda: delta_rule_trial(subject.device, subject.dtype, layout, sizes, run),
+    )
+
+
+def delta_rule_trial(
+    device: torch.device,
+    dtype: torch.dtype,
+    layout: PackedLayout,
+    sizes: DeltaRuleSizes,
+    run: Callable[..., Tensor],
+) -> Trial:
+    """The rule `run` on a row, its decays and betas like those of a layer that has just been made."""
+    total = layout.total
+    key_shape = (total, sizes.key_heads, sizes.key_width)
+    given = {
+        "q": torch.randn(*key_shape, device=device, dtype=dtype),
+        "k": torch.randn(*key_shape, device=device, dtype=dtype),
+        "v": torch.randn(total, sizes.value_heads, sizes.value_width, device=device, dtype=dtype),
+        "decay": -torch.rand(total, sizes.value_heads, device=device) * 0.5,
+        "beta": torch.rand(total, sizes.value_heads, device=device).to(dtype),
+    }
+
+    def exact(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        return references.delta_rule(q, k, v, decay, beta, spans(layout))
+
+    return Trial(run, exact, given, real=real_tokens(layout, device))

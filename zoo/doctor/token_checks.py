@@ -1,0 +1,249 @@
+"""Checks of kernels that take each token by itself: experts, norms, rotary, SwiGLU, the output gate, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.doctor import references
+from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, MOST_TOKENS, fused_name, randn, row_layout
+from zoo.doctor.layers import Subject
+from zoo.doctor.measure import Check, Trial
+from zoo.nn.decoder.attention import output_gate
+from zoo.nn.decoder.mlp import swiglu
+from zoo.nn.decoder.rotary import apply_rotary, axis_of_frequency
+from zoo.nn.kernels.widths import grouped_takes
+
+ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands
+LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of probabilities
+
+
+def token_checks(subject: Subject) -> Iterator[Check]:
+    """Those of a subject's layers and head."""
+    yield from _experts(subject)
+    yield from _norms(subject)
+    yield from _rotary(subject)
+    yield _swiglu(subject)
+    if subject.config.attention_output_gate:
+        yield _output_gate(subject)
+    yield _loss(subject)
+
+
+def _rows(subject: Subject) -> int:
+    """Tokens to try a kernel on."""
+    return min(subject.recipe.packing.budget, MOST_TOKENS)
+
+
+def _experts(subject: Subject) -> Iterator[Check]:
+    layer = subject.layer(sparse=True)
+    if layer is None:
+        return
+    module, config = layer.mlp.experts, subject.config
+    experts, hidden = config.num_moe_experts, config.hidden_size
+    assert experts is not None
+    total = _rows(subject)
+    counts = _uneven(experts, total)
+
+    def prepare() -> Trial:
+        given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
+        per_expert = torch.tensor(counts)
+
+        def run(x: Tensor, probs: Tensor) -> Tensor:
+            out: Tensor = module(x, per_expert, probs)[0]
+            return out
+
+        def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
+            return references.experts(x, probs, weight1, weight2, counts)
+
+        weights = {"weight1": module.weight1, "weight2": module.weight2}
+        return Trial(run, exact, given, weights)
+
+    takes = all(grouped_takes(*weight.shape[1:]) for weight in (module.weight1, module.weight2))
+    grouped = subject.device.type == "cuda" and subject.precision == "bf16" and takes
+    yield Check(
+        "experts",
+        "grouped_mm" if grouped else "torch",
+        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {total} tokens, some without any",
+        subject.precision,
+        BOUNDS[subject.precision],
+        FP32_IS_PLAIN,
+        prepare,
+    )
+
+
+def _uneven(experts: int, total: int) -> list[int]:
+    """Tokens of each expert: none for every third, one for the first, the rest uneven."""
+    shares = [0 if i % 3 == 1 else 1 + i % 5 for i in range(experts)]
+    counts = [share * (total - 1) // sum(shares) for share in shares]
+    counts[0] = 1
+    counts[-1 if shares[-1] else 0] += total - sum(counts)
+    return counts
+
+
+def _norms(subject: Subject) -> Iterator[Check]:
+    config, layer = subject.config, subject.layer()
+    attention = layer.self_attention if layer is not None else None
+    heads = config.num_attention_heads
+    first = subject.model.decoder.layers[0].input_layernorm
+    found: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
+    if attention is not None and getattr(attention, "q_layernorm", None) is not None:
+        found.append(("qk_norm", attention.q_layernorm, (heads, config.kv_channels)))
+    for name, module, shape in found:
+        yield _norm(subject, name, module, shape)
+    linear = subject.layer(linear=True)
+    if linear is not None:
+        yield _gated_norm(subject, linear.self_attention.out_norm)
+
+
+def _gated_norm(subject: Subject, module: Any) -> Check:
+    heads, width = subject.config.linear_num_value_heads, subject.config.linear_value_head_dim
+    rows = _rows(subject)
+    assert heads and width
+
+    def prepare() -> Trial:
+        with torch.no_grad():
+            module.weight.normal_(1.0, 0.25)
+
+        def exact(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+            return references.rms_norm(x, weight, module.eps) * torch.nn.functional.silu(gate)
+
+        given = {"x": randn(subject, rows, heads, width), "gate": randn(subject, rows, heads, width)}
+        return Trial(lambda x, gate: module(x, gate), exact, given, {"weight": module.weight})
+
+    sizes = f"{rows} x {heads} x {width}"
+    return Check(
+        "gated_norm",
+        fused_name(subject),
+        sizes,
+        subject.precision,
+        BOUNDS[subject.precision],
+        FP32_IS_PLAIN,
+        prepare,
+    )
+
+
+def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:
+    config, rows = subject.config, _rows(subject)
+    zero_centred = config.layernorm_zero_centered_gamma
+    before = name == "norm"  # in front of a branch: it also returns the residual, whose gradient it may add
+
+    def prepare() -> Trial:
+        with torch.no_grad():
+            module.weight.normal_(0.0 if zero_centred else 1.0, 0.25)
+
+        def exact(x: Tensor, weight: Tensor) -> Tensor:
+            weight = weight + 1.0 if zero_centred else weight
+            normed = references.rms_norm(x, weight, config.layernorm_epsilon)
+            return torch.stack((normed, x)) if before else normed
+
+        def run(x: Tensor) -> Tensor:
+            out = module(x)
+            if not before:
+                return out
+            return torch.stack(out if isinstance(out, tuple) else (out, x))
+
+        x = randn(subject, rows, 1, *shape)
+        return Trial(run, exact, {"x": x}, {"weight": module.weight})
+
+    kind = ", zero-centred" if zero_centred else ""
+    sizes = " x ".join(map(str, (rows, *shape)))
+    kernel = type(module).__name__
+    return Check(
+        name, kernel, sizes + kind, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
+    )
+
+
+def _rotary(subject: Subject) -> Iterator[Check]:
+    config, shape = subject.config, subject.rotary
+    if subject.layer() is None:
+        return
+    layout = row_layout(subject).to(subject.device)
+    heads, width = config.num_attention_heads, config.kv_channels
+    assert width is not None
+    half = int(width * shape.fraction) // 2
+    axes = axis_of_frequency(shape.sections, shape.interleaved) if shape.sections else [0] * half
+
+    def prepare() -> Trial:
+        positions = layout.positions.expand(max(axes) + 1, 1, -1).clone()
+        positions[1:] = positions[1:] // 3 + 5  # axes that differ, as of an image
+        turn = subject.model.rotary(positions)
+
+        def run(x: Tensor) -> Tensor:
+            return apply_rotary(x[:, None], *turn)[:, 0]
+
+        def exact(x: Tensor) -> Tensor:
+            return references.rotary(x, positions[:, 0], axes, shape.base)
+
+        return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
+
+    sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
+    bound = ROTARY_BOUNDS[subject.precision]
+    yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
+
+
+def _swiglu(subject: Subject) -> Check:
+    """The dense MLP's SwiGLU, each row times a probability as in an expert."""
+    rows, width = _rows(subject), subject.config.ffn_hidden_size
+    assert width is not None
+
+    def prepare() -> Trial:
+        def exact(x: Tensor, probs: Tensor) -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate) * up * probs[:, None]
+
+        given = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
+        return Trial(swiglu, exact, given)
+
+    bound = BOUNDS[subject.precision]
+    return Check(
+        "swiglu", fused_name(subject), f"{rows} x {width}", subject.precision, bound, FP32_IS_PLAIN, prepare
+    )
+
+
+def _output_gate(subject: Subject) -> Check:
+    heads, width = subject.config.num_attention_heads, subject.config.kv_channels
+    rows, channels = _rows(subject), heads * (width or 0)
+
+    def prepare() -> Trial:
+        def exact(x: Tensor, gate: Tensor) -> Tensor:
+            return x * gate.sigmoid()
+
+        given = {name: randn(subject, rows, channels) for name in ("x", "gate")}
+        return Trial(output_gate, exact, given)
+
+    sizes, bound = f"{rows} x {channels}", BOUNDS[subject.precision]
+    return Check("output_gate", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
+
+
+def _loss(subject: Subject) -> Check:
+    layout = row_layout(subject)
+    hidden, vocab = subject.config.hidden_size, subject.model.vocab_size
+    rows = torch.arange(0, layout.total, 4, device=subject.device)  # a quarter has labels
+
+    def prepare() -> Trial:
+        weight = subject.model.output_layer.weight
+        with torch.no_grad():
+            weight.normal_(0, 2 * hidden**-0.5)  # a head that has learned something
+        targets = torch.randint(vocab, (len(rows),), device=subject.device)
+
+        def run(x: Tensor) -> Tensor:
+            return subject.model._head(x, rows, targets)
+
+        def exact(x: Tensor, weight: Tensor) -> Tensor:
+            return references.cross_entropy(x[:, 0], weight, rows, targets)
+
+        x = randn(subject, layout.total, 1, hidden)
+        return Trial(run, exact, {"x": x}, {"weight": weight}, exact=torch.float32)
+
+    return Check(
+        "loss",
+        fused_name(subject),
+        f"vocabulary {vocab}, hidden {hidden}, {len(rows)} labels",
+        subject.precision,
+        LOSS_BOUNDS[subject.precision],
+        FP32_IS_PLAIN,
+        prepare,
+    )

@@ -1,0 +1,150 @@
+"""The doctor's checks of the kernels that recipes would use, and the check before training.
+
+`zoo.doctor` knows kernels and their references; here it is given a world of one rank and the recipe's model. Before
+training the checks run once for a GPU, its driver and versions, and for all that decides a recipe's kernels and shapes. A
+result without an error is kept in `$XDG_CACHE_HOME/zoo/doctor` (~/.cache/zoo/doctor). Without a GPU nothing is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoo.config.devices import gpu_count
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.engine.distributed.world import World, alone, on_one_rank
+from zoo.engine.planning.plan import as_planned
+from zoo.errors import UserError
+from zoo.files import cache_folder
+
+if TYPE_CHECKING:
+    from zoo.doctor.layers import Subject
+    from zoo.doctor.measure import CheckResult
+    from zoo.doctor.run_checks import Findings, Report
+
+
+def check_recipes(
+    recipes: Sequence[Recipe],
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    known_wrong: bool = False,
+    report: Report = lambda name, result: None,
+) -> Findings:
+    """Check the kernels of validated recipes on this machine, each kernel and shape once.
+
+    Args:
+        only: names of the checks to make; empty: all.
+        skip: names of checks to leave out.
+        known_wrong: also try kernels that zoo does not use because they were found wrong.
+        report: gets each result as soon as it is there, with the name of its recipe.
+    """
+    from zoo.doctor.known_wrong import known_wrong_checks
+    from zoo.doctor.run_checks import free_memory, run_checks
+
+    with alone(recipes[0]) as here:
+        found = run_checks(
+            [(f"{one.recipe} {one.size or ''}".strip(), partial(_subject, one, here)) for one in recipes],
+            only=only,
+            skip=skip,
+            known_wrong=known_wrong_checks(here.device, here.groups) if known_wrong else (),
+            report=report,
+        )
+    free_memory()
+    return found
+
+
+def _subject(recipe: Recipe, here: World) -> Subject:
+    """The layers to check, in a world of one rank."""
+    from zoo.doctor.layers import make_subject
+    from zoo.engine.model import build
+    from zoo.engine.model.meta_model import on_meta
+
+    # The shapes are the same under either backend, and Transformer Engine's modules want a GPU.
+    plain = on_one_rank(recipe).replace({"engine.backend": "torch"})
+    with on_meta(here) as nowhere:
+        (whole,) = build.build_model(build.assembly_of_arch(recipe), plain, nowhere)
+    return make_subject(recipe, whole, here.device)
+
+
+def check_kernels(recipe: Recipe) -> None:
+    """The check before training, on the first rank of a node with a GPU; the others wait until it joins them.
+
+    Raises:
+        UserError: a kernel that the recipe would use is wrong on this machine; the message names it and what to change.
+    """
+    if not recipe.engine.doctor or not gpu_count() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    planned = as_planned(recipe)
+    if planned is None:  # the architecture comes with the weights; `zoo doctor` with a folder checks it
+        return
+    recipe = validate(planned, int(os.environ.get("WORLD_SIZE", "1")))
+    from zoo.doctor.machine import machine
+
+    record = _record(_key(recipe, machine()))
+    if record is not None and record.is_file():
+        return
+    print(
+        "zoo: checking the kernels of this recipe on this GPU, once (engine.doctor=false skips it) ...",
+        flush=True,
+    )
+    unused = {"attention_padded"} if recipe.packing.mode == "thd" else {"attention"}
+    found = check_recipes([recipe], skip=unused)
+    if found.wrong:
+        raise UserError("; ".join(_refusal(result) for result in found.wrong))
+    _keep(record, found.as_dict())
+    print(f"zoo: {len(found.results)} kernels are right ({found.seconds:.0f} s)", flush=True)
+
+
+def _refusal(result: CheckResult) -> str:
+    check = result.check
+    if result.problem is not None:
+        why = result.problem.splitlines()[0]
+    else:
+        what, error = result.worst
+        why = f"its {what} is off by {error:.1e} of its size, {check.bound:.0e} is allowed"
+    return f"the kernel {check.name} ({check.kernel}) is wrong on this GPU: {why}; fix: {check.fix}"
+
+
+def _key(recipe: Recipe, machine: dict[str, str]) -> dict[str, Any]:
+    """All that decides kernels, shapes and versions, the code of `zoo.nn` included."""
+    from zoo.nn import backend
+
+    code = hashlib.sha256()
+    for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    return {
+        "machine": machine,
+        "arch": recipe.model.arch,
+        "engine": asdict(replace(recipe.engine, threads=None, doctor=True)),
+        "parallel": {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")},
+        "packing": asdict(recipe.packing),
+        "code": code.hexdigest(),
+    }
+
+
+def _record(key: dict[str, Any]) -> Path | None:
+    """The file that holds the result for a key; None where there is no folder for caches."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    cache = cache_folder("doctor")
+    return None if cache is None else cache / f"{digest}.json"
+
+
+def _keep(path: Path | None, found: dict[str, Any]) -> None:
+    """Write a result, under another name first; where the folder can't be written, the next start checks again."""
+    if path is None:
+        return
+    beside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(json.dumps(found, indent=2), encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
