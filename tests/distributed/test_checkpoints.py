@@ -357,7 +357,7 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
 def test_published_checkpoints_from_names_and_shapes(recipe: str, size: str, pool: Pool) -> None:
     """zoo's own model of each published size, without data: all its parameters become the published tensors, and back."""
     parameters, tensors = PUBLISHED[recipe, size]
-    found, shapes = pool.run(1, rank_tasks.blueprint_sizes, recipe, size, timeout=300.0)[0]
+    found, shapes = pool.run(1, rank_tasks.meta_model_sizes, recipe, size, timeout=300.0)[0]
     assert found == parameters
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameters
     assert not tensors or len(shapes) == tensors

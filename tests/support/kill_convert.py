@@ -1,6 +1,6 @@
 """Kill conversions at random moments: `python kill_convert.py SOURCE TARGET KILLS`; prints what was left each time.
 
-The model's blueprint is worked out once, so that a conversion is little more than reading and writing; each is a fork
+The meta model is built once, so that a conversion is little more than reading and writing; each is a fork
 of this process.
 """
 
@@ -34,9 +34,9 @@ def whole(folder: Path, wanted: dict[str, int]) -> bool:
 
 def main(source: str, target: Path, kills: int) -> dict[str, int]:
     arch = json.loads((Path(source) / "config.json").read_text())
-    plan = meta_model.blueprint(arch)
+    plan = meta_model.build_meta_model(arch)
     random.seed(0)
-    with patch.object(convert, "blueprint", lambda *_: plan):
+    with patch.object(convert, "build_meta_model", lambda *_: plan):
         for _ in range(2):  # the second one finds everything in memory, as those to come
             began = time.monotonic()
             convert.convert(source, target, quiet=True, overwrite=True)

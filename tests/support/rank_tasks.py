@@ -261,11 +261,11 @@ def train(
     import json
 
     from zoo.config.compose import load_recipe
-    from zoo.engine.train import trainer as loop
+    from zoo.engine.train.trainer import train as train_here
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
     recipe = load_recipe(recipe_name, [*fixed, *overrides])
-    result = loop.train(recipe)
+    result = train_here(recipe)
     lines = (Path(result.run_dir) / "train.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "grad_norm" in record]
     return {"losses": list(result.losses), "steps": steps, "metrics": result.metrics}
@@ -278,25 +278,26 @@ def train_with_small_files(
     import resource
 
     from zoo.config.compose import load_recipe
-    from zoo.engine.train import trainer as loop
+    from zoo.engine.train.run import Run
+    from zoo.engine.train.trainer import train as train_here
     from zoo.errors import UserError
 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     recipe = load_recipe("qwen3_omni_sft", ["size=tiny", "hardware=cpu", "engine.threads=1", *overrides])
     steps = 0
-    step = loop.Run._train_step
+    step = Run._train_step
 
-    def counted(self: loop.Run) -> None:
+    def counted(self: Run) -> None:
         nonlocal steps
         step(self)
         steps = self.done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "_train_step", counted)
+        patch.setattr(Run, "_train_step", counted)
         try:
             if rank == culprit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
-            loop.train(recipe)
+            train_here(recipe)
         except UserError as error:  # told as a mistake of the user's
             cause = error.__cause__
             assert isinstance(cause, OSError)
@@ -354,14 +355,14 @@ def call(rank: int, size: int, name: str, *arguments: Any, **options: Any) -> An
     return found.as_dict() if hasattr(found, "as_dict") else found
 
 
-def blueprint_sizes(
+def meta_model_sizes(
     rank: int, size: int, recipe: str, model_size: str
 ) -> tuple[int, dict[str, tuple[int, ...]]]:
     """Parameters of a size of a recipe, and the published names and shapes that they become."""
     from zoo.config.compose import load_recipe
-    from zoo.engine.model.meta_model import blueprint
+    from zoo.engine.model.meta_model import build_meta_model
 
-    plan = blueprint(load_recipe(recipe, [f"size={model_size}"]).model.arch)
+    plan = build_meta_model(load_recipe(recipe, [f"size={model_size}"]).model.arch)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in plan.bridge.publish(plan.parameters).items():
         if entry.rule.writes(plan.dims):
@@ -375,11 +376,12 @@ def first_losses(rank: int, size: int, recipe: str, folder: str, steps: int) -> 
     from unittest.mock import patch
 
     from zoo.config.compose import load_recipe
-    from zoo.engine.train import trainer as loop
+    from zoo.engine.train.run import Run
+    from zoo.engine.train.trainer import train as train_here
 
     fixed = ["hardware=cpu", "engine.threads=1", "train.eval_rows=2", "export=false", "log.tensorboard=false"]
-    with patch.object(loop.Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
-        return list(loop.train(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)
+    with patch.object(Run, "_ends", lambda self, out_of_time=False: self.done >= steps):
+        return list(train_here(load_recipe(recipe, [*fixed, f"run.dir={folder}"])).losses)
 
 
 @dataclass(frozen=True)
@@ -402,7 +404,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train.trainer import Run
+    from zoo.engine.train.run import Run
     from zoo.planner.activations import Row
 
     fixed = [f"run.dir={folder}", "hardware=cpu", "engine.threads=1", "train.steps=1", "data.cache_mb=64"]
@@ -410,10 +412,10 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     with interrupts() as stop, world(recipe) as here:
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
-        fetched = run._fetch()
+        fetched = run.train_step.fetch()
         batches = fetched.batches
         with LiveBytes() as live:
-            run._forward_backward(fetched, 1.0)
+            run.train_step.forward_backward(fetched, 1.0)
         trainable = run.trainable
         trainable.optimizer.step()
         buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
@@ -444,11 +446,11 @@ def one_step(
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train import trainer as loop
+    from zoo.engine.train.run import Run
 
     recipe = load_recipe(recipe_name, [f"size={model_size}", "hardware=cpu", "engine.threads=1", *overrides])
     with interrupts() as stop, world(validate(recipe, size)) as here:
-        run = loop.Run(validate(recipe, size), here, stop, Startup("imports"))
+        run = Run(validate(recipe, size), here, stop, Startup("imports"))
         run._build()
         assert run.adapters is not None
         adapters = run.adapters.named()
@@ -459,7 +461,7 @@ def one_step(
         before = [p.detach().clone() for p in parameters]
         for chunk in run.trainable.chunks:
             chunk.train()
-        run._forward_backward(run._fetch(), 1.0)
+        run.train_step.forward_backward(run.train_step.fetch(), 1.0)
         run.trainable.scheduler.step(increment=1)
         run.trainable.optimizer.step()
         states = [

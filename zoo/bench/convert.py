@@ -26,7 +26,7 @@ from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import number
-from zoo.engine.model.meta_model import blueprint
+from zoo.engine.model.meta_model import build_meta_model
 from zoo.errors import UserError
 
 CHUNK = 16 * 2**20  # bytes of random data made at once
@@ -70,7 +70,7 @@ def run(options: Options) -> dict[str, Any]:
 def make(folder: Path, options: Options) -> int:
     """Write the synthetic checkpoint in bf16; returns the bytes of its largest tensor."""
     arch = load_recipe(options.recipe, [f"size={options.size}"]).model.arch
-    plan = blueprint(arch)
+    plan = build_meta_model(arch)
     planned = [
         Planned(name, tuple(shape), torch.bfloat16)
         for zoo_name, entry in plan.bridge.publish(plan.parameters).items()

@@ -1,6 +1,6 @@
 """One setting of `zoo bench train` under zoo: the run that trains, on ready batches, with its steps timed.
 
-`BenchRun` is `zoo.engine.train.trainer.Run` with other data, so model, weights, DDP, optimizer, clipping, copies of the batch to the GPU
+`BenchRun` is `zoo.engine.train.run.Run` with other data, so model, weights, DDP, optimizer, clipping, copies of the batch to the GPU
 and the one wait at a step's end are those of training. Batches lie in pinned memory, as the loader has them one step
 ahead; what making them takes is `zoo bench data`'s.
 """
@@ -27,7 +27,7 @@ from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
-from zoo.engine.train.trainer import Run
+from zoo.engine.train.run import Run
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
@@ -117,7 +117,7 @@ class BenchRun(Run):
             mine.append(batches)
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.bad_rows_told: dict[str, int] = {}
+        self.logged_bad_rows: dict[str, int] = {}
         self.warm = max(LEAST_WARM, len(mine))
         self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)
         # Timed steps begin at the first batch, so that all are timed equally often.

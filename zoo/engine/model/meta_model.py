@@ -1,4 +1,4 @@
-"""What a checkpoint's model consists of, from its config alone: family, numbers, and every parameter without its data."""
+"""A checkpoint's model from its config alone: family, sizes, and every parameter on the meta device, without data."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from zoo.registry import ModelFamily, families
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """A whole model (all ranks of it) in numbers."""
+class MetaModel:
+    """A whole model, not a rank's part of it, without data."""
 
     family: ModelFamily
-    config: Any  # the family's
+    config: Any  # the family's config
     bridge: Bridge
     dims: Dims
     parameters: Mapping[str, Tensor]  # zoo name -> a tensor of the full shape on the meta device
 
 
 def family_of(arch: Mapping[str, Any]) -> ModelFamily:
-    """The family that has a config.json's model_type; UserError with those there are where none has."""
+    """The family that has a config.json's model_type; UserError, which names the known types, where none has."""
     kinds = {}
     for family in families().values():
         for kind in family.load("config").kinds:
@@ -46,17 +46,22 @@ def family_of(arch: Mapping[str, Any]) -> ModelFamily:
 
 
 def published_names(reader: SafetensorsFolder, arch: Mapping[str, Any]) -> list[str]:
-    """Hugging Face's names of zoo's own weights, one a tensor, as far as they are known without a model."""
+    """Hugging Face's names of zoo's own weights, one for each tensor, as far as they are known without a model."""
     bridge: Bridge = family_of(arch).load("bridge")
     names = [name for name in reader.names() if not name.startswith(CARRIED)]
     return [entry.hf_names(0)[0] for entry in bridge.publish(names).values()]
 
 
-def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blueprint:
-    """The model of a config.json.
+def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None) -> MetaModel:
+    """The model of a config.json, built by one process.
 
-    Of a part that a model may lack (`Bridge.optional`: multi-token prediction), nothing is in it where `names`, those of
-    a checkpoint's tensors, are given and none of them belongs to the part.
+    Args:
+        arch: the config.json.
+        names: names of a checkpoint's tensors. Where none belongs to a part that a model may lack (`Bridge.optional`:
+            multi-token prediction), the model is built without that part.
+
+    Raises:
+        UserError: no family has the model_type, or several ranks are running.
     """
     family = family_of(arch)
     bridge: Bridge = family.load("bridge")
@@ -69,7 +74,7 @@ def blueprint(arch: dict[str, Any], names: Collection[str] | None = None) -> Blu
     with world(recipe) as here, on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
     parameters = {name: parameter.detach() for name, parameter in model_parameters(chunks)}
-    return Blueprint(family, assembly.config, bridge, build.model_dims(assembly), parameters)
+    return MetaModel(family, assembly.config, bridge, build.model_dims(assembly), parameters)
 
 
 def _refuse_ranks() -> None:

@@ -102,7 +102,7 @@ class StepTimes:
         self.save = 0.0
         return [waited, spans.get("tower", 0.0), spans.get("network", 0.0), save]
 
-    def judge(self, seconds: float, ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
+    def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
         """What to tell of a step of so many seconds (saves before it not counted); None where it was not slow.
 
         `ranks`: the parts of each rank. All wait for the longest of data, tower and save; an exchange takes as long as

@@ -36,7 +36,7 @@ from zoo.config.locate import (
 from zoo.engine.checkpoint import model_card as card
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
-from zoo.engine.model.meta_model import Blueprint, blueprint, published_names
+from zoo.engine.model.meta_model import MetaModel, build_meta_model, published_names
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -143,7 +143,7 @@ def _plan_zoo(
 ) -> Conversion:
     """A Hugging Face folder as zoo's own weights; `name` is what they will call it."""
     arch = read_arch(place.files)
-    plan = blueprint(arch, reader.names())
+    plan = build_meta_model(arch, reader.names())
     conversion = to_zoo_jobs(reader, plan, dtype, allow)
     about = {
         "format": FORMAT,
@@ -183,7 +183,7 @@ def _plan_hf(
 ) -> Conversion:
     """zoo's own weights as a Hugging Face folder."""
     about, arch = read_about(place.folder), read_arch(place.files)
-    plan = blueprint(arch, published_names(reader, arch))
+    plan = build_meta_model(arch, published_names(reader, arch))
     conversion = to_hf_jobs(reader, plan, dtype, allow)
     config = arch
     if plan.bridge.export_config is not None:
@@ -211,7 +211,7 @@ def _plan_hf(
 
 
 def to_zoo_jobs(
-    reader: SafetensorsFolder, plan: Blueprint, dtype: torch.dtype | None, allow: Sequence[str] = ()
+    reader: SafetensorsFolder, plan: MetaModel, dtype: torch.dtype | None, allow: Sequence[str] = ()
 ) -> Conversion:
     """How each tensor of a Hugging Face folder becomes one of zoo's own weights."""
     resolution = plan.bridge.resolve(reader.names(), plan.parameters, plan.dims, allow)
@@ -229,7 +229,7 @@ def to_zoo_jobs(
 
 
 def to_hf_jobs(
-    reader: SafetensorsFolder, plan: Blueprint, dtype: torch.dtype | None, allow: Sequence[str] = ()
+    reader: SafetensorsFolder, plan: MetaModel, dtype: torch.dtype | None, allow: Sequence[str] = ()
 ) -> Conversion:
     """How each of zoo's own tensors becomes the published ones."""
     resolution = native(plan.bridge).resolve(reader.names(), plan.parameters, plan.dims, allow)

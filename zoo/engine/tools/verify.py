@@ -31,7 +31,7 @@ from zoo.data.sources.rows import read_rows
 from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model import build
-from zoo.engine.model.meta_model import blueprint, family_of, published_names
+from zoo.engine.model.meta_model import build_meta_model, family_of, published_names
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.score import score
 from zoo.errors import UserError
@@ -148,7 +148,7 @@ class _Side:
         if own:
             check_sums(place.folder, Comm())
         names = published_names(reader, arch) if own else reader.names()
-        plan = blueprint(arch, names)
+        plan = build_meta_model(arch, names)
         table: Bridge = native(plan.bridge) if own else plan.bridge
         resolution = table.resolve(reader.names(), plan.parameters, plan.dims, allow=["*"])
         used = {

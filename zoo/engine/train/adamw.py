@@ -1,8 +1,8 @@
-"""megatron-core's distributed AdamW, its update made by one kernel on a GPU.
+"""megatron-core's distributed AdamW, with the update in one kernel on a GPU.
 
 megatron-core clips gradients, updates fp32 weights and copies them into the model's in some 700 launches that read the
 same memory three times; in between the GPU waits for the host. Here a table of addresses, made while the GPU still works
-on the backward pass, lets one launch do all of it (`zoo.nn.kernels.adamw`). Where state lies and what it is called stay
+on the backward pass, lets one launch do all of it (`zoo.nn.kernels.adamw`). Place and names of the state stay
 megatron-core's, so checkpoints are the same.
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def fuse(optimizer: Any) -> None:
-    """Have the optimizers that megatron-core chained make their updates so."""
+    """Give each of megatron-core's chained optimizers the fused update."""
     for one in optimizer.chained_optimizers:
         if one.is_stub_optimizer:
             continue
@@ -32,7 +32,7 @@ def fuse(optimizer: Any) -> None:
 
 
 def clip(optimizer: Any, norm: float) -> None:
-    """Scale all gradients, whose norm is given, so that it is `clip_grad` where it was more; fused, with the update."""
+    """Scale all gradients down to the norm `clip_grad` where `norm`, theirs, is larger; fused, with the update."""
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     for one in optimizer.chained_optimizers:
@@ -54,14 +54,14 @@ def prepare(optimizer: Any) -> None:
 
 
 def allocate_state(optimizer: Any) -> None:
-    """Give chained optimizers that have never made an update a state that can be saved: no step, moments of zero."""
+    """Give chained optimizers that have made no update yet a state that can be saved: step 0, moments of zero."""
     for one in optimizer.chained_optimizers:
         if not one.is_stub_optimizer:
             _allocate(one.optimizer)
 
 
 def _allocate(optimizer: Any) -> None:
-    """For what has no state yet; `optimizer`: PyTorch's AdamW, or one with its names, which counts steps by group."""
+    """State for parameters without one; `optimizer`: PyTorch's AdamW, or one with its names that counts steps by group."""
     by_group = not isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -75,7 +75,7 @@ def _allocate(optimizer: Any) -> None:
 
 
 class FusedAdamW:
-    """The update of one of megatron-core's distributed optimizers, in the place of its `step_with_ready_grads`.
+    """The update of one distributed optimizer of megatron-core, in the place of its `step_with_ready_grads`.
 
     Gradients are read through the weights' `grad`, as `prepare_grads` of the optimizer sets it.
     """
@@ -89,7 +89,7 @@ class FusedAdamW:
         self._ready = False
 
     def prepare(self) -> None:
-        """Make the tables, where tensors lie elsewhere than before."""
+        """Make the tables of addresses again, if any tensor has moved."""
         from zoo.nn.kernels.adamw import make_tables
 
         groups = self.owner.optimizer.param_groups
@@ -103,7 +103,7 @@ class FusedAdamW:
         self._ready = True
 
     def update(self) -> bool:
-        """Weights, moments and copies; then what other ranks hold is fetched, as megatron-core does. Always True."""
+        """Update weights, moments and copies, then gather the weights of other ranks, as megatron-core does. Always True."""
         from zoo.nn.kernels.adamw import adamw
 
         if not self._ready:

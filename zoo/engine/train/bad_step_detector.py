@@ -1,11 +1,11 @@
-"""Bad steps: a loss or gradient that is not finite, or a loss far above what it was. None of them is applied.
+"""Bad steps: a loss or gradient that is not finite, or a loss far above what it was. No bad step is applied.
 
 A spike is a loss that lies above the median of the last WINDOW good steps by more than `train.spike` of their spreads
 (1.4826 median absolute deviations, which is a standard deviation where losses are normal) and by more than LEAST.
 Bad steps don't enter the window by themselves, and no run leaves steps out for ever: `train.skip_limit` bad steps among
-the last SPAN * `train.skip_limit` are the end of it, however they lie between good ones. Where they are spikes in a row, the
-loss may have a new level: `train.on_new_level=take` makes these spikes the window, once in so many steps. What is not finite
-is no level. The verdict follows from numbers that are the same on every rank.
+the last SPAN * `train.skip_limit` end it, however they lie between good ones. Where they are spikes in a row, the loss may
+have a new level: `train.on_new_level=take` makes these spikes the window, once in so many steps. A loss that is not finite
+is no level. Every rank decides alike, from the same numbers.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ LEAST = 1.0  # nats a label: a loss that rises by less is no spike, however stea
 
 
 @dataclass(frozen=True)
-class Bad:
+class BadStep:
     """Why a step is not applied."""
 
     cause: str  # loss | gradient | spike
-    why: str  # in words, with the numbers
+    why: str  # a clause with the numbers, for messages
 
 
-class Guard:
-    """Tells good steps from bad ones, and counts these."""
+class BadStepDetector:
+    """Finds the bad steps of a run, and counts them."""
 
     def __init__(self, train: TrainConfig) -> None:
         self.train = train
@@ -42,15 +42,15 @@ class Guard:
         self.in_a_row = 0
         self.new_level: float | None = None  # the median of losses that the last step has made the level
         self._spikes: list[float] = []  # losses of the spikes among those in a row
-        self._step = 0  # steps judged so far
-        self._bad_at: deque[int] = deque()  # those of the last `span` that were bad, but for a taken level's
-        self._level_at: int | None = None  # the one at which a level was taken last
+        self._step = 0  # steps checked so far
+        self._bad_at: deque[int] = deque()  # bad steps among the last `span`, without those of a taken level
+        self._level_at: int | None = None  # the step at which a level was taken last
         self._good = 0
         self._window: deque[float] = deque(maxlen=WINDOW)
 
-    def judge(self, loss: float, grad_norm: float) -> Bad | None:
-        """What is wrong with a step; None where it is good. Call it once a step."""
-        found, self.new_level = self._verdict(loss, grad_norm), None
+    def check(self, loss: float, grad_norm: float) -> BadStep | None:
+        """The fault of a step; None where it is good. Call it once a step."""
+        found, self.new_level = self._fault(loss, grad_norm), None
         self._step += 1
         while self._bad_at and self._bad_at[0] <= self._step - self.span:
             self._bad_at.popleft()
@@ -87,7 +87,7 @@ class Guard:
 
     @property
     def ends(self) -> bool:
-        """Whether so many steps, in a row or of the last ones, were bad that the run is to stop."""
+        """Whether so many steps, in a row or among the last `span`, were bad that the run is to stop."""
         return self.row_ends or len(self._bad_at) >= self.limit
 
     @property
@@ -107,11 +107,11 @@ class Guard:
     def _begin_row(self) -> None:
         self.in_a_row, self._spikes = 0, []
 
-    def _verdict(self, loss: float, grad_norm: float) -> Bad | None:
+    def _fault(self, loss: float, grad_norm: float) -> BadStep | None:
         if not math.isfinite(loss):
-            return Bad("loss", f"the loss is {loss}")
+            return BadStep("loss", f"the loss is {loss}")
         if not math.isfinite(grad_norm):
-            return Bad("gradient", f"the loss is {loss:.4g} and the gradient's norm {grad_norm}")
+            return BadStep("gradient", f"the loss is {loss:.4g} and the gradient's norm {grad_norm}")
         train = self.train
         if not train.spike or self._good < max(train.spike_after, 1):
             return None
@@ -120,14 +120,14 @@ class Guard:
         rise = max(train.spike * spread, LEAST)
         if loss <= middle + rise:
             return None
-        return Bad(
+        return BadStep(
             "spike",
             f"the loss is {loss:.4g}, over {middle + rise:.4g}: {middle:.4g} was the median of the last "
             f"{len(self._window)} good steps and {spread:.2g} their spread (train.spike={train.spike:g})",
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values from which another guard goes on; a run that was stopped may have as many bad steps again."""
+        """Plain values from which another detector resumes; a run that was stopped may have as many bad steps again."""
         return {
             "counts": dict(self.counts),
             "in_a_row": 0 if self.ends else self.in_a_row,
@@ -140,7 +140,7 @@ class Guard:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state; {} is that of a run that had no guard."""
+        """Resume from a saved state; {} stands for a run without a detector."""
         self.counts = Counter(state.get("counts", {}))
         self.in_a_row, self._good = state.get("in_a_row", 0), state.get("good", 0)
         self._spikes = list(state.get("spikes", []))
@@ -150,13 +150,13 @@ class Guard:
 
 
 def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> float:
-    """megatron-core's optimizer step, part by part, without the update where the gradient's norm is not `good`.
+    """megatron-core's optimizer step, part by part; the update is made only where the gradient's norm is `good`.
 
-    An update moves the schedule by one before it is made. Where none is made, weights, optimizer state and the schedule
-    are as they were: the schedule counts updates, not steps.
+    The schedule moves by one before an update. Without an update, weights, optimizer state and schedule stay as they
+    were: the schedule counts updates, not steps.
 
     Returns:
-        the norm, as `good` got it.
+        the norm that `good` was given.
     """
     adamw.prepare(optimizer)
     norm = float(optimizer.get_grad_norm())

@@ -1,7 +1,7 @@
-"""`bad_steps/step_N.json` in a run folder: what was in a bad step, from all ranks, and where the data stood before it.
+"""`bad_steps/step_N.json` in a run folder: the rows of a bad step, from all ranks, and the data's position before it.
 
 It holds the step, the cause, loss and gradient norm (null where they are not finite), every packed row with its own loss
-and its samples (source file and line, kind, tokens), and the data's position, from which `zoo inspect` packs the very
+and its samples (source file and line, kind, tokens), and the data's position, from which `zoo inspect` packs the
 same rows again.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from zoo.config.schema import TrainConfig
 from zoo.data.sample import MicroBatch
 from zoo.engine.distributed.world import World
-from zoo.engine.train.bad_step_detector import Bad, Guard
+from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.errors import UserError
 from zoo.files import finite, write_atomically
 
@@ -26,19 +26,19 @@ FOLDER = "bad_steps"
 
 def write(
     run_dir: Path,
-    figures: dict[str, Any],
-    bad: Bad,
+    numbers: dict[str, Any],
+    bad: BadStep,
     batches: Sequence[MicroBatch],
     sums: Sequence[dict[str, Any]],
     data: dict[str, Any],
     world: World,
 ) -> Path:
-    """Gather what the ranks had in a step and write it; every rank calls it.
+    """Gather the ranks' rows of a step and write them; every rank calls it.
 
     Args:
-        figures: step, loss and grad_norm.
+        numbers: step, loss and grad_norm.
         batches: this rank's micro-batches.
-        sums: the step's own figures of each, on the ranks that count the loss.
+        sums: of each micro-batch, as the PackedStep returned them, on the ranks that count the loss.
         data: the loader's state before the step.
     """
     mine = {
@@ -48,10 +48,10 @@ def write(
     }
     everyone: list[Any] = [None] * world.size
     dist.all_gather_object(everyone, mine)
-    path = run_dir / FOLDER / f"step_{figures['step']}.json"
+    path = run_dir / FOLDER / f"step_{numbers['step']}.json"
     if world.is_main:
         path.parent.mkdir(exist_ok=True)
-        found = {**figures, "cause": bad.cause, "why": bad.why, "rows": _joined(everyone), "data": data}
+        found = {**numbers, "cause": bad.cause, "why": bad.why, "rows": _joined(everyone), "data": data}
         write_atomically(path, json.dumps(finite(found), indent=1, ensure_ascii=False) + "\n")
     return path
 
@@ -98,29 +98,29 @@ def read(path: Path) -> dict[str, Any]:
     return found
 
 
-def told(figures: dict[str, Any], bad: Bad, run_dir: Path) -> str:
-    """A line for the person who watches."""
-    file = run_dir / FOLDER / f"step_{figures['step']}.json"
-    return f"step {figures['step']} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
+def not_applied(step: int, bad: BadStep, run_dir: Path) -> str:
+    """The message about a bad step."""
+    file = run_dir / FOLDER / f"step_{step}.json"
+    return f"step {step} is not applied: {bad.why}; `zoo inspect {file}` shows its rows"
 
 
-def taken(step: int, level: float, train: TrainConfig) -> str:
-    """A line for the person who watches, where the loss has stayed up for as long as the recipe waits."""
+def level_taken(step: int, level: float, train: TrainConfig) -> str:
+    """The message about a new level of the loss, where it has stayed up for as long as the recipe waits."""
     return (
         f"{train.skip_limit} spikes in a row up to step {step}: their median, {level:.4g}, is the level of the loss from here "
         f"on (train.on_new_level=take)"
     )
 
 
-def stopped(
-    step: int, bad: Bad, guard: Guard, saved: Path | None, run_dir: Path, train: TrainConfig
+def too_many(
+    step: int, bad: BadStep, detector: BadStepDetector, saved: Path | None, run_dir: Path, train: TrainConfig
 ) -> UserError:
-    """Why the run ends, what is kept, and what can be done."""
-    row = guard.row_ends
-    steps = (
-        f"{guard.in_a_row} bad steps in a row" if row else f"{guard.limit} bad steps of the last {guard.span}"
-    )
-    steps = "1 bad step" if row and guard.in_a_row == 1 else steps
+    """The error that ends the run: why, what is kept, and what can be done."""
+    row = detector.row_ends
+    if not row:
+        steps = f"{detector.limit} bad steps of the last {detector.span}"
+    else:
+        steps = "1 bad step" if detector.in_a_row == 1 else f"{detector.in_a_row} bad steps in a row"
     kept = f"the weights are those before them, saved in {saved}; " if saved else ""
     if row and train.on_bad_step == "stop":
         more = "raise train.bad_steps, or leave such steps out with train.on_bad_step=skip"
@@ -129,7 +129,7 @@ def stopped(
     else:
         more = "or raise train.skip_limit"
     return UserError(
-        f"{steps}, the last one step {step}: {bad.why}; none of them was applied, {kept}"
-        f"`zoo inspect {run_dir / FOLDER / f'step_{step}.json'}` shows the rows; mend them, lower train.lr or "
-        f"train.clip_grad (run.accept_changes=[data,train] allows that), {more}; the same command goes on behind them"
+        f"{steps}, the last one step {step}: {bad.why}; none was applied, {kept}"
+        f"`zoo inspect {run_dir / FOLDER / f'step_{step}.json'}` shows the rows; correct them, lower train.lr or "
+        f"train.clip_grad (run.accept_changes=[data,train] allows that), {more}; the same command continues after these steps"
     )

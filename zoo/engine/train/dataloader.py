@@ -1,4 +1,4 @@
-"""What a run reads: the rows that it trains on, dealt out in steps, and the held-out ones."""
+"""The data of a run: the rows that it trains on, distributed over steps and ranks, and the held-out rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from zoo.engine.planning.sample_costs import training_cost
 
 
 @dataclass(frozen=True)
-class Feed:
-    """A rank's sources of micro-batches."""
+class RunData:
+    """A rank's samples and loader, and its held-out rows."""
 
     source: SampleSource
     loader: BatchLoader
@@ -38,23 +38,27 @@ class Feed:
         return self.source.counts + (self.held_out.counts if self.held_out else Counter())
 
     def close(self) -> None:
-        """End its threads and processes."""
+        """End the threads and processes of loader and decoder."""
         self.loader.close()
         self.decoder.close()
 
 
-def open_feed(
+def open_data(
     recipe: Recipe,
     assembly: Assembly,
     world: World,
     folder: Path,
     tick: Callable[[], None] = lambda: None,
-) -> Feed:
+) -> RunData:
     """Open data.train and data.eval as the recipe says; every rank calls it.
 
-    Rows that are left out are listed in bad_rows.jsonl of `folder`, the run's; `tick` is called for each that is read. Raises UserError for data that can't be read.
+    Raises UserError for data that can't be read.
+
+    Args:
+        folder: the run folder, whose bad_rows.jsonl lists the rows that are left out.
+        tick: is called for each row that is read.
     """
-    data = with_defaults(recipe.data)
+    settings = with_defaults(recipe.data)
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     options: dict[str, Any] = {
@@ -65,11 +69,11 @@ def open_feed(
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
     }
     source = SampleSource.open(
-        data.train,
+        settings.train,
         assembly.processor,
-        data,
-        augment=data.augment,
-        blank=data.blank_answers,
+        settings,
+        augment=settings.augment,
+        blank=settings.blank_answers,
         seed=recipe.run.seed,
         **options,
     )
@@ -82,12 +86,12 @@ def open_feed(
         cost=cost,
         group=peers(),
     )
-    if not data.eval or recipe.train.eval_rows == 0:
-        return Feed(source, loader, None, None, decoder)
+    if not settings.eval or recipe.train.eval_rows == 0:
+        return RunData(source, loader, None, None, decoder)
     held_out = SampleSource.open(
-        data.eval,
+        settings.eval,
         assembly.processor,
-        data,
+        settings,
         max_rows=recipe.train.eval_rows,
         evaluation=True,
         **options,
@@ -104,4 +108,4 @@ def open_feed(
         cost=cost,
         group=peers(),
     )
-    return Feed(source, loader, held_out, eval_set, decoder)
+    return RunData(source, loader, held_out, eval_set, decoder)

@@ -20,14 +20,14 @@ from zoo.engine.distributed.world import World
 def evaluate(
     step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World, spare: Callable[[], Any]
 ) -> dict[str, Any]:
-    """Figures over all rows of `batches` and all ranks.
+    """Metrics over all rows of `batches` and all ranks.
 
     Args:
         step: the family's PackedStep.
         chunks: this rank's model chunks.
-        batches: this rank's micro-batches, as many on every rank; None where there is nothing left to count.
+        batches: this rank's micro-batches, as many on every rank; None stands for one without rows.
         world: the process groups.
-        spare: makes the batch that is run in the place of None, to keep the ranks' collectives in step.
+        spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
 
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
@@ -39,7 +39,7 @@ def evaluate(
     sums = _Sums()
     for batch in batches:
         given = batch if batch is not None else spare()
-        figures = get_forward_backward_func()(
+        found = get_forward_backward_func()(
             forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
             data_iterator=[itertools.repeat(given) for _ in chunks]
             if len(chunks) > 1
@@ -51,7 +51,7 @@ def evaluate(
             forward_only=True,
         )
         if batch is not None and world.counts_loss:
-            sums.add(figures[0], batch.kinds, world)
+            sums.add(found[0], batch.kinds, world)
     for chunk in chunks:
         chunk.train()
     return sums.gather(world)
@@ -68,9 +68,9 @@ class _Sums:
     def __init__(self) -> None:
         self.kinds: dict[str, list[float]] = {}
 
-    def add(self, figures: dict[str, torch.Tensor], kinds: Sequence[str | None], world: World) -> None:
+    def add(self, found: dict[str, torch.Tensor], kinds: Sequence[str | None], world: World) -> None:
         """Add one micro-batch; its segments may be spread over context-parallel ranks."""
-        table = torch.stack([figures[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
+        table = torch.stack([found[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
         if world.groups.cp.size() > 1:
             torch.distributed.all_reduce(table, group=world.groups.cp)
         if world.cp_rank != 0:

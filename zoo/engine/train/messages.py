@@ -1,4 +1,4 @@
-"""What a run says to the person watching, at its start and at its end."""
+"""Messages of a run to the person watching, at its start and at its end."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 from zoo.engine.train import bad_step_records
-from zoo.engine.train.dataloader import Feed
+from zoo.engine.train.dataloader import RunData
 
 
-def at_start(recipe: Recipe, feed: Feed, parameters: int, adapters: int, total_steps: int) -> str:
-    """What is trained, on what, for how long; `parameters` of this rank, those of adapters among them."""
-    share = f", {adapters / 1e6:.2f} M of them in adapters" if adapters else ""
-    rows = "a stream" if feed.source.rows.has_stream else f"{len(feed.source)} rows"
+def at_start(recipe: Recipe, data: RunData, parameters: int, adapters: int, total_steps: int) -> str:
+    """The model's size, its data and the number of steps; `parameters` of this rank, adapters included."""
+    share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
+    rows = "a stream" if data.source.rows.has_stream else f"{len(data.source)} rows"
     warm_up = recipe.train.warmup_steps
     within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {', '.join(_names(recipe.data.train))}, "
-        f"{_evaluates(recipe, feed)} | {total_steps} steps{within}"
+        f"{_evaluates(recipe, data)} | {total_steps} steps{within}"
     )
 
 
 def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path) -> Iterator[str]:
-    """What was left out, how the loss went, and how an interrupted run goes on; `summary` is of summary.json."""
+    """Rows and steps left out, the course of the loss, and how to resume an interrupted run; `summary`: summary.json."""
     if summary["skipped_rows"]:
         rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
         yield f"rows left out: {rows}; {folder / 'bad_rows.jsonl'} lists them"
@@ -44,10 +44,10 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path) -> It
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
 
 
-def _evaluates(recipe: Recipe, feed: Feed) -> str:
-    if feed.held_out is None:
+def _evaluates(recipe: Recipe, data: RunData) -> str:
+    if data.held_out is None:
         return "no evaluation"
-    return f"evaluates on {len(feed.held_out)} of {', '.join(_names(with_defaults(recipe.data).eval))}"
+    return f"evaluates on {len(data.held_out)} of {', '.join(_names(with_defaults(recipe.data).eval))}"
 
 
 def _names(specs: Sequence[Any]) -> list[str]:

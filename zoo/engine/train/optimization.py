@@ -1,4 +1,4 @@
-"""What updates the weights: DDP, AdamW as megatron-core's distributed optimizer, and the learning-rate schedule."""
+"""The parts that update the weights: DDP, AdamW as megatron-core's distributed optimizer, and the learning-rate schedule."""
 
 from __future__ import annotations
 

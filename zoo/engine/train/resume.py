@@ -1,6 +1,6 @@
-"""Whether a run may go on from a checkpoint: its recipe and its rows are those that were saved, or what is otherwise is allowed.
+"""Whether a run may resume from a checkpoint: its recipe and rows are the saved ones, or the differences are allowed.
 
-`zoo.config.resume` lists what a recipe may say otherwise, `zoo.data.sources.identity` says what rows are known by.
+`zoo.config.resume` lists what may change in a recipe; `zoo.data.sources.identity` defines how rows are recognised.
 """
 
 from __future__ import annotations
@@ -11,50 +11,79 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.files import read_recipe
+from zoo.config.locate import checkpoints
 from zoo.config.resume import Change, changes, refuse
 from zoo.config.schema import Recipe
+from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.identity import FORM, Known, difference, of_part
 from zoo.data.sources.streams import RowStream
+from zoo.engine.checkpoint import sharded
+from zoo.engine.checkpoint.selection import Chosen, choose
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
-from zoo.engine.train.dataloader import Feed
-from zoo.errors import ConfigError
+from zoo.engine.train.dataloader import RunData
+from zoo.errors import ConfigError, UserError
 
 # Changes after which a place in the data means nothing.
 _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 
+def choose_checkpoint(folder: Path, recipe: Recipe) -> Chosen:
+    """The checkpoint of a run folder to resume from. Every rank calls it.
+
+    Raises:
+        UserError: `run.resume=false` and the folder holds checkpoints; or no checkpoint there is whole.
+    """
+    found = agreed(lambda: checkpoints(folder))
+    if found and not recipe.run.resume:
+        raise UserError(
+            f"run.resume=false: {folder} holds {found[-1].name} of an earlier run; "
+            "give another run.dir, or move that folder away"
+        )
+    return choose(folder)
+
+
+def read_state(
+    checkpoint: Path | None, recipe: Recipe, model: Mapping[str, Any]
+) -> tuple[dict[str, Any] | None, list[Change]]:
+    """A checkpoint's state.json, None where there is no checkpoint, and the allowed differences of the recipe."""
+    if checkpoint is None:
+        return None, []
+    state = agreed(lambda: sharded.read_state(checkpoint))
+    return state, agreed(lambda: allowed_changes(checkpoint, state, recipe, model))
+
+
 @dataclass(frozen=True)
 class Rows:
-    """What is known of a run's rows.
+    """A run's rows, compared with those of its checkpoint.
 
     Attributes:
-        known: goes into state.json, by data.train and data.eval; {} on ranks but the first.
-        sizes: rows of each part of data.train in the checkpoint, where rows have been added since; None where none have.
-        anew: whether the data begin anew, as more or fewer rows or another order were allowed.
-        others: whether other rows were allowed, so that what the checkpoint knows of their lengths is void.
-        told: sentences for the person who watches.
+        known: how rows are recognised, for state.json, by data.train and data.eval; {} on ranks but the first.
+        sizes: rows of each part of data.train in the checkpoint, where rows have been added since; else None.
+        anew: whether the data start over, because more or fewer rows or another order were allowed.
+        others: whether other rows were allowed, so that the lengths saved in the checkpoint are void.
+        messages: sentences for the person who watches.
     """
 
     known: dict[str, Any]
     sizes: list[int | None] | None = None
     anew: bool = False
     others: bool = False
-    told: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
 
 def allowed_changes(
     checkpoint: Path, state: Mapping[str, Any], recipe: Recipe, model: Mapping[str, Any]
 ) -> list[Change]:
-    """What is otherwise than in the recipe that a checkpoint was saved with, and is allowed.
+    """The allowed differences from the recipe that a checkpoint was saved with.
 
     Args:
-        state: its state.json.
-        model: the description of the model that the recipe makes.
+        state: the checkpoint's state.json.
+        model: the description of the recipe's model (`zoo.engine.checkpoint.sharded.describe`).
 
     Raises:
-        ConfigError: something else is otherwise; the message names the keys, both values, and how to allow it.
+        ConfigError: another difference; the message names the keys, both values, and how to allow it.
     """
     config = checkpoint / "config.yaml"
     saved = read_recipe(str(config.absolute())).tree if config.is_file() else {}
@@ -65,10 +94,12 @@ def allowed_changes(
         one for one in of_model if not any(key == one.key or key.startswith(f"{one.key}.") for key in seen)
     ]
     refuse(str(checkpoint), found, recipe)
-    if ("lora" in state["model"]) != ("lora" in model):  # neither has what the other trains
+    if ("lora" in state["model"]) != (
+        "lora" in model
+    ):  # the trained parameters of one are missing in the other
         what = "adapters" if "lora" in state["model"] else "no adapters"
         raise ConfigError(
-            f"{checkpoint} holds {what}, and lora.rank={recipe.lora.rank} wants it the other way, which can't be allowed; start "
+            f"{checkpoint} holds {what}, and lora.rank={recipe.lora.rank} asks for the opposite, which can't be allowed; start "
             f"from its weights with model.init={checkpoint} in another run.dir"
         )
     return found
@@ -84,64 +115,75 @@ def _of_model(theirs: Any, ours: Any, prefix: str = "model") -> Iterator[Change]
         yield Change(prefix, theirs, ours)
 
 
-def known_rows(feed: Feed) -> dict[str, Any]:
-    """What the rows of a run are known by, as plain values."""
+def known_rows(data: RunData) -> dict[str, Any]:
+    """How the rows of a run are recognised, as plain values."""
     return {"form": FORM} | {
         key: [
             _known(name, part).as_dict()
             for name, part in zip(source.rows.names, source.rows.parts, strict=True)
         ]
-        for key, source in _sources(feed)
+        for key, source in _sources(data)
     }
 
 
 def check_rows(
     checkpoint: Path,
     state: Mapping[str, Any],
-    feed: Feed,
+    data: RunData,
     recipe: Recipe,
     allowed: Sequence[Change],
 ) -> Rows:
-    """Hold the rows that there are against those of a checkpoint; the first rank does, and tells all.
+    """Compare a run's rows with those of its checkpoint: the first rank does, and all ranks get the result.
 
     Raises:
-        UserError: rows are other ones, without leave; the message names the source, and the row if it is known.
+        UserError: rows differ and that is not allowed; the message names the source, and the row if it is known.
     """
 
     def look() -> Rows:
         order = any(change.key.startswith(_ORDER) and not change.free for change in allowed)
-        return _compared(checkpoint, state, feed, recipe, anew=order)
+        return _compared(checkpoint, state, data, recipe, anew=order)
 
     return agreed(look)
 
 
-def first_rows(feed: Feed, world: World) -> Rows:
-    """Those of a run that has no checkpoint yet."""
-    return Rows(known_rows(feed) if world.is_main else {})
+def first_rows(data: RunData, world: World) -> Rows:
+    """The rows of a run that has no checkpoint yet."""
+    return Rows(known_rows(data) if world.is_main else {})
+
+
+def place_loader(loader: BatchLoader, saved: Mapping[str, Any], rows: Rows, done: int) -> None:
+    """Put a loader where the checkpoint's was; `saved`: its state, `done`: steps that the run has behind it."""
+    if rows.anew:
+        loader.begin_anew(done)
+    else:
+        void: dict[str, Any] = {"corrected": []} if rows.others else {}
+        loader.load_state_dict({**saved, **void}, rows.sizes)
 
 
 def _rows_known(state: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint says which rows it knew, as today's zoo can compare them."""
+    """Whether a checkpoint says which rows it knew, in the form that this zoo compares."""
     return bool((state.get("known_rows") or {}).get("form") == FORM)
 
 
-def _sources(feed: Feed) -> list[tuple[str, SampleSource]]:
-    held_out = [] if feed.held_out is None else [("data.eval", feed.held_out)]
-    return [("data.train", feed.source), *held_out]
+def _sources(data: RunData) -> list[tuple[str, SampleSource]]:
+    held_out = [] if data.held_out is None else [("data.eval", data.held_out)]
+    return [("data.train", data.source), *held_out]
 
 
 def _known(name: str, part: Any) -> Known:
     return Known(name, None) if isinstance(part, RowStream) else of_part(name, part)
 
 
-def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Recipe, *, anew: bool) -> Rows:
+def _compared(
+    checkpoint: Path, state: Mapping[str, Any], data: RunData, recipe: Recipe, *, anew: bool
+) -> Rows:
     if not _rows_known(state):
-        text = f"{checkpoint} is of an earlier zoo and does not say which rows it knew: only their number is compared"
-        return Rows(known_rows(feed), anew=anew, told=[text])
+        text = f"{checkpoint} is from an earlier zoo and does not say which rows it knew: only their number is compared"
+        return Rows(known_rows(data), anew=anew, messages=[text])
     saved, others = state["known_rows"], False
-    told: list[str] = []
+    messages: list[str] = []
     sizes: list[int | None] | None = None
-    for key, source in _sources(feed):
+    for key, source in _sources(data):
         before = [Known(**{**one, "digests": tuple(one["digests"])}) for one in saved.get(key, [])]
         why = _difference(key, before, source, state, recipe)
         if why is not None:
@@ -151,20 +193,20 @@ def _compared(checkpoint: Path, state: Mapping[str, Any], feed: Feed, recipe: Re
                     f"{key}: {why}, so the rows are not those of {checkpoint}; put them back, allow others with "
                     f"run.accept_changes=[{key}], or use another run.dir"
                 )
-            told.append(f"{key}: {why}, which run.accept_changes allows")
+            messages.append(f"{key}: {why}, which run.accept_changes allows")
             if key == "data.train":
                 others, anew = True, anew or [one.rows for one in before] != source.rows.sizes
-                told[-1] += "; the data begin anew" if anew else "; they go on at the same place"
+                messages[-1] += "; the data start over" if anew else "; they continue at the same place"
             continue
         grown = list(_grown(before, source))
         if grown:
-            told.append(f"{key} has grown: {', '.join(grown)}")
+            messages.append(f"{key} has grown: {', '.join(grown)}")
             if key == "data.train":
-                told[-1] += (
-                    "; the epoch at hand goes on with the rows it began with, the new ones join in the next"
+                messages[-1] += (
+                    "; the current epoch keeps the rows it began with, the new ones join in the next"
                 )
                 sizes = [one.rows for one in before]
-    return Rows(known_rows(feed), None if anew else sizes, anew, others, told)
+    return Rows(known_rows(data), None if anew else sizes, anew, others, messages)
 
 
 def _difference(

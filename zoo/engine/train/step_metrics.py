@@ -1,4 +1,4 @@
-"""Figures of one step: what the host knows before it, and what all ranks have found together after it.
+"""Metrics of one step: the counts that the host knows before it, and the totals over all ranks after it.
 
 Loss and gradient are those of Hugging Face under gradient accumulation: the sum of negative log likelihoods over
 all labelled tokens of a global batch, divided by their number N (where they are weighted: each times its weight, and N
@@ -21,11 +21,11 @@ from zoo.engine.distributed.world import World
 
 @dataclass(frozen=True)
 class Counts:
-    """Tokens of this rank's micro-batches of one step, as the host knows them."""
+    """Tokens of this rank's micro-batches of one step, known to the host."""
 
     real: int
     total: int
-    weight: float  # of the labels: their number where they are not weighted
+    weight: float  # of the labels; their number where they are not weighted
     batches: int
 
     @classmethod
@@ -39,7 +39,7 @@ class Counts:
         )
 
     def loss_scale(self, world: World) -> torch.Tensor | float:
-        """dp * micro-batches / N; a device tensor where ranks had to be asked, so that nothing waits."""
+        """dp * micro-batches / N; a device tensor where N comes from several ranks, so that the host doesn't wait."""
         if world.dp_size == 1:
             return self.batches / self.weight if self.weight else 1.0
         total = torch.tensor(float(self.weight), device=world.device)
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Totals:
-    """Figures of one step over all ranks."""
+    """Metrics of one step over all ranks."""
 
     real: float
     total: float
@@ -60,27 +60,32 @@ class Totals:
 
     @classmethod
     def of(
-        cls, figures: Sequence[dict[str, Any]], counts: Counts, grad_norm: float, world: World, *, mtp: bool
+        cls, sums: Sequence[dict[str, Any]], counts: Counts, grad_norm: float, world: World, *, mtp: bool
     ) -> Totals:
-        """Sum the figures of all ranks: with the gradient's norm, the step's one wait for the device.
+        """Sum over all ranks: with the gradient's norm, the step's one wait for the device.
 
-        `figures`: of this rank's micro-batches, as its step gave them; `mtp`: whether they have MTP's loss.
+        Args:
+            sums: of each of this rank's micro-batches, as the PackedStep returned them.
+            grad_norm: the gradient's norm on this rank; the first rank's counts.
+            mtp: whether `sums` have the loss of multi-token prediction.
         """
         names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()))
-        sums = [0.0] * len(names)
-        if world.counts_loss and figures:
-            sums = [float(sum(f[name].double() for f in figures)) for name in names]  # exact, so in any order
+        mine = [0.0] * len(names)
+        if world.counts_loss and sums:
+            mine = [
+                float(sum(one[name].double() for one in sums)) for name in names
+            ]  # exact, so in any order
         host = [counts.real, counts.total] if world.counts_data else [0, 0]
-        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all judge by the same
-        everything = world.sum([*host, *norm, *sums]) if world.size > 1 else [*host, *norm, *sums]
+        norm = [grad_norm if world.is_main else 0.0]  # one rank's, so that all decide by the same number
+        everything = world.sum([*host, *norm, *mine]) if world.size > 1 else [*host, *norm, *mine]
         real, total, grad_norm, nll, labels, weight, *further = everything
         weight = weight or 1.0  # no label at all
         mtp_loss = further[0] / weight if further else None
         return cls(real, total, nll / weight, labels, grad_norm, mtp_loss)
 
 
-def expert_figures(config: Any, step: int, micro_batches: int) -> dict[str, float]:
-    """Load-balance figures of the MoE layers of a step; 1.0 is perfectly balanced. `config`: megatron-core's of the model."""
+def expert_metrics(config: Any, step: int, micro_batches: int) -> dict[str, float]:
+    """Load-balance metrics of the MoE layers of a step; 1.0 is perfectly balanced. `config`: megatron-core's of the model."""
     if not config.num_moe_experts:
         return {}
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker

@@ -31,7 +31,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
     text = """
         from types import SimpleNamespace
-        from zoo.engine.train.trainer import Run
+        from zoo.engine.train import resume
+        from zoo.engine.train.run import Run
         from zoo.engine.distributed.object_group import agreed
         mine = folder / str(rank)  # each rank sees a folder of its own
         mine.mkdir()
@@ -44,9 +45,9 @@ def test_the_first_rank_s_view_is_everybody_s(tmp_path: Path) -> None:
         if rank == 1:
             (mine / "checkpoints" / "iter_2").mkdir(parents=True)
             (mine / "checkpoints" / "iter_2" / "state.json").write_text("{}")
-        assert Run._choose_checkpoint(run).folder is None
+        assert resume.choose_checkpoint(run.folder, run.recipe).folder is None
         run.recipe.run.resume = False
-        assert Run._choose_checkpoint(run).folder is None
+        assert resume.choose_checkpoint(run.folder, run.recipe).folder is None
         try:
             agreed(lambda: (folder / ("no" if rank == 0 else ".")).stat())
         except FileNotFoundError:

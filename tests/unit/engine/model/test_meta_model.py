@@ -5,7 +5,7 @@ import torch
 
 from zoo.config.compose import load_recipe
 from zoo.engine.megatron import cpu_host
-from zoo.engine.model.meta_model import blueprint
+from zoo.engine.model.meta_model import build_meta_model
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_vl_sft", "qwen35_vl_moe_sft"])
@@ -20,5 +20,5 @@ def test_a_gpus_generator_is_not_looked_up_by_a_device_without_data(
 
     cpu_host.install()
     monkeypatch.setattr(random, "_set_cuda_rng_state", set_state)
-    parameters = blueprint(load_recipe(recipe, ["hardware=cpu"]).model.arch).parameters
+    parameters = build_meta_model(load_recipe(recipe, ["hardware=cpu"]).model.arch).parameters
     assert parameters and all(tensor.is_meta for tensor in parameters.values())

@@ -9,8 +9,8 @@ from zoo.engine.report.step_timer import PARTS, Spans, StepTimes
 def judged(seconds: float, *ranks: list[float]) -> dict | None:
     times = StepTimes(torch.device("cpu"), 3.0)
     for _ in range(6):
-        assert times.judge(1.0, [[0.1, 0.1, 0.2, 0.0]] * len(ranks)) is None
-    return times.judge(seconds, list(ranks))
+        assert times.slow_step(1.0, [[0.1, 0.1, 0.2, 0.0]] * len(ranks)) is None
+    return times.slow_step(seconds, list(ranks))
 
 
 @pytest.mark.parametrize(
@@ -32,9 +32,11 @@ def test_the_cause(ranks: list[list[float]], seconds: float, cause: str, rank: i
 
 def test_what_is_not_slow() -> None:
     assert judged(2.9, [0.1, 0.1, 0.2, 0.0]) is None
-    assert StepTimes(torch.device("cpu"), 3.0).judge(100.0, [[0.0] * 4]) is None  # nothing to compare with
+    assert (
+        StepTimes(torch.device("cpu"), 3.0).slow_step(100.0, [[0.0] * 4]) is None
+    )  # nothing to compare with
     off = StepTimes(torch.device("cpu"), 0.0)
-    assert [off.judge(seconds, [[0.0] * 4]) for seconds in (*[1.0] * 9, 100.0)] == [None] * 10
+    assert [off.slow_step(seconds, [[0.0] * 4]) for seconds in (*[1.0] * 9, 100.0)] == [None] * 10
 
 
 def test_spans_are_recorded_within_steps_alone() -> None:

@@ -1,4 +1,4 @@
-"""What a bad step is, when the run stops for it, and that a guard goes on where another one was."""
+"""What a bad step is, when the run stops for it, and that a detector goes on where another one was."""
 
 import json
 import math
@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.train.bad_step_detector import Bad, Guard
+from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 
 TRAIN = TrainConfig(spike=10.0, spike_after=20, bad_steps=3)
 
 
-def after(losses: list[float], train: TrainConfig = TRAIN) -> Guard:
-    guard = Guard(train)
+def after(losses: list[float], train: TrainConfig = TRAIN) -> BadStepDetector:
+    detector = BadStepDetector(train)
     for loss in losses:
-        assert guard.judge(loss, 1.0) is None
-    return guard
+        assert detector.check(loss, 1.0) is None
+    return detector
 
 
 def noisy(count: int, level: float = 2.0) -> list[float]:
@@ -34,33 +34,33 @@ def noisy(count: int, level: float = 2.0) -> list[float]:
     ],
 )
 def test_numbers_that_are_not_finite(loss: float, norm: float, cause: str) -> None:
-    guard = Guard(TRAIN)
-    found = guard.judge(loss, norm)
+    detector = BadStepDetector(TRAIN)
+    found = detector.check(loss, norm)
     assert found is not None and found.cause == cause and str(loss if cause == "loss" else norm) in found.why
-    assert guard.counts == {cause: 1}
+    assert detector.counts == {cause: 1}
 
 
 def test_a_spike_is_far_above_the_median_in_spreads_and_in_nats() -> None:
-    guard = after(noisy(60))
-    assert guard.judge(2.9, 1.0) is None  # many spreads, but less than a nat
-    found = guard.judge(5.0, 1.0)
+    detector = after(noisy(60))
+    assert detector.check(2.9, 1.0) is None  # many spreads, but less than a nat
+    found = detector.check(5.0, 1.0)
     assert found is not None and found.cause == "spike"
     assert found.why.startswith("the loss is 5, over 3.") and "(train.spike=10)" in found.why
-    assert after([2.0 + number % 5 for number in range(60)]).judge(7.0, 1.0) is None  # it is as noisy as that
+    assert after([2.0 + number % 5 for number in range(60)]).check(7.0, 1.0) is None  # it is as noisy as that
 
 
 def test_no_spike_is_looked_for_early_or_where_it_is_switched_off() -> None:
-    assert after(noisy(19)).judge(50.0, 1.0) is None
-    assert after(noisy(20)).judge(50.0, 1.0) is not None
-    assert after(noisy(200), replace(TRAIN, spike=0.0)).judge(50.0, 1.0) is None
+    assert after(noisy(19)).check(50.0, 1.0) is None
+    assert after(noisy(20)).check(50.0, 1.0) is not None
+    assert after(noisy(200), replace(TRAIN, spike=0.0)).check(50.0, 1.0) is None
 
 
 def test_bad_steps_do_not_move_the_median() -> None:
-    guard = after(noisy(60))
+    detector = after(noisy(60))
     for _ in range(100):
-        found = guard.judge(9.0, 1.0)
+        found = detector.check(9.0, 1.0)
         assert found is not None and found.cause == "spike"
-        assert guard.judge(2.0, 1.0) is None
+        assert detector.check(2.0, 1.0) is None
 
 
 SKIP = replace(TRAIN, on_bad_step="skip", skip_limit=10)
@@ -68,27 +68,27 @@ TAKE = replace(SKIP, on_new_level="take")
 
 
 def test_a_level_that_has_shifted_is_taken_after_so_many_steps() -> None:
-    guard = after(noisy(200), TAKE)
+    detector = after(noisy(200), TAKE)
     shifted = noisy(60, 7.0)
-    found = [guard.judge(loss, 1.0) for loss in shifted]
+    found = [detector.check(loss, 1.0) for loss in shifted]
     assert [bad is not None for bad in found] == [True] * 10 + [False] * 50
-    assert guard.counts == {"spike": 10} and not guard.ends and guard.new_level is None
-    assert guard.judge(30.0, 1.0) is not None, "the guard goes on guarding, at the new level"
+    assert detector.counts == {"spike": 10} and not detector.ends and detector.new_level is None
+    assert detector.check(30.0, 1.0) is not None, "bad steps are found at the new level, too"
     levels = []
     again = after(noisy(200), TAKE)
     for loss in shifted[:12]:
-        again.judge(loss, 1.0)
+        again.check(loss, 1.0)
         levels.append(again.new_level)
     assert levels[9] == pytest.approx(7.0, abs=0.2) and levels.count(None) == 11
 
 
 def test_a_level_that_has_shifted_ends_the_run_where_the_recipe_says_so() -> None:
-    guard = after(noisy(200), SKIP)
+    detector = after(noisy(200), SKIP)
     ends = []
     for loss in noisy(10, 7.0):
-        guard.judge(loss, 1.0)
-        ends.append(guard.ends)
-    assert ends == [False] * 9 + [True] and guard.new_level is None
+        detector.check(loss, 1.0)
+        ends.append(detector.ends)
+    assert ends == [False] * 9 + [True] and detector.new_level is None
 
 
 @pytest.mark.parametrize("train", [SKIP, TAKE])
@@ -96,41 +96,41 @@ def test_a_level_that_has_shifted_ends_the_run_where_the_recipe_says_so() -> Non
     ("place", "loss", "norm"), [(0, math.nan, 1.0), (4, math.inf, 1.0), (9, 7.0, math.nan)]
 )
 def test_what_is_not_finite_is_no_level(train: TrainConfig, place: int, loss: float, norm: float) -> None:
-    guard = after(noisy(200), train)
+    detector = after(noisy(200), train)
     for number in range(10):
-        assert not guard.ends
-        bad = guard.judge(*(loss, norm) if number == place else (7.0, 1.0))
-        assert bad is not None and guard.new_level is None
-    assert guard.ends
+        assert not detector.ends
+        bad = detector.check(*(loss, norm) if number == place else (7.0, 1.0))
+        assert bad is not None and detector.new_level is None
+    assert detector.ends
 
 
 @pytest.mark.parametrize("train", [SKIP, TAKE, TRAIN], ids=["skip", "take", "stop"])
 @pytest.mark.parametrize("pattern", ["ab", "aab", "abb", "aaab"])
 def test_losses_that_alternate_between_two_levels_end_the_run(train: TrainConfig, pattern: str) -> None:
     train = replace(train, skip_limit=10)
-    guard = after(noisy(200), train)
+    detector = after(noisy(200), train)
     for step in range(200):
-        guard.judge(7.0 if pattern[step % len(pattern)] == "b" else 2.0, 1.0)
-        if guard.ends:
+        detector.check(7.0 if pattern[step % len(pattern)] == "b" else 2.0, 1.0)
+        if detector.ends:
             break
-    assert guard.ends and guard.counts == {"spike": 10} and step < 40 and not guard.row_ends
+    assert detector.ends and detector.counts == {"spike": 10} and step < 40 and not detector.row_ends
 
 
 def test_rare_bad_steps_never_end_a_run() -> None:
-    guard = after(noisy(200), SKIP)
+    detector = after(noisy(200), SKIP)
     for step in range(1000):
-        guard.judge(7.0 if step % 5 == 0 else 2.0, 1.0)
-        assert not guard.ends
-    assert guard.counts == {"spike": 200}
+        detector.check(7.0 if step % 5 == 0 else 2.0, 1.0)
+        assert not detector.ends
+    assert detector.counts == {"spike": 200}
 
 
 @pytest.mark.parametrize("low", [5, 11, 20, 29, 60, 129])
 def test_levels_that_change_again_and_again_are_not_taken_for_ever(low: int) -> None:
     """Of any 4 * skip_limit steps at most about twice skip_limit are left out, or the run ends."""
-    guard, skipped = after(noisy(200), TAKE), []
+    detector, skipped = after(noisy(200), TAKE), []
     for step in range(2000):
-        skipped.append(guard.judge(7.0 if step % (10 + low) < 10 else 2.0, 1.0) is not None)
-        if guard.ends:
+        skipped.append(detector.check(7.0 if step % (10 + low) < 10 else 2.0, 1.0) is not None)
+        if detector.ends:
             break
     assert sum(skipped) <= 20 + len(skipped) / 4
 
@@ -138,56 +138,56 @@ def test_levels_that_change_again_and_again_are_not_taken_for_ever(low: int) -> 
 def test_a_resumed_run_counts_the_last_steps_on() -> None:
     first = after(noisy(200), SKIP)
     for step in range(16):
-        first.judge((2.0, 7.0)[step % 2], 1.0)
-    second = Guard(SKIP)
+        first.check((2.0, 7.0)[step % 2], 1.0)
+    second = BadStepDetector(SKIP)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for guard in (first, second):
-        ends = [guard.judge(loss, 1.0) is not None and guard.ends for loss in (2.0, 7.0, 2.0, 7.0)]
+    for detector in (first, second):
+        ends = [detector.check(loss, 1.0) is not None and detector.ends for loss in (2.0, 7.0, 2.0, 7.0)]
         assert ends == [False, False, False, True]
     assert second.state_dict() == first.state_dict()
-    third = Guard(SKIP)
+    third = BadStepDetector(SKIP)
     third.load_state_dict(first.state_dict())
-    assert not third.ends and third.judge(7.0, 1.0) is not None and not third.ends
+    assert not third.ends and third.check(7.0, 1.0) is not None and not third.ends
 
 
 def test_a_resumed_run_counts_on_towards_the_new_level() -> None:
     first = after(noisy(200), TAKE)
     for loss in noisy(6, 7.0):
-        first.judge(loss, 1.0)
-    second = Guard(TAKE)
+        first.check(loss, 1.0)
+    second = BadStepDetector(TAKE)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for guard in (first, second):
-        assert [guard.judge(7.0, 1.0) is None for _ in range(5)] == [False] * 4 + [True]
+    for detector in (first, second):
+        assert [detector.check(7.0, 1.0) is None for _ in range(5)] == [False] * 4 + [True]
     assert second.state_dict() == first.state_dict()
 
 
 def test_the_run_stops_after_so_many_in_a_row() -> None:
-    guard = Guard(TRAIN)
+    detector = BadStepDetector(TRAIN)
     ends = []
     for loss in (math.nan, math.nan, 1.0, math.nan, math.nan, math.nan):
-        guard.judge(loss, 1.0)
-        ends.append(guard.ends)
+        detector.check(loss, 1.0)
+        ends.append(detector.ends)
     assert ends == [False, False, False, False, False, True]
-    assert guard.counts == {"loss": 5}
-    skipping = Guard(replace(TRAIN, on_bad_step="skip", skip_limit=50))
+    assert detector.counts == {"loss": 5}
+    skipping = BadStepDetector(replace(TRAIN, on_bad_step="skip", skip_limit=50))
     for number in range(50):
         assert not skipping.ends, number
-        assert isinstance(skipping.judge(math.nan, 1.0), Bad)
+        assert isinstance(skipping.check(math.nan, 1.0), BadStep)
     assert skipping.ends
 
 
 def test_a_guard_goes_on_where_another_one_was() -> None:
     first = after(noisy(60))
-    first.judge(math.nan, 1.0)
-    second = Guard(TRAIN)
+    first.check(math.nan, 1.0)
+    second = BadStepDetector(TRAIN)
     second.load_state_dict(first.state_dict())
     assert second.state_dict() == first.state_dict() and second.in_a_row == 1
-    for guard in (first, second):
-        assert guard.judge(9.0, 1.0) is not None
+    for detector in (first, second):
+        assert detector.check(9.0, 1.0) is not None
     assert second.counts == first.counts == {"loss": 1, "spike": 1}
-    first.judge(math.nan, 1.0)
+    first.check(math.nan, 1.0)
     assert first.ends
-    third = Guard(TRAIN)
+    third = BadStepDetector(TRAIN)
     third.load_state_dict(first.state_dict())
     assert not third.ends and third.in_a_row == 0  # a run that was stopped may have as many again
-    Guard(TRAIN).load_state_dict({})
+    BadStepDetector(TRAIN).load_state_dict({})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
 
-from zoo.engine.train.step_metrics import expert_figures
+from zoo.engine.train.step_metrics import expert_metrics
 from zoo.nn.decoder.router import track_layers
 
 
@@ -37,5 +37,5 @@ def test_balance_is_a_mean_over_all_layers_with_experts(layers: int, freq: Any, 
     for _ in range(micro_batches):
         for layer in [*sparse, *range(layers + 1, total + 1)]:
             tracker.record("load_balancing_loss", torch.tensor(1.25), layer, total)
-    found = expert_figures(config, 1, micro_batches)
+    found = expert_metrics(config, 1, micro_batches)
     assert found == {"moe_load_balancing_loss": pytest.approx(1.25)}

@@ -1,0 +1,385 @@
+"""A run on one rank: set up once, then all steps, evaluations and saves, then the export."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.locate import step_of
+from zoo.config.schema import Recipe
+from zoo.data.loading.defaults import evaluated_on
+from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
+from zoo.engine.checkpoint.saver import Saved, Saver
+from zoo.engine.checkpoint.selection import repaired_source
+from zoo.engine.checkpoint.sharded import Trainable
+from zoo.engine.distributed.object_group import agreed
+from zoo.engine.distributed.signals import Interrupts
+from zoo.engine.distributed.world import World
+from zoo.engine.model import build, lora
+from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
+from zoo.engine.report.run_log import RunLog
+from zoo.engine.report.startup_time import Startup
+from zoo.engine.report.step_timer import StepTimes
+from zoo.engine.train import adamw, bad_step_records, messages, optimization, resume
+from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
+from zoo.engine.train.dataloader import open_data
+from zoo.engine.train.evaluation import evaluate
+from zoo.engine.train.step_metrics import expert_metrics
+from zoo.engine.train.train_step import StepResult, TrainStep
+from zoo.engine.watchdog.progress import Phases
+
+
+class Run:
+    """One run on one rank: built once, then `run()`."""
+
+    def __init__(
+        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, phases: Phases | None = None
+    ) -> None:
+        assert recipe.run.dir is not None
+        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Phases()
+        self.startup = startup.mark("process group")
+        self.folder = Path(recipe.run.dir)
+        self.assembly = build.assemble(recipe, repaired_source(recipe))
+        self.description = sharded.describe(recipe, self.assembly.config.hf)
+        self.chosen = resume.choose_checkpoint(self.folder, recipe)
+        self.resume_from = self.chosen.folder
+        self.state, self.changes = resume.read_state(self.resume_from, recipe, self.description)
+        self._open_data()
+        self.done: int = self.state["step"] if self.state else 0
+        self.detector = BadStepDetector(recipe.train)
+        self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
+        self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
+        self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
+        self.saved: Path | None = self.resume_from
+        self.adapters: lora.Adapters | None = None
+        self.exported: str | None = None
+        self.interrupted = self.preempted = False
+        self.phases.step = self.done
+        self.times = StepTimes(world.device, recipe.log.slow_step)
+        self.startup.mark("data")
+
+    def _open_data(self) -> None:
+        self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.phases.tick)
+        self.loader, self.source = self.data.loader, self.data.source
+        if self.resume_from is None or self.state is None:
+            self.rows = resume.first_rows(self.data, self.world)
+        else:
+            known = (self.resume_from, self.state, self.data, self.recipe, self.changes)
+            self.rows = resume.check_rows(*known)
+        self.logged_bad_rows: dict[str, int] = {}
+
+    def _build(self) -> None:
+        """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
+        recipe, world, family = self.recipe, self.world, self.assembly.family
+        chunks = build.build_model(self.assembly, recipe, world)
+        self.startup.mark("model")
+        if recipe.lora.rank:
+            self._adapt(chunks)
+        elif self.resume_from is None:
+            initial_weights.init_weights(chunks, self.assembly, recipe, world)
+        self.startup.mark(
+            "weights", initial_weights.weight_bytes(self.assembly) if self.resume_from is None else 0
+        )
+        build.freeze(chunks, recipe.model.freeze, family)
+        wrapped = optimization.wrap_ddp(chunks, recipe)
+        optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, family, self.total_steps)
+        self.times.observe(chunks, wrapped)
+        self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
+        self.saver = Saver(recipe, world, self.assembly.save_files, self.phases.tick)
+        if self.resume_from is not None and self.state is not None:
+            sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
+            resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
+        for chunk in wrapped:
+            chunk.config.grad_scale_func = optimizer.scale_loss
+        self.step = build.build_step(self.assembly, recipe, world)
+        self.train_step = TrainStep(
+            recipe, world, self.step, self.trainable, self.loader, self.detector, self.phases, self.times
+        )
+        self.startup.mark("optimizer")
+
+    def _adapt(self, chunks: list[Any]) -> None:
+        """Load the weights that adapters belong to, and put new adapters (or those of lora.init) beside them."""
+        recipe, world, fresh = self.recipe, self.world, self.resume_from is None
+        self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=fresh)
+        self.adapters = initial_weights.attach_adapters(chunks, self.assembly, recipe, world)
+        if fresh:
+            lora_files.start(self.adapters, recipe)
+
+    def run(self) -> TrainResult:
+        """All steps, evaluations and saves, then export and summary; nothing where a run before has done all of them."""
+        if self._is_complete():
+            return self._leave_as_it_is()
+        self._build()
+        with self.stop.deferred(), self.saver:
+            self.phases.begun = True
+            self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
+            self._log_start()
+            started = time.monotonic()
+            metrics = self._steps(started)
+            seconds = time.monotonic() - started
+            self.phases.enter("save")
+            self._note_saved(self.saver.wait())
+            if self.saved is None or step_of(self.saved) != self.done:
+                self._save(wait=True)
+            if not self.interrupted:
+                metrics = self._evaluate()
+            self.saver.close()
+        together = True  # whether all ranks are at the same place
+        if self.recipe.export and not self.interrupted and not self._ends():
+            together = self._export_or_stop()
+        self.phases.enter("end")
+        self._summarise(metrics, seconds)
+        if together:
+            dist.barrier()
+        return self._result(metrics)
+
+    def _is_complete(self) -> bool:
+        """Whether an earlier start has done all steps, the evaluation and the export, as the first rank sees it."""
+        return agreed(self._was_completed)
+
+    def _was_completed(self) -> bool:
+        summary = read_summary(self.folder)
+        if summary is None or self.done < self.total_steps:
+            return False
+        left = summary.get("interrupted") or (self.recipe.export and not summary.get("export"))
+        return not left and summary.get("steps") == self.done
+
+    def _leave_as_it_is(self) -> TrainResult:
+        if self.world.is_main:
+            print(
+                f"{self.folder} is finished: {self.done} steps are done and train.steps asks for {self.total_steps}. "
+                f"Give more train.steps to train on, or another run.dir to start anew."
+            )
+        return agreed(lambda: TrainResult.from_run_dir(self.folder))
+
+    def _steps(self, started: float) -> dict[str, Any]:
+        """Train until the last step, the end of the time or an interrupt; returns the last evaluation's metrics."""
+        train = self.recipe.train
+        metrics: dict[str, Any] = {}
+        while self.done < self.total_steps:
+            self._train_step()
+            self._note_saved(self.saver.poll())
+            out_of_time = (
+                train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
+            )
+            if self._ends(out_of_time):
+                break
+            if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
+                metrics = self._evaluate()  # before the save: a run resumed from there has had it
+                if self.interrupted:
+                    break
+            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
+                self._save()
+        return metrics
+
+    def _ends(self, out_of_time: bool = False) -> bool:
+        """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
+        stop = self.stop
+        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time)]
+        asked, preempted, late = flags if self.world.size == 1 else self.world.sum(flags)
+        self.interrupted, self.preempted = asked > 0, preempted > 0
+        return asked + late > 0
+
+    def _train_step(self) -> None:
+        """Take a step, and log it."""
+        result = self.train_step.take(self.done + 1, last=self.done + 1 >= self.total_steps)
+        self.done += 1
+        self._log_step(result)
+        if not self.startup.done:
+            self.startup.finish(self.log, self.done)
+        if result.bad is not None:
+            self._record_bad_step(result, result.bad)
+
+    def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
+        """Write down a bad step; where it is one too many, save and end the run."""
+        totals, fetched = result.totals, result.fetched
+        known = {"step": self.done, "loss": totals.loss, "grad_norm": totals.grad_norm}
+        file = bad_step_records.write(
+            self.folder, known, bad, fetched.batches, result.sums, fetched.position, self.world
+        )
+        self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
+        self.log.say(bad_step_records.not_applied(self.done, bad, self.folder))
+        if self.detector.new_level is not None:
+            self.log.event("new_level", self.done, loss=self.detector.new_level)
+            self.log.say(bad_step_records.level_taken(self.done, self.detector.new_level, self.recipe.train))
+        adamw.allocate_state(self.trainable.optimizer)
+        if self.detector.ends:
+            self._save(wait=True)
+            self.saver.close()
+            raise bad_step_records.too_many(
+                self.done, bad, self.detector, self.saved, self.folder, self.recipe.train
+            )
+
+    def _log_step(self, result: StepResult) -> None:
+        """Write a step's metrics down."""
+        totals, seconds = result.totals, result.seconds
+        self.losses.append(totals.loss)
+        waited = max(mine[0] for mine in result.parts)  # the others waited for the rank that waited longest
+        record = {
+            "step": self.done,
+            "loss": totals.loss,
+            "grad_norm": totals.grad_norm,
+            # {}: the first group may be a part's with a rate of its own
+            "lr": self.trainable.scheduler.get_lr({}),
+            "real_tokens": int(totals.real),
+            "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
+            "labels": int(totals.labels),
+            "step_ms": seconds * 1e3,
+            "data_ms": waited * 1e3,
+            "data_wait": waited / seconds,
+            **({} if totals.mtp_loss is None else {"mtp_loss": totals.mtp_loss}),
+            **({} if result.bad is None else {"skipped": result.bad.cause}),
+            **expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches),
+        }
+        self.log.step(record)
+        self.phases.step = self.done
+        slow = self.times.slow_step(seconds, result.parts)
+        if slow is not None:
+            self.log.event("slow_step", self.done, **slow)
+        bad_rows = dict(self.source.counts)
+        if bad_rows != self.logged_bad_rows:
+            self.log.event("rows_left_out", self.done, counts=bad_rows)
+            self.logged_bad_rows = bad_rows
+
+    def _evaluate(self) -> dict[str, Any]:
+        """Metrics of the held-out rows; none when there are none, or when it was interrupted."""
+        held_out, eval_set = self.data.held_out, self.data.eval_set
+        if held_out is None or eval_set is None:
+            return {}
+        self.phases.enter("eval")
+        self.log.note(f"evaluating on {len(held_out)} rows ...")
+        batches = self._until_interrupted(eval_set)
+        metrics = evaluate(self.step, self.trainable.chunks, batches, self.world, eval_set.spare)
+        if self.interrupted:
+            return {}
+        self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
+        return metrics
+
+    def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.phases.tick()
+            if self._ends():
+                return
+            yield batch
+
+    def _save(self, wait: bool = False) -> None:
+        """Save while the next steps run, or, with `wait`, before anything else."""
+        self.phases.enter("save")
+        began = time.monotonic()
+        self.log.note("saving ...")
+        ahead = self.train_step.ahead
+        state = {
+            "step": self.done,
+            "total_steps": self.total_steps,
+            "data": ahead.position if ahead else self.loader.state_dict(),
+            "bad_steps": self.detector.state_dict(),
+            "known_rows": self.rows.known,
+            "model": self.description,
+            "weights": sharded.origin(self.recipe),
+        }
+        self._note_saved(self.saver.start(self.trainable, state))
+        if wait:
+            self._note_saved(self.saver.wait())
+        self.times.save += time.monotonic() - began
+
+    def _note_saved(self, saved: Saved | None) -> None:
+        """Log a checkpoint that has been published."""
+        if saved is not None:
+            self.saved = saved.folder
+            waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
+            self.log.event("save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote)
+
+    def _export_or_stop(self) -> bool:
+        """Export; an interrupt ends it at once, on each rank by itself. Returns whether it was complete."""
+        try:
+            self._export()
+        except (KeyboardInterrupt, RuntimeError):  # RuntimeError: another rank has left a collective
+            if not self.stop.asked:
+                raise
+            self.interrupted, self.preempted = True, self.stop.preempted
+        return not self.interrupted
+
+    def _export(self) -> None:
+        self.phases.enter("export")
+        self.log.note("exporting ...")
+        target, what = self.folder / "export", "a Hugging Face folder"
+        if self.adapters is not None:
+            lora_files.export_adapters(
+                self.adapters, target, self.assembly, self.recipe, self.world, self.done
+            )
+            what = f"an adapter that peft loads; merged: zoo convert {self.folder} FOLDER"
+        else:
+            chunks, source = list(self.trainable.chunks), self.assembly.source
+            about = partial(model_card.trained, self.recipe, self.done, source)
+            export.export(chunks, target, self.assembly, self.world, source, card=about, overwrite="aside")
+        self.exported = str(target)
+        self.log.event("export", self.done, path=self.exported)
+        self.log.say(f"exported to {target} ({what})")
+
+    def _log_start(self) -> None:
+        """Log what is trained, and what differs from the run that is resumed."""
+        parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
+        adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
+        self.log.event(
+            "resume" if self.done else "start",
+            self.done,
+            parameters_of_rank=parameters,
+            total_steps=self.total_steps,
+            ranks=self.world.size,
+        )
+        if self.done:
+            self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+        for change in self.changes:
+            self.log.event("changed", self.done, key=change.key, old=change.old, new=change.new)
+            self.log.say(f"the recipe differs from the checkpoint's, as allowed: {change}")
+        for text in self.rows.messages:
+            self.log.event("rows", self.done, told=text)
+            self.log.say(text)
+        for name, why in self.chosen.passed_over.items():
+            self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
+        for name, outcome in self.chosen.side_files.items():
+            self.log.event("damaged_file", self.done, file=name, outcome=outcome)
+        self.log.say(messages.at_start(self.recipe, self.data, parameters, adapters, self.total_steps))
+
+    def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
+        """Write summary.json and the plot, and say how the run ended."""
+        self.data.close()
+        summary = {
+            "steps": self.done,
+            "total_steps": self.total_steps,
+            "interrupted": self.interrupted,
+            "preempted": self.preempted,
+            "checkpoint": str(self.saved) if self.saved else None,
+            "export": self.exported,
+            "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
+            "seconds": round(seconds, 1),
+            "skipped_rows": dict(self.data.left_out),
+            "skipped_steps": dict(self.detector.counts),
+            "metrics": metrics,
+        }
+        self.log.finish(summary, self._reason())
+        for line in messages.at_end(summary, self.losses, self.folder):
+            self.log.say(line)
+
+    def _reason(self) -> str:
+        """Why the run ends here."""
+        if self.interrupted:
+            return "preempted" if self.preempted else "interrupted"
+        return "finished" if self.done >= self.total_steps else "out of time"
+
+    def _result(self, metrics: dict[str, Any]) -> TrainResult:
+        return TrainResult(
+            steps=self.done,
+            losses=self.losses,
+            checkpoint=str(self.saved) if self.saved else None,
+            metrics=metrics,
+            run_dir=str(self.folder),
+            interrupted=self.interrupted,
+            preempted=self.preempted,
+        )

@@ -1,0 +1,148 @@
+"""One optimizer step on this rank: micro-batches, forward and backward pass, and an update where the step is a good one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint.sharded import Trainable
+from zoo.engine.distributed.world import World
+from zoo.engine.model import lora
+from zoo.engine.report.step_timer import StepTimes
+from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
+from zoo.engine.train.step_metrics import Counts, Totals
+from zoo.engine.watchdog.progress import Phases
+from zoo.steps.packed_step import Prepared
+
+Sums = Sequence[dict[str, torch.Tensor]]  # of each micro-batch, as the PackedStep returned them
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A step's micro-batches on this rank, and the loader's state before them."""
+
+    position: dict[str, Any]
+    batches: list[Any]
+    first: Prepared
+    waited: float  # seconds for the loader
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What came of a step."""
+
+    totals: Totals
+    counts: Counts
+    bad: BadStep | None  # why it was not applied; None where it was
+    fetched: Fetched
+    sums: Sums
+    seconds: float
+    parts: list[list[float]]  # by rank: seconds of the step's parts (`zoo.engine.report.step_timer.PARTS`)
+
+
+class TrainStep:
+    """Takes one optimizer step after another."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        world: World,
+        step: Any,
+        trainable: Trainable,
+        loader: Any,
+        detector: BadStepDetector,
+        phases: Phases,
+        times: StepTimes,
+    ) -> None:
+        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`."""
+        self.recipe, self.world, self.step, self.trainable = recipe, world, step, trainable
+        self.loader, self.detector, self.phases, self.times = loader, detector, phases, times
+        self.number = 0  # of the step at hand
+        self.ahead: Fetched | None = None  # the next step's, fetched while a GPU worked on this one
+        # Copies to a GPU run beside its computation.
+        self.copies = torch.cuda.Stream() if world.device.type == "cuda" else None
+
+    def take(self, number: int, *, last: bool) -> StepResult:
+        """Step `number`, from 1. The update is left out where the step is a bad one. `last`: no step follows."""
+        began, self.number = time.monotonic(), number
+        self.times.begin()
+        self.phases.enter("data")
+        fetched, self.ahead = self.ahead or self.fetch(), None
+        if self.copies is not None:
+            torch.cuda.current_stream().wait_stream(self.copies)
+        self.phases.enter("compute")
+        counts = Counts.of(fetched.batches)
+        scale = counts.loss_scale(self.world)
+        lora.seed_dropout(self.recipe, number - 1, self.world)
+        sums = self.forward_backward(fetched, scale)
+        if self.world.device.type == "cuda" and not last:
+            self.phases.enter("data")
+            self.ahead = self.fetch()  # while the GPU works
+        self.phases.enter("update")
+        totals, bad = self._update(sums, counts)
+        self.phases.enter("figures")
+        seconds = time.monotonic() - began
+        return StepResult(totals, counts, bad, fetched, sums, seconds, self._parts(fetched.waited))
+
+    def fetch(self) -> Fetched:
+        """The next step's micro-batches, the first of them on its way to the device.
+
+        Its tensors belong to the stream of the copies. They live until the host has waited for the gradient's norm, so a
+        later copy into their memory can't come too early.
+        """
+        position, began = self.loader.state_dict(), time.monotonic()
+        batches = self.loader.next_step()
+        waited = time.monotonic() - began
+        with torch.cuda.stream(self.copies):
+            first = Prepared(*self.step.prepare(batches[0]))
+        return Fetched(position, batches, first, waited)
+
+    def forward_backward(self, fetched: Fetched, scale: torch.Tensor | float) -> Sums:
+        """Gradients of all micro-batches, their losses multiplied by `scale`; on ranks with the loss, its sums."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        chunks, batches = list(self.trainable.chunks), fetched.batches
+        ready = [fetched.first, *batches[1:]]
+
+        def forward(data: Any, model: Any) -> Any:
+            self.phases.tick()
+            return self.step(data, model, loss_scale=scale)
+
+        sums: Sums = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(ready) if len(chunks) == 1 else [iter(ready) for _ in chunks],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input_ids.shape[1],
+            micro_batch_size=batches[0].input_ids.shape[0],
+            forward_only=False,
+        )
+        return sums
+
+    def _update(self, sums: Sums, counts: Counts) -> tuple[Totals, BadStep | None]:
+        """Update the weights where the step is good; gradients are zero afterwards."""
+        found: list[tuple[Totals, BadStep | None]] = []
+
+        def good(norm: float) -> bool:
+            totals = Totals.of(sums, counts, norm, self.world, mtp=bool(self.step.mtp_depths))
+            found.append((totals, self.detector.check(totals.loss, totals.grad_norm)))
+            return found[0][1] is None
+
+        step_if(self.trainable.optimizer, self.trainable.scheduler, good)
+        for chunk in self.trainable.chunks:
+            chunk.zero_grad_buffer()
+        self.trainable.optimizer.zero_grad()
+        return found[0]
+
+    def _parts(self, waited: float) -> list[list[float]]:
+        """By rank: seconds of the parts of the step; `waited`: this rank's for its batches."""
+        world, mine = self.world, self.times.take(waited)
+        if world.size == 1:
+            return [mine]
+        flat = world.sum([x * (rank == world.rank) for rank in range(world.size) for x in mine])
+        return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]
