@@ -88,12 +88,12 @@ def test_other_rows_are_refused_or_accepted_and_more_rows_are_growth(zoo: Zoo, f
     mended = [json.dumps(text_row(8)), *given[1:], json.dumps(text_row(7))]
     (moved / "other.jsonl").write_text("\n".join(mended) + "\n")
     done = zoo.train(run, *command, "train.steps=5", "run.accept_changes=[data.train]")
-    assert done.code == 0 and "they go on at the same place" in done.out, done
+    assert done.code == 0 and "they continue at the same place" in done.out, done
 
     write_rows(moved / "other.jsonl", [text_row(number) for number in range(200, 210)])
     assert ":1 is not the row" in zoo.refused(*zoo.train_arguments(run, *command, "train.steps=6"))
     done = zoo.train(run, *command, "train.steps=6", "run.accept_changes=[data]")
-    assert done.code == 0 and "the data begin anew" in done.out, done
+    assert done.code == 0 and "the data start over" in done.out, done
     assert [record["step"] for record in logged(run)] == [1, 2, 3, 4, 5, 6]
 
 

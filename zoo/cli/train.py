@@ -73,10 +73,10 @@ def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
     from zoo.cli.plan import planned_ranks
     from zoo.config.validate import validate
     from zoo.engine.launch.slurm import write_template
-    from zoo.engine.planning.plan_process import settled
+    from zoo.engine.planning.plan_process import planned
 
     ranks = planned_ranks(recipe)
-    recipe = validate(settled(recipe, ranks), ranks)
+    recipe = validate(planned(recipe, ranks), ranks)
     path = write_template(recipe, arguments, ranks)
     print(f"wrote {path}: {recipe.machine.nodes} x {ranks // recipe.machine.nodes} ranks; sbatch {path}")
     return 0

@@ -44,7 +44,7 @@ def spare(memory: float) -> float:
     return memory * (1 - RESERVED_SHARE) - RESERVED_BYTES
 
 
-def settle(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
+def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen, and nothing left to plan.
 
     Raises:

@@ -15,14 +15,14 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.packing.cost import ModelCost, TowerCost
 from zoo.planner.activations import FP32, Kept, Row
-from zoo.planner.census import Census, Share, layers_of, share
+from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 
 
 @dataclass(frozen=True)
 class Model:
     """What a plan needs to know of a model."""
 
-    census: Census
+    parameters: ParameterStatistics
     cost: ModelCost
     text: Any  # the decoder's config: sizes by their names in a Hugging Face config
     traits: Sequence[str]
@@ -60,7 +60,7 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
         fused: with the kernels of a GPU.
     """
     return [
-        Memory(*_weights(share(model.census, recipe, stage), recipe, ranks), activations)
+        Memory(*_weights(share(model.parameters, recipe, stage), recipe, ranks), activations)
         for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
     ]
 
@@ -68,7 +68,7 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
     stages = range(recipe.parallel.pp)
-    return max(sum(_weights(share(model.census, recipe, stage), recipe, ranks)) for stage in stages)
+    return max(sum(_weights(share(model.parameters, recipe, stage), recipe, ranks)) for stage in stages)
 
 
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
@@ -144,7 +144,7 @@ def _layers(kept: Kept, layers: Sequence[tuple[bool, bool]], recompute: str) -> 
 def _first(kept: Kept, model: Model) -> float:
     """What embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
-    trained = {weights.part for weights in model.census.weights if weights.trained}
+    trained = {weights.part for weights in model.parameters.weights if weights.trained}
     trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
     media = {name: items for name, items in kept.row.media.items() if items and name in trained}
     sums = sum(kept.tower(towers[name], items) for name, items in media.items())

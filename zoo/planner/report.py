@@ -87,8 +87,8 @@ def make_plan(
     return Plan(
         recipe=recipe,
         ranks=ranks,
-        parameters=model.census.by_part(),
-        trained=model.census.trained,
+        parameters=model.parameters.by_part(),
+        trained=model.parameters.trained,
         stages=memory(model, recipe, row, ranks, fused=fused),
         forward=forward,
         step={name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()},
@@ -99,7 +99,7 @@ def make_plan(
 
 def factor(model: Model, recipe: Recipe, part: str) -> float:
     """FLOPs of training a part over those of its forward pass."""
-    trained = {weights.part for weights in model.census.weights if weights.trained}
+    trained = {weights.part for weights in model.parameters.weights if weights.trained}
     if part in model.cost.towers:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
         return train_factor(frozen=part not in trained, first=not adapted)

@@ -14,9 +14,9 @@ from zoo.config.derived import data_parallel
 from zoo.config.files import hardware_names, recipe_names, size_names
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.planning.plan import model_of, plan, refuse_misfit, settle_here
+from zoo.engine.planning.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.errors import ConfigError
-from zoo.planner.layouts import room, settle
+from zoo.planner.layouts import choose_layout, room
 from zoo.planner.memory import Model, memory
 from zoo.planner.rows import typical_row
 
@@ -44,9 +44,9 @@ def resolved(name: str, size: str, hardware: str, *more: str) -> tuple[Recipe, i
 
 
 @cache
-def settled(name: str, size: str, hardware: str, *more: str) -> Recipe:
+def chosen_for(name: str, size: str, hardware: str, *more: str) -> Recipe:
     recipe, ranks = resolved(name, size, hardware, *more)
-    return settle(model(name, size), recipe, ranks, typical_row(recipe, model(name, size).cost))
+    return choose_layout(model(name, size), recipe, ranks, typical_row(recipe, model(name, size).cost))
 
 
 def test_all_families_are_here() -> None:
@@ -59,16 +59,16 @@ def test_a_size_on_every_machine(name: str, size: str) -> None:
         recipe, ranks = resolved(name, size, hardware)
         row = typical_row(recipe, model(name, size).cost)
         try:
-            chosen = settled(name, size, hardware)
+            chosen = chosen_for(name, size, hardware)
         except ConfigError as error:
             match = SAID.search(str(error))
             assert match, error
             kind = hardware.rpartition("x")[2]
             if match[2]:
                 would = f"{match[3]}x8x{kind}" if match[3] else f"{match[2]}x{kind}"
-                assert settled(name, size, would).parallel.plan == []
+                assert chosen_for(name, size, would).parallel.plan == []
             if match[1]:
-                assert settled(name, size, hardware, f"packing.budget={match[1]}").parallel.plan == []
+                assert chosen_for(name, size, hardware, f"packing.budget={match[1]}").parallel.plan == []
             continue
         assert validate(chosen, ranks).parallel.plan == []
         limit = room(chosen)
@@ -78,10 +78,10 @@ def test_a_size_on_every_machine(name: str, size: str) -> None:
 
 
 def test_what_is_given_is_kept() -> None:
-    chosen = settled("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
+    chosen = chosen_for("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
     assert (chosen.parallel.pp, chosen.engine.recompute) == (2, "full")
     with pytest.raises(ConfigError, match="does not fit 8 GPUs of 80 GB"):
-        settled("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
+        chosen_for("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
 
 
 @pytest.mark.parametrize(
@@ -93,30 +93,30 @@ def test_what_is_given_is_kept() -> None:
 )
 def test_what_no_layout_could_mend_is_told_as_such(given: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        settled("qwen3_vl_sft", "4b", "8xh200", given)
+        chosen_for("qwen3_vl_sft", "4b", "8xh200", given)
     assert str(caught.value).startswith(said)
 
 
 def test_a_small_model_is_not_cut() -> None:
-    chosen = settled("llava_sft", "onevision-0.5b", "8xh100")
+    chosen = chosen_for("llava_sft", "onevision-0.5b", "8xh100")
     sizes = chosen.parallel
     assert (sizes.tp, sizes.pp, sizes.cp, sizes.ep, chosen.engine.recompute) == (1, 1, 1, 1, "none")
 
 
 def test_frozen_parts_make_room() -> None:
     with pytest.raises(ConfigError):
-        settled("qwen3_vl_sft", "8b", "1xh100")
+        chosen_for("qwen3_vl_sft", "8b", "1xh100")
     recipe, _ = resolved("qwen3_vl_sft", "8b", "1xh100", "model.freeze=[language]")
     frozen = model_of(recipe)
-    assert frozen.census.trained == frozen.census.by_part()["vision"]
-    assert settle(frozen, recipe, 1, typical_row(recipe, frozen.cost)).parallel.tp == 1
+    assert frozen.parameters.trained == frozen.parameters.by_part()["vision"]
+    assert choose_layout(frozen, recipe, 1, typical_row(recipe, frozen.cost)).parallel.tp == 1
 
 
 def test_adapters_make_room() -> None:
     """No gradient and no optimizer state of the weights, and a third less to compute."""
     recipe, _ = resolved("qwen3_vl_lora", "8b", "1xh100", "packing.budget=2048")
     model = model_of(recipe)
-    assert 0 < model.census.trained < 0.01 * model.census.total
+    assert 0 < model.parameters.trained < 0.01 * model.parameters.total
     found = plan(recipe, 1)
     assert found.fits and found.worst.optimizer < 0.05 * found.worst.weights
     assert found.step["decoder"] == pytest.approx(2 * found.forward["decoder"] * recipe.train.global_batch)
@@ -172,7 +172,7 @@ def test_weights_of_the_hub_are_planned_by_their_own_config(
     recipe = load_recipe("qwen3_vl_sft", given)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_: str(tmp_path / "config.json"))
     assert sum(plan(recipe, 8).parameters.values()) == 4_437_815_808
-    chosen = settle_here(recipe, 8)
+    chosen = choose_layout_here(recipe, 8)
     assert chosen.parallel.plan == [] and chosen.model == recipe.model
 
     def offline(*_: str) -> str:
@@ -181,5 +181,5 @@ def test_weights_of_the_hub_are_planned_by_their_own_config(
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(ConfigError, match="its architecture is not known"):
         plan(recipe, 8)
-    assert settle_here(recipe, 8).parallel.plan == []
+    assert choose_layout_here(recipe, 8).parallel.plan == []
     refuse_misfit(recipe, 8, 8)

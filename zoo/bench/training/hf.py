@@ -101,7 +101,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         "grad_norm": float(norm),
         "parameters": sum(p.numel() for p in model.parameters()),
         "startup_s": startup.seconds,
-        "startup": startup.phases,
+        "startup": startup.stages,
         "warm_s": round(sum(times[:warm]) / 1e3, 2),
         "warm_steps": warm,
         "kernels": {**kernels([]), "core_attention": f"transformers' {setting.backend}"},

@@ -156,7 +156,7 @@ class BenchRun(Run):
             "grad_norm": last["grad_norm"],
             "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
             "startup_s": self.startup.seconds,
-            "startup": self.startup.phases,
+            "startup": self.startup.stages,
             "warm_s": round(warm_seconds, 2),
             "warm_steps": self.warm,
             "kernels": kernels(self.trainable.chunks),

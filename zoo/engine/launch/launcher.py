@@ -49,7 +49,7 @@ from zoo.engine.distributed.signals import (
 )
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
-from zoo.engine.planning.plan_process import settled
+from zoo.engine.planning.plan_process import planned
 from zoo.engine.report.result import TrainResult
 from zoo.engine.report.startup_time import STARTED
 from zoo.engine.watchdog.run_lock import refuse_second
@@ -121,7 +121,7 @@ def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     ranks = world_size(recipe)
     _check_machine(recipe)
     keep_kernels()
-    recipe = validate(settled(recipe, ranks, here=here), ranks)
+    recipe = validate(planned(recipe, ranks, here=here), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already

@@ -1,1 +1,1 @@
-"""A recipe's model: built on this rank, described without its data, with LoRA beside its weights."""
+"""A recipe's model: built on a rank or on the meta device, and its LoRA adapters."""

@@ -19,12 +19,12 @@ from zoo.registry import ModelFamily, get_family
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a recipe's model consists of, before any weight: family, its config, processor, and the source."""
+    """A recipe's model before any weight: family, config, processor, and the source of the weights."""
 
     family: ModelFamily
     config: Any
     processor: Any
-    source: Place | None  # where the weights come from; None for random ones
+    source: Place | None  # where the weights lie; None for random ones
 
     def save_files(self, folder: Path) -> None:
         """Write config.json and the processor's files."""
@@ -80,7 +80,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
 
     chunks = []
     for index in range(recipe.parallel.vpp):
-        seed_everything(recipe.run.seed)  # towers are made alike on every rank
+        seed_everything(recipe.run.seed)  # towers get the same weights on every rank
         stage = Stage(
             first=world.pp_rank == 0 and index == 0,
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
@@ -108,7 +108,7 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
 
 
 def model_dims(assembly: Assembly) -> Dims:
-    """Numbers of the decoder that the bridge needs."""
+    """The decoder's sizes, for the bridge."""
     return Dims.from_hf(assembly.config.text, tied=assembly.config.tied)
 
 

@@ -1,8 +1,8 @@
-"""Adapters of a model: put beside the weights that a recipe targets, kept, merged, and exported in PEFT's format.
+"""LoRA adapters of a model: added to the weights that a recipe targets, loaded, and merged.
 
 The model's own weights are frozen: they have no gradient and no optimizer state, and a run's checkpoints hold adapters
-alone. The weights that they belong to lie where `model.init` says; where that is no Hugging Face folder (random weights, a
-run), the run writes them to `base/` once, which is then what the adapters belong to.
+alone. The base weights of the adapters lie where `model.init` says; where that is no Hugging Face folder (random weights, a
+run), the run writes the base weights to `base/` once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Linears = dict[str, tuple[Any, torch.nn.Parameter]]  # name of a weight -> its m
 
 @dataclass(frozen=True)
 class Held:
-    """A target whose weight this rank has a part of."""
+    """An adapter whose weight, or a part of it, is on this rank."""
 
     target: Target
     module: Any  # the linear, or the experts
@@ -45,9 +45,9 @@ class Adapters:
     """All adapters of a model, as one rank has them."""
 
     held: Sequence[Held]
-    linears: Sequence[str]  # transformers' modules that have one, of all ranks
-    stacks: Sequence[str]  # experts' parameters that have one, likewise
-    frozen: Sequence[torch.nn.Parameter]  # what is trained where there are no adapters
+    linears: Sequence[str]  # transformers' modules that have an adapter, of all ranks
+    stacks: Sequence[str]  # experts' parameters that have an adapter, of all ranks
+    frozen: Sequence[torch.nn.Parameter]  # parameters that are trained in a run without adapters
     dims: Dims
     shard: ShardInfo
     comm: TorchComm
@@ -75,7 +75,7 @@ class Adapters:
             parameter.copy_(tensors[name])
 
     def full_shape(self, one: Held) -> tuple[int, ...]:
-        """Of the whole weight."""
+        """The shape of the whole weight, which ranks share."""
         return full_shape(one.weight.shape, one.target.entry.rule.shard_for(self.dims), self.shard)
 
     @torch.no_grad()
@@ -95,7 +95,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add every adapter to its weight and take it off; parameters are trained again that were before."""
+        """Add every adapter to its weight and remove it; frozen parameters are trained again."""
         for parameter in self.frozen:
             parameter.requires_grad_(True)
         for one in self.held:
@@ -106,7 +106,7 @@ class Adapters:
                 lora.detach(one.module)
 
     def freeze_others(self) -> None:
-        """Stop training what no adapter belongs to: an export then copies it from where it came."""
+        """Stop training parameters without an adapter: an export then copies them from their source."""
         changed = {id(one.weight) for one in self.held}
         for parameter in self.frozen:
             parameter.requires_grad_(id(parameter) in changed)
@@ -120,10 +120,10 @@ def attach(
     recipe: Recipe,
     here: World,
 ) -> Adapters:
-    """New adapters beside the weights that `recipe.lora` targets, B zero; all other parameters are frozen.
+    """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters are frozen.
 
-    As `place`. A follows from `run.seed` and the weight's name, whatever the parallel layout, as PEFT draws it: uniform
-    within 1 / sqrt(in).
+    Arguments and errors are those of `place`. A follows from `run.seed` and the weight's name, whatever the parallel
+    layout, and is drawn as in PEFT: uniform within 1 / sqrt(in).
     """
     adapters = place(chunks, family, dims, arch, recipe, here)
     for one in adapters.held:
@@ -140,11 +140,13 @@ def place(
     recipe: Recipe,
     here: World,
 ) -> Adapters:
-    """Adapters of zeros, also beside weights without data. Call it on every rank.
+    """Adapters of zeros, also for weights on the meta device. Every rank calls it.
 
-    `arch`: config.json of the folder that the adapters belong to.
+    Args:
+        arch: config.json of the base weights.
 
-    Raises UserError where a target means no linear, or where a model chunk would be left without an adapter.
+    Raises:
+        UserError: a target names no linear, or a model chunk would be left without an adapter.
     """
     settings, comm = recipe.lora, TorchComm.from_groups(here.groups)
     linears, chosen = find(chunks, family, arch, recipe, comm)
@@ -163,7 +165,7 @@ def place(
 def find(
     chunks: Sequence[Any], family: ModelFamily, arch: Mapping[str, Any], recipe: Recipe, comm: TorchComm
 ) -> tuple[Linears, list[Target]]:
-    """This rank's linears, and those of them that `recipe.lora` targets; UserError where a target means none of any rank."""
+    """This rank's linears, and the targets of `recipe.lora` among them; UserError where a target is on no rank."""
     linears = _linears(chunks, family, recipe)
     there = candidates(linears, family.load("bridge"), arch)
     names = comm.gather_objects([name for target in there for name in target.modules])
@@ -172,7 +174,7 @@ def find(
 
 
 def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Linears:
-    """Linears and experts of `lora.parts` that the model trains, by their weights' names. Not: embedding, head, routers, MTP."""
+    """Linears and experts of `lora.parts` that the model trains, by their weights' names; without embedding, head, routers, MTP."""
     backend = get_backend(recipe.engine.backend, chunks[0].config)
     kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)
     modules = {
@@ -212,7 +214,7 @@ def _place_one(
         module.lora[target.zoo.rpartition(".")[2]] = adapter
         return Held(target, module, weight, adapter)
     shape = full_shape(weight.shape, how, shard)
-    with torch.device("cpu"):  # also where the weight has no data
+    with torch.device("cpu"):  # the weight may be on the meta device
         owner = target.owner(shape, dims)
     if split == "rows":
         owner = cut(owner[:, None], how, shard)[:, 0]
@@ -230,7 +232,7 @@ def _place_one(
 
 
 def _sections(how: Any, rows: int, shard: ShardInfo) -> tuple[int, ...]:
-    """Rows of this rank's weight that are cut by themselves."""
+    """Rows of this rank's weight that are cut separately."""
     if how == "tp0-gateup":
         return (rows // 2,) * 2
     return tuple(size // shard.tp_size for size in getattr(how, "sizes", (rows * shard.tp_size,)))
@@ -264,7 +266,7 @@ def _draw(adapters: Adapters, one: Held, rank: int, seed: int) -> None:
 
 
 def seed_dropout(recipe: Recipe, step: int, here: World) -> None:
-    """Masks of a step: they follow from `run.seed`, the step and the rank, so a run that is resumed has the same."""
+    """Seed the dropout masks of a step: they follow from `run.seed`, step and rank, so a resumed run has the same."""
     if not recipe.lora.dropout:
         return
     where = f"{recipe.run.seed}/{step}/{here.pp_rank}/{here.dp_rank}/{here.cp_rank}"
@@ -273,6 +275,6 @@ def seed_dropout(recipe: Recipe, step: int, here: World) -> None:
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
-    """What a checkpoint must say of its adapters, for them to be loaded."""
+    """The settings that a checkpoint keeps, so that its adapters can be loaded."""
     kept = ("rank", "alpha", "targets", "parts")
     return {key: value for key, value in asdict(recipe.lora).items() if key in kept}

@@ -1,6 +1,6 @@
-"""A census of a recipe's weights, from the model as it is built, on the meta device: shapes without data.
+"""Statistics of a recipe's parameters, from the model built on the meta device: shapes without data.
 
-Takes half a second for the largest of the published sizes, once Megatron-Core is imported.
+It takes half a second for the largest of the published sizes, once Megatron-Core is imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import alone, on_one_rank
 from zoo.engine.model import build, lora
 from zoo.engine.model.meta_model import on_meta
-from zoo.planner.census import ADAPTERS, EXPERTS, Census, Cut, Weights
+from zoo.planner.parameters import ADAPTERS, EXPERTS, Cut, ParameterStatistics, Weights
 from zoo.registry import ModelFamily
 
 
-def census(recipe: Recipe) -> Census:
-    """Count the weights of a recipe's model; its parallel sizes don't matter. `model.arch` has to be there."""
+def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
+    """Count the parameters of a recipe's model, whatever its parallel sizes; the recipe has to have `model.arch`."""
     # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
     recipe = on_one_rank(recipe).replace(plain)
@@ -34,7 +34,7 @@ def census(recipe: Recipe) -> Census:
     for name, parameter in model_parameters(chunks):
         counts[*_where(name, family), _cut(name, parameter), parameter.requires_grad] += parameter.numel()
     weights = tuple(Weights(*key[:3], count, key[3]) for key, count in counts.items())  # type: ignore[arg-type]
-    return Census(weights, config.text.num_hidden_layers, config.tied)
+    return ParameterStatistics(weights, config.text.num_hidden_layers, config.tied)
 
 
 def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
@@ -54,7 +54,7 @@ def _is_expert(name: str) -> bool:
 
 
 def _cut(name: str, parameter: nn.Parameter) -> Cut:
-    """How ranks share it, as Megatron-Core has marked it."""
+    """How ranks share a parameter, as Megatron-Core has marked it."""
     if _is_expert(name):
         return "expert"
     return "tp" if getattr(parameter, "tensor_model_parallel", False) else "whole"

@@ -1,7 +1,7 @@
-"""Plans of recipes: the model's census and costs, read from config and code, given to the arithmetic of `zoo.planner`.
+"""Plans of recipes: the model's parameters and costs, from config and code, given to the arithmetic of `zoo.planner`.
 
-A recipe is planned in three places: `zoo plan` shows it, `zoo train` has the keys of `parallel.plan` chosen before
-ranks are started (zoo.engine.planning.plan_process), and the first rank refuses what cannot fit before anything is built.
+A recipe is planned in three places: `zoo plan` shows the plan, `zoo train` chooses the keys of `parallel.plan` before it
+starts ranks (zoo.engine.planning.plan_process), and the first rank refuses a model that cannot fit before it builds anything.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
-from zoo.planner.layouts import settle, spare
+from zoo.planner.layouts import choose_layout, spare
 from zoo.planner.memory import Memory, Model
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
@@ -31,14 +31,14 @@ PROCESS = 2_500_000_000  # bytes of address space that threads and process group
 
 
 def model_of(recipe: Recipe) -> Model:
-    """The model of a recipe; `model.arch` has to be there."""
-    from zoo.engine.planning.parameter_statistics import census
+    """The model of a recipe, which has to have `model.arch`."""
+    from zoo.engine.planning.parameter_statistics import parameter_statistics
     from zoo.nn.flops import layer_kinds, model_cost
 
     config = get_family(recipe.model.family).load("config").from_arch(recipe.model.arch)
     mtp = config.mtp_layers(recipe)
     return Model(
-        census=census(recipe),
+        parameters=parameter_statistics(recipe),
         cost=model_cost(config, mtp),
         text=_plain(config.text),
         traits=config.traits,
@@ -49,7 +49,7 @@ def model_of(recipe: Recipe) -> Model:
 
 
 def _plain(text: Any) -> SimpleNamespace:
-    """A decoder's config with attributes that cost nothing to read, which a search does a hundred thousand times."""
+    """A decoder's config with attributes that are quick to read: a search reads them a hundred thousand times."""
     names = {*text.to_dict(), *text.attribute_map}
     return SimpleNamespace(**{name: getattr(text, name, None) for name in names})
 
@@ -59,27 +59,27 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 
     Args:
-        labels: share of a row's tokens that carry a loss; default: that of `zoo.planner.rows`.
-        media: share of a row's tokens that are of media; default: that of `zoo.planner.rows`.
+        labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.rows`.
+        media: share of a row's tokens that belong to media; default: the one in `zoo.planner.rows`.
 
     Raises:
-        ConfigError: the recipe does not go with that many ranks; or the architecture is not known here.
+        ConfigError: the recipe does not fit that many ranks, or the architecture is not known here.
     """
     recipe = with_architecture(recipe)
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
     row = typical_row(recipe, model.cost, **shares)
-    recipe = validate(settle(model, recipe, ranks, row), ranks)
+    recipe = validate(choose_layout(model, recipe, ranks, row), ranks)
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _limit_here(ranks)
     return make_plan(model, recipe, ranks, row, fused=fused, limit=limit)
 
 
 def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
-    """ConfigError where a rank of a validated recipe can't have the memory it needs; a plan of the least it may be.
+    """ConfigError where a rank of a validated recipe needs more memory than it can have, by the lowest estimate.
 
-    Weights, gradients and optimizer state are counted; of activations what a row without media and with few labels
-    keeps. Nothing is said where the memory is not known.
+    The estimate has weights, gradients, optimizer state, and the activations of a row without media and with few labels.
+    Where the machine's memory is not known, nothing is refused.
     """
     _refuse_small_process()
     limit, planned = _limit_here(local_ranks), as_planned(recipe)
@@ -93,10 +93,10 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
 
 
 def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
-    """Of a validated recipe that has run out of memory: what a rank was estimated to need, and what needs less.
+    """A message about a validated recipe that ran out of memory: the estimate for a rank, and settings that need less.
 
-    Settings that would save a tenth or more are named with what a rank would need then, best first; '' where the
-    architecture is not known.
+    It names settings that save a tenth or more, each with its estimate, best first; '' where the architecture is not
+    known.
     """
     planned = as_planned(recipe)
     if planned is None:
@@ -135,17 +135,17 @@ def _leaner(recipe: Recipe) -> Iterator[tuple[str, Recipe]]:
 
 
 def checkpoint_bytes(recipe: Recipe) -> int | None:
-    """About how large a checkpoint of a recipe is: weights, and AdamW's state of those that are trained."""
+    """About how large a checkpoint of a recipe is, in bytes: weights, and AdamW's state of the trained ones."""
     planned = as_planned(recipe)
     if planned is None:
         return None
-    census, half = model_of(planned).census, recipe.engine.precision == "bf16"
-    kept = census.trained if recipe.lora.rank else sum(census.by_part().values())
-    return kept * (2 if half else 4) + census.trained * (12 if half else 8)
+    parameters, half = model_of(planned).parameters, recipe.engine.precision == "bf16"
+    kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
+    return kept * (2 if half else 4) + parameters.trained * (12 if half else 8)
 
 
 def _least_row(recipe: Recipe) -> Row:
-    """A row that no row of a run is much smaller than: text, a tenth of it labelled."""
+    """A row about as small as the smallest of a run: text, a tenth of it labelled."""
     tokens = recipe.packing.budget // 2
     return Row((tokens,), tokens // 10, {})
 
@@ -158,13 +158,13 @@ def _misfit(found: Plan, on_gpu: bool) -> str:
         f"{kind} {size / 1e9:.1f}" for kind, size in worst.as_dict().items() if kind != "total" and size > 1e8
     )
     if fixed < 0.8 * (found.room or 0.0):
-        mend = "set packing.budget lower, or engine.recompute=full"
+        fix = "set packing.budget lower, or engine.recompute=full"
     elif on_gpu:
-        mend = "use more GPUs, or cut the model further: hardware=auto chooses parallel.tp, pp, cp and ep"
+        fix = "use more GPUs, or cut the model further: hardware=auto chooses parallel.tp, pp, cp and ep"
     else:
-        mend = "take a smaller size=, or train on GPUs"
+        fix = "take a smaller size=, or train on GPUs"
     return (
-        f"the model needs at least {need:.1f} GB a rank ({parts}) and a {what} has {limit:.1f} GB to give; {mend}; "
+        f"the model needs at least {need:.1f} GB a rank ({parts}) and a {what} has {limit:.1f} GB to give; {fix}; "
         f"`zoo plan` shows it in parts"
     )
 
@@ -178,25 +178,25 @@ def _limit_here(local_ranks: int) -> float | None:
 
 
 def _refuse_small_process() -> None:
-    """Process groups that get no address space for their threads hang, or end the process: said before there are any."""
+    """ConfigError where address space is too small: process groups without it for their threads hang, or end the process."""
     for limit in limits():
         if limit.own and limit.left < PROCESS:
             raise ConfigError(
-                f"{limit.name} is {size(limit.total)} and {size(limit.left)} of it are left; a rank takes "
+                f"{limit.name} is {size(limit.total)} and {size(limit.left)} are left; a rank takes "
                 f"{size(PROCESS)} for its libraries and threads, beside the model: raise it"
             )
 
 
-def settle_here(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe with the keys of `parallel.plan` chosen, planned in this process; see `zoo.engine.planning.plan_process`.
+def choose_layout_here(recipe: Recipe, ranks: int) -> Recipe:
+    """The recipe with the keys of `parallel.plan` chosen in this process; see `zoo.engine.planning.plan_process`.
 
-    Where the architecture can't be known (a hub id without a connection), sizes stay as they are.
+    Where the architecture is not known (a hub id without a connection), sizes stay as they are.
     """
     planned = as_planned(recipe)
     if planned is None:
         return replace(recipe, parallel=replace(recipe.parallel, plan=[]))
     model = model_of(planned)
-    chosen = settle(model, planned, ranks, typical_row(planned, model.cost))
+    chosen = choose_layout(model, planned, ranks, typical_row(planned, model.cost))
     return replace(chosen, model=recipe.model)
 
 
@@ -212,7 +212,7 @@ def with_architecture(recipe: Recipe) -> Recipe:
 
 
 def as_planned(recipe: Recipe) -> Recipe | None:
-    """The recipe with the architecture that its run will have: that of the weights. None where it is not known."""
+    """The recipe with the architecture of its weights; None where that is not known."""
     init = recipe.model.init
     if init == "random" or not is_hub_id(init):
         return recipe if recipe.model.arch else None
@@ -222,6 +222,6 @@ def as_planned(recipe: Recipe) -> Recipe | None:
         with asking_the_hub():
             file = hf_hub_download(init, "config.json")
         arch = read_arch(Path(file).parent, f"model.init={init}")
-    except Exception:  # whatever keeps it from being had is told when the weights are
+    except Exception:  # the same error is reported when the weights are loaded
         return None
     return replace(recipe, model=replace(recipe.model, arch=arch))

@@ -1,7 +1,7 @@
-"""The keys of `parallel.plan` chosen, by a process of its own where several ranks are to be started on GPUs.
+"""Chooses the keys of `parallel.plan`, in a process of its own where several ranks are to be started on GPUs.
 
-Planning needs a model's code, and would leave some memory of a GPU taken for as long as the run goes on; the process
-that starts the ranks stays light, and imports no torch. A single rank is no other process, and needs the code itself.
+Planning needs a model's code, and would occupy some memory of a GPU for as long as the run lasts; so the process that
+starts the ranks stays light and imports no torch. A single rank runs in that process and needs the code itself.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from zoo.engine.distributed.processes import Launcher, end_with_parent
 from zoo.errors import UserError
 
 
-def settled(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
+def planned(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
-    `here`: a single rank will run in this process, which may take memory of a GPU.
+    Args:
+        here: a single rank will run in this process, which may take memory of a GPU.
 
     Raises:
-        UserError: nothing fits; the message says what would.
+        UserError: nothing fits; the message names settings that would.
     """
     if not recipe.parallel.plan:
         return recipe
     if (ranks == 1 and here) or not gpu_count():
-        return _settle(recipe, ranks)
+        return _choose(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
@@ -57,17 +58,17 @@ def settled(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
     return found
 
 
-def _settle(recipe: Recipe, ranks: int) -> Recipe:
-    from zoo.engine.planning.plan import settle_here
+def _choose(recipe: Recipe, ranks: int) -> Recipe:
+    from zoo.engine.planning.plan import choose_layout_here
 
-    return settle_here(recipe, ranks)
+    return choose_layout_here(recipe, ranks)
 
 
 def _main(config: str, ranks: str, result: str) -> None:
-    """Choose, and leave the recipe, or what is wrong with it, in a file."""
+    """Choose, and write the recipe or the message of the error to a file."""
     end_with_parent()
     try:
-        found: Recipe | str = _settle(load_recipe(config), int(ranks))
+        found: Recipe | str = _choose(load_recipe(config), int(ranks))
     except UserError as error:
         found = str(error)
     Path(result).write_bytes(pickle.dumps(found))

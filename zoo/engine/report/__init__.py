@@ -1,1 +1,1 @@
-"""What a run writes and shows: log lines, train.jsonl, the loss plot, times of steps and of the start, the result."""
+"""The output of a run: messages, train.jsonl, the loss plot, times of steps and of the start, the result."""

@@ -1,4 +1,4 @@
-"""plots/loss.png of a run folder: the losses by step, and exact match on the held-out rows by kind."""
+"""plots/loss.png of a run folder: losses by step, and exact match on held-out rows by kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished run hands back, also read later from its folder."""
+"""The result of a run, returned at its end or read later from its folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from zoo.errors import UserError
 class TrainResult:
     """The outcome of a run."""
 
-    steps: int  # optimizer steps that were done, counted over all its resumptions
+    steps: int  # optimizer steps done, over all starts of the run
     losses: list[float]  # training loss of each step, oldest first
     checkpoint: str | None  # the last checkpoint's folder
-    metrics: dict[str, Any] = field(default_factory=dict)  # evaluation figures of the end
+    metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     run_dir: str  # the run folder
-    interrupted: bool = False  # stopped by a signal; the checkpoint is what to resume from
+    interrupted: bool = False  # stopped by a signal; resume from the checkpoint
     preempted: bool = False  # and it was SIGTERM, SIGUSR1, SIGHUP or SIGQUIT: to be started again
 
     @property
     def code(self) -> int:
-        """The exit code of a process that has nothing else to say."""
+        """The exit code of the process that trained."""
         if not self.interrupted:
             return 0
         return PREEMPTED if self.preempted else INTERRUPTED
@@ -62,7 +62,7 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 
 def losses_by_step(run_dir: str | Path) -> dict[int, float]:
-    """Step -> training loss from `train.jsonl`, nan where it was not finite; of a step that was done again, the later line."""
+    """Step -> training loss from `train.jsonl`, nan where it was not finite; the later line of a step that was repeated."""
     by_step = {
         record["step"]: math.nan if record["loss"] is None else record["loss"]
         for record in records(run_dir)
@@ -72,7 +72,7 @@ def losses_by_step(run_dir: str | Path) -> dict[int, float]:
 
 
 def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
-    """Step -> held-out figures (`loss`, `exact_match` and so on) from `train.jsonl`."""
+    """Step -> held-out metrics (`loss`, `exact_match` and so on) from `train.jsonl`."""
     return {record["step"]: record for record in records(run_dir) if record.get("event") == "eval"}
 
 

@@ -1,4 +1,4 @@
-"""What a run tells: a progress line, `train.jsonl`, TensorBoard, the environment, the loss plot, the summary."""
+"""The log of a run: progress line, `train.jsonl`, TensorBoard, W&B, environment, loss plot, summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACKAGES = (
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, as far as they can matter for a result."""
+    """Versions and machine, which results may depend on."""
     import torch
 
     versions: dict[str, str | None] = {}
@@ -46,16 +46,16 @@ def environment() -> dict[str, Any]:
     }
 
 
-def append_event(folder: Path, name: str, step: int, **facts: Any) -> None:
-    """A line in train.jsonl from outside of the :class:`RunLog`, where there is a log."""
+def append_event(folder: Path, name: str, step: int, **fields: Any) -> None:
+    """Write an event to an existing train.jsonl, for callers without the :class:`RunLog`."""
     path = folder / "train.jsonl"
     if path.is_file():
         with path.open("a", encoding="utf-8") as file:
-            file.write(_timed({"event": name, "step": step, **facts}) + "\n")
+            file.write(_timed({"event": name, "step": step, **fields}) + "\n")
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether the log's last line tells the end of the run (a run that goes on writes others after it)."""
+    """Whether the log's last line is the end of the run (a resumed run writes more lines after it)."""
     path = folder / "train.jsonl"
     if not path.is_file():
         return False
@@ -72,7 +72,7 @@ class RunLog:
     """Log of the main rank; on other ranks every method does nothing."""
 
     def __init__(self, recipe: Recipe, total_steps: int, done: int, *, main: bool) -> None:
-        """`done`: steps a run that goes on has behind it; later lines of its log are dropped."""
+        """`done`: steps that a resumed run has behind it; later lines of its log are dropped."""
         assert recipe.run.dir is not None
         self.main = main
         self.folder = Path(recipe.run.dir)
@@ -91,7 +91,7 @@ class RunLog:
         self._open_trackers(done)
 
     def _forget_after(self, done: int) -> None:
-        """Drop lines of steps that will be done again; how earlier starts ended stays."""
+        """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
         path = self.folder / "train.jsonl"
         if not path.is_file():
             return
@@ -108,53 +108,53 @@ class RunLog:
 
             self.wandb = wandb.init(project=self.recipe.log.wandb, dir=str(self.folder), resume="allow")
 
-    def step(self, figures: dict[str, Any]) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """One optimizer step: a line in train.jsonl, the trackers, the progress line."""
         if not self.main:
             return
-        self._line(figures)
-        self._track("train", figures)
-        self.progress.step(figures)
+        self._line(metrics)
+        self._track("train", metrics)
+        self.progress.step(metrics)
 
-    def evaluation(self, step: int, figures: dict[str, Any], data: list[str]) -> None:
-        """One evaluation; `data`: on what."""
+    def evaluation(self, step: int, metrics: dict[str, Any], data: list[str]) -> None:
+        """One evaluation; `data`: the entries of data.eval."""
         if not self.main:
             return
-        self._line({"event": "eval", "step": step, **figures, "data": data})
-        flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in figures["by_kind"].items()}
+        self._line({"event": "eval", "step": step, **metrics, "data": data})
+        flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in metrics["by_kind"].items()}
         self._track(
-            "eval", {"step": step, "loss": figures["loss"], "exact_match": figures["exact_match"], **flat}
+            "eval", {"step": step, "loss": metrics["loss"], "exact_match": metrics["exact_match"], **flat}
         )
-        kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in figures["by_kind"].items())
+        kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
         self.say(
-            f"eval at step {step}: loss {figures['loss']:.4f}, exact match {figures['exact_match']:.1%} ({kinds})"
+            f"eval at step {step}: loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} ({kinds})"
         )
 
-    def event(self, name: str, step: int, **facts: Any) -> None:
-        """Something that happened, for the log alone."""
+    def event(self, name: str, step: int, **fields: Any) -> None:
+        """An event, for the log alone."""
         if self.main:
-            self._line({"event": name, "step": step, **facts})
+            self._line({"event": name, "step": step, **fields})
 
     def say(self, text: str) -> None:
-        """A line for the person watching."""
+        """A message to the person watching."""
         if self.main:
             self.progress.say(text)
 
     def note(self, text: str) -> None:
-        """What is going on, for the person watching a terminal; gone with the next line."""
+        """A passing message on a terminal, replaced by the next line."""
         if self.main:
             self.progress.show(text)
 
     def _line(self, record: dict[str, Any]) -> None:
         self._file.write(_timed(record))
 
-    def _track(self, prefix: str, figures: dict[str, Any]) -> None:
-        numbers = {k: v for k, v in figures.items() if isinstance(v, (int, float)) and k != "step"}
+    def _track(self, prefix: str, metrics: dict[str, Any]) -> None:
+        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
         if self.board is not None:
             for name, value in numbers.items():
-                self.board.add_scalar(f"{prefix}/{name}", value, figures["step"])
+                self.board.add_scalar(f"{prefix}/{name}", value, metrics["step"])
         if self.wandb is not None:
-            self.wandb.log({f"{prefix}/{k}": v for k, v in numbers.items()}, step=figures["step"])
+            self.wandb.log({f"{prefix}/{k}": v for k, v in numbers.items()}, step=metrics["step"])
 
     def finish(self, summary: dict[str, Any], reason: str) -> None:
         """Write the log's last line, summary.json and the plot, close everything."""
@@ -188,22 +188,22 @@ class Progress:
         self.start = time.monotonic()
         self.shown = ""
 
-    def step(self, figures: dict[str, Any]) -> None:
-        """Show a step's figures."""
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Show a step's metrics: `step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`."""
         with _terminal_may_go():
-            self._step(figures)
+            self._step(metrics)
 
-    def _step(self, figures: dict[str, Any]) -> None:
-        step = figures["step"]
+    def _step(self, metrics: dict[str, Any]) -> None:
+        step = metrics["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
-        tokens = figures["real_tokens"] / max(figures["step_ms"], 1e-3) * 1e3
+        tokens = metrics["real_tokens"] / max(metrics["step_ms"], 1e-3) * 1e3
         parts = [
             (f"step {step}/{self.total}", 0),
-            (f"loss {figures['loss']:.4f}", 0),
-            (f"lr {figures['lr']:.2e}", 2),
+            (f"loss {metrics['loss']:.4f}", 0),
+            (f"lr {metrics['lr']:.2e}", 2),
             (f"{tokens:,.0f} real tokens/s", 1),
-            (f"pad {figures['pad_fraction']:.1%}", 4),
-            (f"data {figures['data_wait']:.0%}", 3),
+            (f"pad {metrics['pad_fraction']:.1%}", 4),
+            (f"data {metrics['data_wait']:.0%}", 3),
             (f"ETA {clock(rate * (self.total - step))}", 0),
         ]
         text = "  ".join(part for part, _ in parts)
@@ -243,7 +243,7 @@ class Progress:
 
 @contextmanager
 def _terminal_may_go() -> Iterator[None]:
-    """What is said to a terminal that has been closed is dropped; a run does not end because nobody watches it."""
+    """Output to a terminal that was closed is dropped; a run does not end because nobody watches it."""
     try:
         yield
     except OSError as error:
@@ -253,7 +253,7 @@ def _terminal_may_go() -> Iterator[None]:
 
 
 def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:
-    """Parts of a line, without those that matter least (the highest number) until it fits; 0 always stays."""
+    """The parts of a line that fit: parts with the highest rank are dropped first, rank 0 always stays."""
     for most in sorted({rank for _, rank in parts}, reverse=True):
         text = "  ".join(part for part, rank in parts if rank <= most)
         if len(text) <= columns:

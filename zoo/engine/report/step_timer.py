@@ -1,6 +1,6 @@
-"""How long the parts of a step took, and which of them made a slow one slow.
+"""The times of a step's parts, and the part that made a slow step slow.
 
-Host clocks, and on a GPU events that are read after the wait at a step's end: nothing here waits for the device.
+They come from host clocks and, on a GPU, from events read after the wait at a step's end: nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 PARTS = ("data", "tower", "network", "save")
-_WINDOW = 50  # steps that the running median is taken over
+_WINDOW = 50  # steps in the running median
 _ENOUGH = 5  # steps before any is called slow
-_LEAST = 0.2  # seconds over the median under which no step is worth a line
+_LEAST = 0.2  # seconds; a step that is longer by less is not reported
 
 
 class Spans:
@@ -40,7 +40,7 @@ class Spans:
             self._closed.append((name, self._open.pop(name), self._now()))
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call; to be called when the device has ended all of it."""
+        """Seconds by name since the last call; call it when the device has finished the step."""
         sums: dict[str, float] = {}
         for name, start, stop in self._closed:
             if not self._gpu:
@@ -61,10 +61,10 @@ class Spans:
 
 
 class StepTimes:
-    """Parts of this rank's steps, and the judgement of their length on all ranks' parts."""
+    """Times of this rank's steps by part, and the diagnosis of slow steps from the parts of all ranks."""
 
     def __init__(self, device: torch.device, factor: float) -> None:
-        """`factor`: a step over so many times the running median is slow; 0: none is."""
+        """`factor`: a step is slow that takes more than this many times the running median; 0: none is."""
         self.spans = Spans(device)
         self.save = 0.0  # seconds spent saving since the last step
         self._factor = factor
@@ -103,10 +103,14 @@ class StepTimes:
         return [waited, spans.get("tower", 0.0), spans.get("network", 0.0), save]
 
     def slow_step(self, seconds: float, ranks: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-        """What to tell of a step of so many seconds (saves before it not counted); None where it was not slow.
+        """The fields of a `slow_step` event; None where the step was not slow.
 
-        `ranks`: the parts of each rank. All wait for the longest of data, tower and save; an exchange takes as long as
-        for the last one to join it, the others' includes their waiting.
+        All ranks wait for the longest of data, tower and save. An exchange takes the time of the last rank to join it; for
+        the others it includes waiting.
+
+        Args:
+            seconds: the step's length, without the saves before it.
+            ranks: the parts of each rank, from `take`.
         """
         columns = list(zip(*ranks, strict=True))
         found = {part: max(column) for part, column in zip(PARTS, columns, strict=True)}

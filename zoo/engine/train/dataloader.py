@@ -56,7 +56,7 @@ def open_data(
 
     Args:
         folder: the run folder, whose bad_rows.jsonl lists the rows that are left out.
-        tick: is called for each row that is read.
+        tick: called for each row that is read.
     """
     settings = with_defaults(recipe.data)
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)

@@ -13,7 +13,7 @@ from zoo.nn.kernels import has_triton
 from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.registry import ModelFamily
 
-BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass goes on
+BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass continues
 
 
 def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:

@@ -112,7 +112,7 @@ class Run:
             lora_files.start(self.adapters, recipe)
 
     def run(self) -> TrainResult:
-        """All steps, evaluations and saves, then export and summary; nothing where a run before has done all of them."""
+        """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
         if self._is_complete():
             return self._leave_as_it_is()
         self._build()
@@ -154,7 +154,7 @@ class Run:
         if self.world.is_main:
             print(
                 f"{self.folder} is finished: {self.done} steps are done and train.steps asks for {self.total_steps}. "
-                f"Give more train.steps to train on, or another run.dir to start anew."
+                f"Give more train.steps to train on, or another run.dir to start over."
             )
         return agreed(lambda: TrainResult.from_run_dir(self.folder))
 

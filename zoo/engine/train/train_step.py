@@ -90,7 +90,7 @@ class TrainStep:
         return StepResult(totals, counts, bad, fetched, sums, seconds, self._parts(fetched.waited))
 
     def fetch(self) -> Fetched:
-        """The next step's micro-batches, the first of them on its way to the device.
+        """The next step's micro-batches; the first is being copied to the device.
 
         Its tensors belong to the stream of the copies. They live until the host has waited for the gradient's norm, so a
         later copy into their memory can't come too early.

@@ -21,9 +21,9 @@ def test_phases_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert STARTED not in os.environ, "a program's next run began later"
     time.sleep(0.05)
     startup.mark("weights", nbytes=10**8)
-    assert startup.phases["imports"] == pytest.approx(2.0, abs=0.1)
-    assert 0.04 < startup.phases["weights"] < 0.5 and 0.2 < startup.rates["weights"] < 2.5
-    assert startup.seconds == pytest.approx(sum(startup.phases.values()), abs=0.05)
+    assert startup.stages["imports"] == pytest.approx(2.0, abs=0.1)
+    assert 0.04 < startup.stages["weights"] < 0.5 and 0.2 < startup.rates["weights"] < 2.5
+    assert startup.seconds == pytest.approx(sum(startup.stages.values()), abs=0.05)
 
 
 def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

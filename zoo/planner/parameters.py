@@ -28,7 +28,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Census:
+class ParameterStatistics:
     """A whole model."""
 
     weights: tuple[Weights, ...]
@@ -71,18 +71,18 @@ def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
     return [layer for start in starts for layer in range(start, start + count)]
 
 
-def share(census: Census, recipe: Recipe, stage: int) -> Share:
+def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     """The weights of a rank of pipeline stage `stage`."""
     parallel = recipe.parallel
-    mine: set[int | str] = {*layers_of(recipe, census.layers, stage)}
+    mine: set[int | str] = {*layers_of(recipe, statistics.layers, stage)}
     mine |= {"first"} if stage == 0 else set()
     mine |= {"last"} if stage == parallel.pp - 1 else set()
     divide = {"whole": 1, "tp": parallel.tp, "expert": parallel.ep * parallel.etp}
-    ahead = any(weights.part == "multi_token" for weights in census.weights)
+    ahead = any(weights.part == "multi_token" for weights in statistics.weights)
     sums = dict.fromkeys(("dense", "experts", "trained_dense", "trained_experts"), 0)
-    for weights in census.weights:
+    for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
-        again = weights.part == "embedding" and (census.tied or ahead) and "last" in mine
+        again = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
         if weights.place not in mine and not again:
             continue
         count = weights.count // divide[weights.cut]
