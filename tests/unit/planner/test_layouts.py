@@ -91,7 +91,7 @@ def test_what_is_given_is_kept() -> None:
         ("train.micro_batch=2", "train.micro_batch=2 with packing.mode=thd"),
     ],
 )
-def test_what_no_layout_could_mend_is_told_as_such(given: str, said: str) -> None:
+def test_a_recipe_that_no_layout_could_fix_is_refused_as_such(given: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         chosen_for("qwen3_vl_sft", "4b", "8xh200", given)
     assert str(caught.value).startswith(said)
@@ -128,18 +128,20 @@ def small() -> Recipe:
     return validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
 
 
-def test_what_cannot_fit_is_refused_with_the_mend(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_fit_is_refused_with_a_fix(
+    small: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from zoo.engine.planning import plan as planning
 
     refuse_misfit(small, 1, 1)
     monkeypatch.setattr(planning, "host_memory", lambda *_: 0)
     refuse_misfit(small, 1, 1)  # nothing is known
-    for memory_there, mend in (
+    for memory_there, fix in (
         (20_000_000, "take a smaller size="),
         (30_000_000, "set packing.budget lower"),
     ):
         monkeypatch.setattr(planning, "host_memory", lambda *_, size=memory_there: size)
-        with pytest.raises(ConfigError, match=mend) as caught:
+        with pytest.raises(ConfigError, match=fix) as caught:
             refuse_misfit(small, 1, 1)
         assert "\n" not in str(caught.value)
         assert "zoo plan" in str(caught.value)

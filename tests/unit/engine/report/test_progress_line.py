@@ -15,7 +15,7 @@ import pytest
 from zoo.engine.report import run_log
 from zoo.engine.report.run_log import Progress
 
-FIGURES = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
+METRICS = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
            "data_wait": 0.12}  # fmt: skip
 
 
@@ -26,14 +26,14 @@ def three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log.time, "monotonic", lambda: next(now))
 
 
-def shown(width: int, figures: dict[str, Any], total: int) -> str:
+def shown(width: int, metrics: dict[str, Any], total: int) -> str:
     """What a terminal of that many columns gets of one step."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     with os.fdopen(slave, "w") as stream:
-        progress = Progress(total, figures["step"] - 1, 10, stream)
+        progress = Progress(total, metrics["step"] - 1, 10, stream)
         assert progress.live
-        progress.step(figures)
+        progress.step(metrics)
         text = os.read(master, 10_000).decode()
     os.close(master)
     assert text.startswith("\r\x1b[2K")
@@ -42,7 +42,7 @@ def shown(width: int, figures: dict[str, Any], total: int) -> str:
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
-    line = shown(width, FIGURES, 99_999)
+    line = shown(width, METRICS, 99_999)
     assert len(line) < width
     assert line.startswith("step 12345/99999  loss 2.3457  ")
     assert re.search(r"  ETA 73:(02:4[2-9]|02:5\d|03:\d\d)$", line)  # 87,654 times what the clock says of 3 s
@@ -51,11 +51,11 @@ def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
 
 
 def test_a_very_narrow_terminal_does_not_wrap() -> None:
-    assert len(shown(20, FIGURES, 99_999)) == 19
+    assert len(shown(20, METRICS, 99_999)) == 19
 
 
 def test_a_file_gets_all_of_it(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as stream:
-        Progress(99_999, FIGURES["step"] - 1, 10, stream).step(FIGURES)
+        Progress(99_999, METRICS["step"] - 1, 10, stream).step(METRICS)
     line = (tmp_path / "log").read_text()
     assert "real tokens/s  pad 3.1%  data 12%  ETA " in line

@@ -6,7 +6,7 @@ import torch
 from zoo.engine.report.step_timer import PARTS, Spans, StepTimes
 
 
-def judged(seconds: float, *ranks: list[float]) -> dict | None:
+def slow_step(seconds: float, *ranks: list[float]) -> dict | None:
     times = StepTimes(torch.device("cpu"), 3.0)
     for _ in range(6):
         assert times.slow_step(1.0, [[0.1, 0.1, 0.2, 0.0]] * len(ranks)) is None
@@ -24,14 +24,14 @@ def judged(seconds: float, *ranks: list[float]) -> dict | None:
     ],
 )
 def test_the_cause(ranks: list[list[float]], seconds: float, cause: str, rank: int | None) -> None:
-    told = judged(seconds, *ranks)
-    assert told is not None
-    assert (told["cause"], told.get("rank"), told["median"]) == (cause, rank, 1.0)
-    assert {f"{part}_seconds" for part in PARTS} <= set(told)
+    found = slow_step(seconds, *ranks)
+    assert found is not None
+    assert (found["cause"], found.get("rank"), found["median"]) == (cause, rank, 1.0)
+    assert {f"{part}_seconds" for part in PARTS} <= set(found)
 
 
 def test_what_is_not_slow() -> None:
-    assert judged(2.9, [0.1, 0.1, 0.2, 0.0]) is None
+    assert slow_step(2.9, [0.1, 0.1, 0.2, 0.0]) is None
     assert (
         StepTimes(torch.device("cpu"), 3.0).slow_step(100.0, [[0.0] * 4]) is None
     )  # nothing to compare with

@@ -1,4 +1,4 @@
-"""What a bad step is, when the run stops for it, and that a detector goes on where another one was."""
+"""Bad steps, the end of a run for their sake, and a detector that resumes from another's state."""
 
 import json
 import math
@@ -176,7 +176,7 @@ def test_the_run_stops_after_so_many_in_a_row() -> None:
     assert skipping.ends
 
 
-def test_a_guard_goes_on_where_another_one_was() -> None:
+def test_a_detector_resumes_from_another_s_state() -> None:
     first = after(noisy(60))
     first.check(math.nan, 1.0)
     second = BadStepDetector(TRAIN)

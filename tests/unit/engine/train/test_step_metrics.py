@@ -1,4 +1,4 @@
-"""Figures of a step."""
+"""Metrics of a step."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from zoo.nn.decoder.router import track_layers
 
 
 @pytest.fixture(autouse=True)
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_tracker(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tracker of the test's own, on one rank."""
     monkeypatch.setattr(moe_logging.MoEMetricsTracker, "_sync_metrics", lambda *_, **__: None)
     moe_logging.destroy_moe_metrics_tracker()
