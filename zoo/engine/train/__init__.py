@@ -1,1 +1,1 @@
-"""Training: the trainer, its optimizer, data, evaluation, step metrics, bad steps, and what a resumed run may change."""
+"""Training: the trainer, its run and steps, optimizer, data, evaluation, metrics, bad steps, kernel check, resuming."""

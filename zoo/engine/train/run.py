@@ -22,11 +22,12 @@ from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
 from zoo.engine.model import build, lora
+from zoo.engine.report import messages
 from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
-from zoo.engine.train import adamw, bad_step_records, messages, optimization, resume
+from zoo.engine.train import adamw, bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.dataloader import open_data
 from zoo.engine.train.evaluation import evaluate
@@ -345,7 +346,17 @@ class Run:
             self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
         for name, outcome in self.chosen.side_files.items():
             self.log.event("damaged_file", self.done, file=name, outcome=outcome)
-        self.log.say(messages.at_start(self.recipe, self.data, parameters, adapters, self.total_steps))
+        held_out = self.data.held_out
+        self.log.say(
+            messages.at_start(
+                self.recipe,
+                parameters=parameters,
+                adapters=adapters,
+                total_steps=self.total_steps,
+                rows=None if self.source.rows.has_stream else len(self.source),
+                eval_rows=None if held_out is None else len(held_out),
+            )
+        )
 
     def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
         """Write summary.json and the plot, and say how the run ended."""
@@ -364,7 +375,7 @@ class Run:
             "metrics": metrics,
         }
         self.log.finish(summary, self._reason())
-        for line in messages.at_end(summary, self.losses, self.folder):
+        for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):
             self.log.say(line)
 
     def _reason(self) -> str:

@@ -9,30 +9,53 @@ from typing import Any
 from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
-from zoo.engine.train import bad_step_records
-from zoo.engine.train.dataloader import RunData
 
 
-def at_start(recipe: Recipe, data: RunData, parameters: int, adapters: int, total_steps: int) -> str:
-    """The model's size, its data and the number of steps; `parameters` of this rank, adapters included."""
+def at_start(
+    recipe: Recipe,
+    *,
+    parameters: int,
+    adapters: int,
+    total_steps: int,
+    rows: int | None,
+    eval_rows: int | None,
+) -> str:
+    """The model's size, its data and the number of steps.
+
+    Args:
+        parameters: those of this rank, adapters included.
+        adapters: the adapters' parameters among them.
+        rows: of data.train; None for a stream.
+        eval_rows: of data.eval; None where nothing is evaluated.
+    """
     share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
-    rows = "a stream" if data.source.rows.has_stream else f"{len(data.source)} rows"
+    trains = "a stream" if rows is None else f"{rows} rows"
+    evaluates = "no evaluation"
+    if eval_rows is not None:
+        evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
     warm_up = recipe.train.warmup_steps
     within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (
-        f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {rows} of {', '.join(_names(recipe.data.train))}, "
-        f"{_evaluates(recipe, data)} | {total_steps} steps{within}"
+        f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
+        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {total_steps} steps{within}"
     )
 
 
-def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path) -> Iterator[str]:
-    """Rows and steps left out, the course of the loss, and how to resume an interrupted run; `summary`: summary.json."""
+def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:
+    """Rows and steps left out, the course of the loss, and how to resume an interrupted run.
+
+    Args:
+        summary: the content of summary.json.
+        losses: of all steps.
+        folder: the run folder.
+        bad_steps: the folder of bad steps.
+    """
     if summary["skipped_rows"]:
         rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
         yield f"rows left out: {rows}; {folder / 'bad_rows.jsonl'} lists them"
     if summary["skipped_steps"]:
         steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
-        yield f"steps not applied: {steps}; {folder / bad_step_records.FOLDER} has their rows"
+        yield f"steps not applied: {steps}; {bad_steps} has their rows"
     done, total = summary["steps"], summary["total_steps"]
     if summary["interrupted"]:
         what = "train on" if done < total else "evaluate and export"
@@ -42,12 +65,6 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path) -> It
     elif losses:
         plot = folder / "plots" / "loss.png"
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
-
-
-def _evaluates(recipe: Recipe, data: RunData) -> str:
-    if data.held_out is None:
-        return "no evaluation"
-    return f"evaluates on {len(data.held_out)} of {', '.join(_names(with_defaults(recipe.data).eval))}"
 
 
 def _names(specs: Sequence[Any]) -> list[str]:
