@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zoo.bridge.mapping import Bridge
+from zoo.bridge.mapping.table import Bridge
 from zoo.data.processors.processor import Processor
 from zoo.registry import families, get_family
 
