@@ -94,7 +94,11 @@ class Zoo:
 
     def refused(self, *argv: str, limits: Mapping[str, int] | None = None) -> str:
         """The one sentence that a mistake gets."""
-        done = self(*argv, limits=limits)
+        return self.refusal(self(*argv, limits=limits))
+
+    @staticmethod
+    def refusal(done: Ended) -> str:
+        """The one sentence that a command ended with."""
         assert done.code == 2, done
         assert done.err.startswith("zoo: error: ") and done.err.count("\n") == 1, done.err
         return done.err.removeprefix("zoo: error: ").strip()
