@@ -29,7 +29,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.selection import DAMAGED
 from zoo.engine.launch import rank_main
-from zoo.engine.launch.launcher import free_port
+from zoo.engine.launch.rank_group import free_port
 from zoo.registry import families
 
 STALE = 120.0  # seconds in which a run must get further

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.launch.launcher import free_port
+from zoo.engine.launch.rank_group import free_port
 
 CALLS = 8  # after which the ranks are replaced: gloo leaves the threads of each call's groups behind
 START_SECONDS = 300.0  # imports of all ranks

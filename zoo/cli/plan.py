@@ -50,7 +50,7 @@ def planned_ranks(recipe: Recipe) -> int:
         return machine.gpus * machine.nodes
     if recipe.nproc is not None:
         return recipe.nproc * machine.nodes
-    from zoo.engine.launch.launcher import world_size
+    from zoo.engine.launch.prepare import world_size
 
     return world_size(recipe)
 

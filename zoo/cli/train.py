@@ -44,7 +44,8 @@ def _run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
-    from zoo.engine.launch.launcher import WorkerError, launch, prepare
+    from zoo.engine.launch.launcher import WorkerError, launch
+    from zoo.engine.launch.prepare import prepare
     from zoo.engine.report.startup_time import note_command
 
     note_command()
@@ -62,7 +63,7 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         result = launch(recipe, here=True)
     except WorkerError as error:
-        if not error.told:
+        if not error.reported:
             print(f"zoo: {error.line}", file=sys.stderr)
         return error.code
     return result.code

@@ -20,6 +20,12 @@ import zoo
 from zoo.engine.distributed.signals import LOST, heard
 
 LAUNCHER = "ZOO_LAUNCHER"  # environment: process id, start time ("-": not known), pipe and its inode
+FAILURE_LOG = (
+    "ZOO_FAILURE_LOG"  # environment: the file in which a rank leaves why it failed, for its launcher
+)
+DIAGNOSIS_SUFFIX = (
+    ".diagnosis"  # of a file beside that one: why all ranks left, from the rank that found it out
+)
 _POLL_SECONDS = 2.0
 _DEAF_SECONDS = 30.0  # longest that a signal may go unheard where nobody waits for this process any more
 _watching: set[int] = set()  # process ids of this one, which a fork changes

@@ -4,7 +4,7 @@ Started by :mod:`zoo.engine.launch.launcher`; without a task it trains.
 
 Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
 another rank (see :mod:`zoo.engine.watchdog.heartbeat`), 1 for anything else (a traceback).
-Line and traceback go to the file that ZOO_LAST_WORDS names, else to stderr: a rank can't know whether it failed by
+Line and traceback go to the file that ZOO_FAILURE_LOG names, else to stderr: a rank can't know whether it failed by
 itself or because of another one, the launcher can.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zoo.engine.distributed.process_state import quiet
-from zoo.engine.distributed.processes import end_with_parent
+from zoo.engine.distributed.processes import FAILURE_LOG, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.errors import UserError, file_error
 
@@ -69,13 +69,13 @@ def _refuse(mistake: UserError) -> int:
     return 2
 
 
-def _leave(words: str) -> None:
-    path = os.environ.get("ZOO_LAST_WORDS")
+def _leave(text: str) -> None:
+    path = os.environ.get(FAILURE_LOG)
     if path is None:
-        sys.stderr.write(words)
+        sys.stderr.write(text)
         return
     with open(path, "a", encoding="utf-8") as file:
-        file.write(words)
+        file.write(text)
 
 
 if __name__ == "__main__":

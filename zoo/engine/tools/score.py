@@ -33,7 +33,8 @@ from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import peers
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
-from zoo.engine.launch.launcher import run_task, world_size
+from zoo.engine.launch.launcher import run_task
+from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
 from zoo.engine.model.meta_model import family_of
 from zoo.engine.train.evaluation import smallest_count

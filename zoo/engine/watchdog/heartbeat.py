@@ -31,7 +31,7 @@ import torch.distributed as dist
 
 from zoo.config.locate import checkpoints
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.processes import birth, machine
+from zoo.engine.distributed.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.engine.distributed.world import World
 from zoo.engine.report.run_log import append_event, has_ended
@@ -352,9 +352,9 @@ def _tell(message: str) -> None:
     """Say it on stderr, or where the launcher reads what a rank has to say of its end."""
     if not message:
         return
-    path = os.environ.get("ZOO_LAST_WORDS")
+    path = os.environ.get(FAILURE_LOG)
     with contextlib.suppress(OSError, ValueError):
         if path is None:
             print(f"zoo: {message}", file=sys.stderr, flush=True)
         else:
-            Path(path).with_suffix(".verdict").write_text(message + "\n", encoding="utf-8")
+            Path(path).with_suffix(DIAGNOSIS_SUFFIX).write_text(message + "\n", encoding="utf-8")

@@ -23,14 +23,14 @@ import torch
 from zoo.config.memory import limits, ran_out
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.engine.distributed.processes import FAILURE_LOG, Launcher, end_with_parent
 from zoo.engine.planning.plan import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
 
 # An OSError without a file's name is one of the run folder's if it is one of these.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
 PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "ZOO_LAST_WORDS")
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", FAILURE_LOG)
 # torch's own words for a failed write
 _WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 

@@ -14,15 +14,17 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.launch import launcher, rank_main
-from zoo.engine.launch.launcher import WorkerError, run_ranks, world_size
+from zoo.engine.launch import launcher, prepare, rank_group, rank_main
+from zoo.engine.launch.launcher import WorkerError
+from zoo.engine.launch.prepare import world_size
+from zoo.engine.launch.rank_group import run_ranks
 from zoo.engine.report.result import TrainResult
 from zoo.errors import ConfigError, UserError
 
 
 @pytest.fixture(autouse=True)
 def plain_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "gpu_count", lambda: 0)
+    monkeypatch.setattr(prepare, "gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -54,7 +56,7 @@ def test_only_rank_0_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_failing_rank_takes_the_others_with_it(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "_SETTLE_SECONDS", 1.0)
+    monkeypatch.setattr(rank_group, "_OTHERS_SECONDS", 1.0)
     text = f"""
         open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").close()
         if rank == 1:
@@ -74,7 +76,7 @@ def test_a_failing_rank_takes_the_others_with_it(
 
 
 def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(rank_group, "_OTHERS_SECONDS", 0.3)
     text = """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(0.5 if rank else 60)
@@ -88,7 +90,7 @@ def test_a_rank_that_will_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_same_mistake_on_all_ranks_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
     text = """
         time.sleep(0 if rank else 0.3)
-        with open(os.environ["ZOO_LAST_WORDS"], "a") as file:
+        with open(os.environ["ZOO_FAILURE_LOG"], "a") as file:
             file.write("zoo: error: the mistake\\n")
         sys.exit(2)
     """
@@ -168,7 +170,7 @@ def test_a_signal_reaches_every_rank_once_and_is_waited_for(number: int, code: i
 def test_a_ctrl_c_of_the_terminal_reaches_a_rank_once(tmp_path: Path) -> None:
     """A terminal signals the whole foreground process group: the ranks must not be in it."""
     code = (
-        "import sys; from zoo.engine.launch.launcher import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
+        "import sys; from zoo.engine.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code, *program(COUNTING), str(tmp_path)], start_new_session=True
@@ -204,7 +206,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, summary: dict[str, o
     """Ranks that only leave `summary` in the run folder."""
 
     def ranks_end(
-        command: list[str], ranks: int, threads: int | None = None, said: list[str] | None = None
+        command: list[str], ranks: int, threads: int | None = None, messages: list[str] | None = None
     ) -> int:
         assert command[:3] == [sys.executable, "-m", "zoo.engine.launch.rank_main"]
         assert load_recipe(command[3]).run.dir == str(folder)
@@ -240,7 +242,7 @@ def test_launch_when_ranks_are_interrupted_or_fail(monkeypatch: pytest.MonkeyPat
 def test_ranks_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world_size(Recipe()) == 1
     assert world_size(Recipe(nproc=3)) == 3
-    monkeypatch.setattr(launcher, "gpu_count", lambda: 4)
+    monkeypatch.setattr(prepare, "gpu_count", lambda: 4)
     assert world_size(Recipe()) == 4
     with pytest.raises(ConfigError, match=r"^nproc=5: a rank needs a GPU of its own and 4 can be seen"):
         world_size(Recipe(nproc=5))
@@ -316,7 +318,7 @@ def test_ranks_end_when_the_launcher_is_killed(tmp_path: Path, deaf: bool) -> No
             time.sleep(60)
     """
     code = (
-        "import sys; from zoo.engine.launch.launcher import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
+        "import sys; from zoo.engine.launch.rank_group import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, *program(text), str(tmp_path), str(deaf)])
     while len([path for path in tmp_path.glob("ready*") if path.read_text()]) < 2:
@@ -352,7 +354,7 @@ def test_ranks_whose_launcher_dies_as_they_start_end(tmp_path: Path, delay: floa
         open(sys.argv[1] + "/survived", "w").close()
     """
     code = (
-        "import subprocess, sys; from zoo.engine.launch.launcher import run_ranks; start = subprocess.Popen.__init__\n"
+        "import subprocess, sys; from zoo.engine.launch.rank_group import run_ranks; start = subprocess.Popen.__init__\n"
         "def note(*a, **k):\n    start(*a, **k); open(sys.argv[-1] + '/started', 'a').write('x')\n"
         "subprocess.Popen.__init__ = note; sys.exit(run_ranks(sys.argv[1:], 2))"
     )

@@ -1,0 +1,96 @@
+"""What is checked and planned before ranks are started: the recipe, this machine, the run folder and the files of data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from zoo.config.compose import is_saved_recipe
+from zoo.config.devices import cores, gpu_count
+from zoo.config.entries import parse_entry
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.data.loading.defaults import with_defaults
+from zoo.data.sources.tables import check_entry
+from zoo.engine.launch.kernel_cache import keep_kernels
+from zoo.engine.launch.slurm import join_slurm
+from zoo.engine.planning.plan_process import planned
+from zoo.engine.watchdog.run_lock import refuse_second
+from zoo.errors import ConfigError
+
+
+def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
+    """The validated and fully planned recipe, and its number of ranks, after a check that the files it names exist.
+
+    `here`: a single rank will run in this process.
+
+    Raises:
+        ConfigError: the recipe cannot run on that many ranks or fits them under no layout, or its run folder cannot
+            be one.
+        UserError: a file of data.train or data.eval does not exist.
+    """
+    join_slurm()
+    ranks = world_size(recipe)
+    _check_machine(recipe)
+    keep_kernels()
+    recipe = validate(planned(recipe, ranks, here=here), ranks)
+    assert recipe.run.dir is not None  # derived by validate
+    _check_run_dir(Path(recipe.run.dir))
+    if not under_torchrun():  # there another rank of this run may hold it already
+        refuse_second(Path(recipe.run.dir))
+    for key, specs in (("data.train", recipe.data.train), ("data.eval", with_defaults(recipe.data).eval)):
+        for spec in specs:
+            check_entry(parse_entry(spec, key), key)
+    return recipe, ranks
+
+
+def _check_machine(recipe: Recipe) -> None:
+    """Raise ConfigError where this machine is not the one that the recipe was planned for."""
+    named, here = recipe.machine.gpus, gpu_count()
+    if named is None or under_torchrun():
+        return
+    if recipe.machine.nodes > 1:
+        raise ConfigError(
+            f"hardware={recipe.hardware}: its {recipe.machine.nodes} nodes need a launcher: `zoo train --slurm-template` "
+            f"writes a batch script for SLURM, or start torchrun on each (docs/launch.md)"
+        )
+    if recipe.hardware != "auto" and here < min(named, recipe.nproc or named):
+        raise ConfigError(
+            f"hardware={recipe.hardware}: a node of it has {named} GPUs and {here} can be seen here; "
+            f"hardware=auto takes what is here (zoo plan and zoo show take any)"
+        )
+
+
+def _check_run_dir(folder: Path) -> None:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise ConfigError(
+            f"run.dir={folder}: {existing} is a file; wanted a folder, which need not exist yet"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.dir={folder}: no permission to write in {existing}; give another run.dir")
+    config = folder / "config.yaml"
+    if config.is_file() and not is_saved_recipe(config):
+        raise ConfigError(
+            f"run.dir={folder}: its config.yaml was not written by a run and would be overwritten; "
+            f"give a folder of its own"
+        )
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun, or something that sets the same variables, has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def world_size(recipe: Recipe) -> int:
+    """Number of ranks of the run: that of torchrun, else `nproc`, else one per GPU, else `nproc_cpu`."""
+    if under_torchrun():
+        return int(os.environ["WORLD_SIZE"])
+    gpus = gpu_count()
+    if recipe.nproc is None:
+        return gpus or min(recipe.nproc_cpu, cores())
+    if gpus and recipe.nproc > gpus:
+        raise ConfigError(
+            f"nproc={recipe.nproc}: a rank needs a GPU of its own and {gpus} can be seen; nproc={gpus} would work"
+        )
+    return recipe.nproc
