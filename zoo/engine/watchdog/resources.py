@@ -31,7 +31,10 @@ from zoo.errors import UserError, disk, file_error, size
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
 PLAN_SECONDS = 60.0  # longest time that the planner may take when memory has run out
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", FAILURE_LOG)
-# torch's own words for a failed write
+# What oneDNN reports for any of its failures, also where it could not allocate memory.
+_ONEDNN = re.compile(r"could not (?:create|execute) a (?:primitive|memory)")
+_LITTLE = 2**28  # bytes left to a process whose failure in oneDNN is counted as one for want of memory
+# torch's own message for a failed write
 _WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 
 
@@ -86,9 +89,15 @@ def _memory(error: BaseException, recipe: Recipe) -> UserError | None:
     for cause in _causes(error):
         if isinstance(cause, torch.OutOfMemoryError):
             return _gpu(str(cause), recipe)
-        if ran_out(cause):
+        if ran_out(cause) or _onednn_ran_out(cause):
             return _host(str(cause), recipe)
     return None
+
+
+def _onednn_ran_out(error: BaseException) -> bool:
+    """Whether oneDNN has failed where hardly any memory is left, which it does not report as such."""
+    failed = isinstance(error, RuntimeError) and _ONEDNN.search(str(error)) is not None
+    return failed and any(limit.left < _LITTLE for limit in limits())
 
 
 def _full(run_dir: Path) -> Path:
