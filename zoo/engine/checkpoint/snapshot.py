@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo.engine.checkpoint.random_state import random_state
 from zoo.engine.checkpoint.sharded import Trainable, sharding, weights_of
 from zoo.engine.distributed.world import World
+from zoo.engine.megatron import private
 
 
 class Staging:
@@ -117,7 +118,7 @@ def take(trainable: Trainable, world: World, staging: Staging) -> Snapshot:
             copies.append((entry, staging.copy(entry.data)))
     chained = trainable.optimizer.chained_optimizers
     if len(chained) > 1:
-        trainable.optimizer._synchronize_steps()
+        private.synchronize_steps(trainable.optimizer)
     snapshot = Snapshot(
         parts,
         copies,

@@ -22,6 +22,7 @@ from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.selection import tidy
 from zoo.engine.checkpoint.snapshot import Snapshot
+from zoo.engine.megatron import private
 from zoo.files import sync, write_atomically
 
 FLUSH = 2**28  # bytes
@@ -132,7 +133,7 @@ def _plan(snapshot: Snapshot, folder: Path, channel: Channel, validate: bool) ->
         known = validation.determine_global_metadata(sharded, process_group=channel.everyone)[1]
         channel.together(lambda: validation.validate_sharding_integrity(known))
     sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=snapshot.rank)
-    by_key = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
+    by_key = private.by_sharded_key(sharded)
     planner = torch_dist.MCoreSavePlanner(
         dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
     )

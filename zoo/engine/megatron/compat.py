@@ -4,8 +4,8 @@ A shim is applied whatever the version of megatron-core: another number does not
 would harm without its fault, a probe asks megatron-core itself. Where the shim does not take, since megatron-core has
 changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
 
-tests/unit/engine/megatron/test_compat.py shows every fault in the installed version, and asks for the removal of what stands
-against it once it is gone. docs/megatron-faults.md holds the same as a table. Below stand the functions that are called in the
+tests/unit/engine/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
+is gone. docs/megatron-faults.md holds the same as a table. Below stand the functions that are called in the
 place of faulty ones.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.megatron import probes
+from zoo.engine.megatron import private, probes
 from zoo.errors import UserError
 
 
@@ -362,7 +362,7 @@ def allocate_optimizer_state(optimizer: Any) -> None:
     """
     for one in optimizer.chained_optimizers:
         if not one.optimizer.state:
-            one._init_optimizer_states_with_dummy_values()
+            private.allocate_moments(one)
 
 
 def load_optimizer_state(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:

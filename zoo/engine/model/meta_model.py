@@ -17,6 +17,7 @@ from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, world
+from zoo.engine.megatron import private
 from zoo.engine.model import build
 from zoo.errors import UserError
 from zoo.registry import ModelFamily, families
@@ -95,8 +96,7 @@ def on_meta(here: World) -> Iterator[World]:
     with (
         torch.device(meta),
         patch.object(torch.cuda, "current_device", lambda: meta),
-        patch.object(random, "_get_cuda_rng_state", lambda *args, **how: None),
-        patch.object(random, "_set_cuda_rng_state", lambda *args, **how: None),
+        private.without_a_random_state(),
     ):
         try:
             yield replace(here, device=meta)

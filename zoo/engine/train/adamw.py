@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zoo.engine.megatron import private
+
 if TYPE_CHECKING:
     from zoo.nn.kernels.adamw import Parts, Table
 
@@ -150,7 +152,7 @@ class FusedAdamW:
         for weights, parameters in pairs:
             for weight, parameter in zip(weights, parameters, strict=True):
                 buffer, _, bucket = owner.model_param_gbuf_map[parameter]
-                range_ = owner._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+                range_ = private.range_in_bucket(owner, parameter)
                 flat = owner.buffers[buffer].buckets[bucket].param_data.view(-1)
                 found[weight] = flat[range_.start : range_.end]
         return found

@@ -6,7 +6,7 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.launch import launcher
+from zoo.engine.launch import prepare
 from zoo.engine.launch.slurm import first_host, join_slurm, write_template
 from zoo.errors import ConfigError, UserError
 
@@ -99,8 +99,8 @@ def test_the_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_run_is_not_started_on_another_machine(
     hardware: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "gpu_count", lambda: 0)
+    monkeypatch.setattr(prepare, "gpu_count", lambda: 0)
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError) as caught:
-        launcher.prepare(load_recipe("qwen3_vl_sft", ["size=tiny", f"hardware={hardware}"]))
+        prepare.prepare(load_recipe("qwen3_vl_sft", ["size=tiny", f"hardware={hardware}"]))
     assert str(caught.value).startswith(said)
