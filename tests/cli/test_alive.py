@@ -100,7 +100,7 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
     assert len(told) == 1, err
     other = 1 - int(fault[0])
     assert f"; rank {other} was waiting in all_" in told[0]
-    saved = re.search(rf"; the same command goes on from {folder}/checkpoints/iter_(\d+)$", told[0])
+    saved = re.search(rf"; the same command resumes from {folder}/checkpoints/iter_(\d+)$", told[0])
     assert saved is not None, told
     assert err.count("Traceback") <= (reason == "failed")
     assert (last_event(folder)["event"], last_event(folder)["reason"]) == ("end", reason)

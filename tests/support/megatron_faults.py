@@ -21,7 +21,7 @@ def remove_me(name: str) -> NoReturn:
     """The installed megatron-core no longer has the fault."""
     fault = next(f for f in (*compat.SHIMS, *compat.AVOIDED) if f.name == name)
     what = f"what zoo does instead: {fault.instead}" if isinstance(fault, compat.Avoided) else "the shim"
-    pytest.fail(f"mended upstream: remove me: {name} in zoo/engine/megatron/compat.py, and {what}")
+    pytest.fail(f"fixed in megatron-core: remove {name} from zoo/engine/megatron/compat.py, and {what}")
 
 
 @contextmanager

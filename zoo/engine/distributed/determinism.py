@@ -1,7 +1,7 @@
-"""The same figures from the same seed: what has to be said to torch, cuBLAS, NCCL and Transformer Engine for it.
+"""The same numbers from the same seed: the settings of torch, cuBLAS, NCCL and Transformer Engine that this takes.
 
-Without a GPU it is always said, as it costs next to nothing there. With one, `run.deterministic` asks for it: kernels
-whose sums have no fixed order are then replaced by others, or refused by torch as soon as one is called.
+Without a GPU the settings are always made, as they cost next to nothing there. With one, `run.deterministic` asks for them:
+kernels whose sums have no fixed order are then replaced by others, or refused by torch when they are called.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _REFUSED = "does not have a deterministic implementation"
 
 
 def install(recipe: Recipe, on_cpu: bool) -> None:
-    """Before anything is put on a device."""
+    """Make the settings; to be called before anything is put on a device."""
     wanted = on_cpu or recipe.run.deterministic
     if wanted and not on_cpu:
         for name, value in _ENVIRONMENT.items():
@@ -38,7 +38,7 @@ def install(recipe: Recipe, on_cpu: bool) -> None:
 
 
 def refusal(error: RuntimeError) -> UserError | None:
-    """What torch says of an operation without a fixed order, as a sentence; None where it says something else."""
+    """The UserError for an operation that torch refused because its sums have no fixed order; None for any other error."""
     said = str(error)
     if _REFUSED not in said:
         return None
@@ -56,15 +56,15 @@ _ROUNDED = (
 
 @contextmanager
 def plain_fp32() -> Iterator[None]:
-    """Products and convolutions of fp32 values are in fp32 meanwhile, whatever was asked for before; after it, that again."""
+    """Compute products and convolutions of fp32 values in fp32 inside the block; the caller's settings are back after it."""
     places = [_place(name) for name in ("", *_ROUNDED)]
     before = [place.fp32_precision for place in places]
     old = [_asked_of(read) for read in _OLD]
     try:
-        _settle(["highest", False, False], ["ieee"] * len(places), places)
+        _set(["highest", False, False], ["ieee"] * len(places), places)
         yield
     finally:
-        _settle(old, before, places)
+        _set(old, before, places)
 
 
 _OLD = (
@@ -75,14 +75,14 @@ _OLD = (
 
 
 def _asked_of(read: Any) -> Any:
-    """What an older setting says; None where PyTorch refuses to say it beside a newer one."""
+    """The value of an older setting; None where PyTorch refuses to read it beside a newer one."""
     try:
         return read()
     except RuntimeError:
         return None
 
 
-def _settle(old: list[Any], new: list[str], places: list[Any]) -> None:
+def _set(old: list[Any], new: list[str], places: list[Any]) -> None:
     """The older settings first: each of them sets newer ones, too, and they must agree."""
     matmul, products, convolutions = old
     if products is not None:

@@ -1,8 +1,8 @@
 """One order of the gradients' reductions on all data-parallel ranks, where they begin during the backward pass.
 
-megatron-core starts to reduce a bucket as soon as the last of its gradients is there. Ranks have different media: where one
-has none, its towers get their zero gradients in another order than those that ran. Each would then reduce another bucket,
-and they would wait for one another for ever, or add up what does not belong together.
+megatron-core starts to reduce a bucket as soon as the bucket's last gradient exists. Ranks have different media: a rank without
+any gets the zero gradients of its towers in another order than ranks whose towers ran. Ranks would then reduce different
+buckets at the same time, and either wait for one another without end or add up gradients of different parameters.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 
-class InOrder:
-    """Starts the reductions of bucket groups one after the other, each when it and all before it are ready."""
+class OrderedReductions:
+    """Starts the reductions of bucket groups in order, each as soon as it and all groups before it are ready."""
 
     def __init__(self, groups: Sequence[Any]) -> None:
         self._groups = groups
@@ -36,9 +36,9 @@ class InOrder:
 
 
 def reduce_in_order(wrapped: Any) -> None:
-    """Have megatron-core's DDP of a model chunk start its reductions in the order of its buckets.
+    """Make megatron-core's DDP of a model chunk start its reductions in the order of its buckets.
 
-    These begin with the last parameters: the decoder's, then the towers', then the embedding's, which is about the order in
-    which a backward pass ends.
+    Buckets begin with the last parameters: the decoder's, then the towers', then the embedding's, which is about the order
+    in which a backward pass finishes them.
     """
-    InOrder(wrapped.bucket_groups)
+    OrderedReductions(wrapped.bucket_groups)

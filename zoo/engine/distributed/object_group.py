@@ -1,4 +1,4 @@
-"""`PeerGroup`: the ranks of a run exchange small Python values on the host, beside training's own collectives."""
+"""`ObjectGroup`: the ranks of a run exchange small Python values on the host, beside training's own collectives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zoo.engine.distributed.world import TIMEOUT
 from zoo.errors import UserError
 
 
-class PeerGroup:
-    """All ranks, in a gloo group of its own, so that a thread may use it while the main one trains."""
+class ObjectGroup:
+    """All ranks, in a separate gloo group, so that a thread may use it while the main one trains."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
@@ -29,9 +29,9 @@ class PeerGroup:
 
 
 def agreed[T](find: Callable[[], T]) -> T:
-    """What the first rank finds, on all ranks: of files on a shared system or of the clock, each rank may see another state.
+    """The value that `find` returns on rank 0, on all ranks: each may see another state of shared files or of the clock.
 
-    Raises what `find` has raised there. Every rank calls it in the same order.
+    Raises what `find` has raised on rank 0. Every rank calls it in the same order.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return find()
@@ -53,9 +53,9 @@ _OF_A_MACHINE = ("nproc", "nproc_cpu", "engine.threads", "data.workers")  # keys
 
 
 def refuse_different(recipe: Recipe) -> None:
-    """Raises UserError, on every rank, where ranks that somebody else has started were not given the same recipe.
+    """Raise UserError, on every rank, where ranks of another launcher were not given the same recipe.
 
-    Each of them reads it and chooses the keys of `parallel.plan` by itself.
+    Each rank reads its recipe and chooses the keys of `parallel.plan` by itself.
     """
     if dist.get_world_size() == 1:
         return
@@ -79,6 +79,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def peers() -> RankGroup:
-    """A new group of all ranks, or nothing but this one where it is alone. Every rank calls it in the same order."""
-    return PeerGroup() if dist.get_world_size() > 1 else OneRank()
+def object_group() -> RankGroup:
+    """A new group of all ranks, or of this rank alone in a run of one. Every rank calls it in the same order."""
+    return ObjectGroup() if dist.get_world_size() > 1 else OneRank()

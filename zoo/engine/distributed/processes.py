@@ -1,8 +1,8 @@
-"""Processes: what tells one from another, and ends one soon after that which started it is gone. Imports no torch.
+"""Processes: how one is distinguished from another, and how one ends soon after its parent. Imports no torch.
 
-A :class:`Launcher` names itself to what it starts: its process id, its start time, and a pipe whose other end it alone holds.
-So what it started knows even where the launcher was gone before the first line of Python ran. A rank that torchrun, SLURM or
-a script has started knows its parent's process id from the first line of zoo on.
+A :class:`Launcher` passes its process id, its start time and a pipe, whose other end it alone holds, to each process that it
+starts. So a child finds out that its launcher is gone even where that happened before the child's first line of Python. A rank
+of torchrun, SLURM or a script reads its parent's process id as soon as zoo is imported.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _take_down() -> None:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    destroy_moe_metrics_tracker()  # it holds groups of this world, and figures of its last forward pass
+    destroy_moe_metrics_tracker()  # it holds groups of this world, and metrics of its last forward pass
     parallel_state.destroy_model_parallel()
     get_cuda_rng_tracker().reset()
     if dist.is_initialized():

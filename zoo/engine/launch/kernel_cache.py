@@ -18,8 +18,8 @@ def keep_kernels() -> None:
 
     Else every process compiles them (12 of the 16 seconds that a first step of receipts-2b took on an H200). To be called
     before ranks are started and before megatron-core is imported: FlashAttention 4 reads its environment when it is
-    imported, which Transformer Engine does. Not all its names for kernels tell the GPU's architecture, so each has a folder
-    of its own, and a machine of several none. Nor is it asked to where the environment says already what to do, or where it
+    imported, which Transformer Engine does. Not all names of its kernels contain the GPU's architecture, so each architecture has a
+    folder of its own, and a machine with several has none. Nor is it asked to where the environment says already what to do, or where it
     would fail since files can't be written or locked.
     """
     if f"{_NAME}_ENABLED" in os.environ or not importlib.util.find_spec("flash_attn"):

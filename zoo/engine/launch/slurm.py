@@ -108,10 +108,10 @@ _TEMPLATE = """\
 #SBATCH --output={name}-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# Two minutes before the time is over this script is told; ranks end their step, save (run.save_within) and leave.
+# Two minutes before the time is over this script gets a signal; ranks end their step, save (run.save_within) and leave.
 #SBATCH --signal=B:USR1@120
 
-# A rank is a task. The folder must be one that all nodes see; the job goes on from its newest checkpoint.
+# A rank is a task. The folder must be one that all nodes see; the job resumes from its newest checkpoint.
 # Add what your cluster wants (--partition, --account), and make the environment with zoo available:
 # source .venv/bin/activate
 
@@ -120,10 +120,10 @@ set -u
 # Ranks leave by themselves when one of them does: srun waits a minute for them before it ends the rest.
 srun --kill-on-bad-exit=0 --wait=60 zoo train {command} &
 ranks=$!
-trap 'told=1; kill -USR1 $ranks' USR1 TERM
-told=1
-while [ "$told" ]; do  # a signal ends a wait, not what it waits for
-    told=
+trap 'signalled=1; kill -USR1 $ranks' USR1 TERM
+signalled=1
+while [ "$signalled" ]; do  # a signal ends a wait, not what it waits for
+    signalled=
     wait $ranks
     code=$?
 done

@@ -1,4 +1,4 @@
-"""Faults of megatron-core that zoo meets, in one place: SHIMS mend some, AVOIDED lists those it goes round.
+"""Faults of megatron-core that zoo meets, in one place: SHIMS fixes some, AVOIDED lists the others, whose code zoo does not call.
 
 A shim is applied whatever the version of megatron-core: another number does not mean that the fault is gone. Where a shim
 would harm without its fault, a probe asks megatron-core itself. Where the shim does not take, since megatron-core has
@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True)
 class Shim(Fault):
-    """A fault that `apply` mends.
+    """A fault that `apply` fixes.
 
     `works` says, at each start and after `apply`, whether megatron-core now does the right thing. `gone` says before it
     whether it does so by itself; None where the shim does no harm then, and stays. `risk`: what a run without the shim
@@ -67,7 +67,7 @@ def install() -> None:
     Raises UserError where one that data or safety hang on does not take with the installed megatron-core.
     """
     for shim in SHIMS:
-        if shim.name not in _applied and not _says(shim.gone):
+        if shim.name not in _applied and not _answer(shim.gone):
             try:
                 shim.apply()
                 fits = shim.works()
@@ -90,7 +90,7 @@ def _replace(owner: Any, **values: Any) -> None:
         setattr(owner, name, value)
 
 
-def _says(probe: Callable[[], bool] | None) -> bool:
+def _answer(probe: Callable[[], bool] | None) -> bool:
     """What a probe answers; a probe that megatron-core does not fit any more answers nothing."""
     if probe is None:
         return False
@@ -102,10 +102,10 @@ def _says(probe: Callable[[], bool] | None) -> bool:
 
 def _refuse(shim: Shim, why: str) -> None:
     found, why = version("megatron-core"), why.partition("\n")[0][:300]
-    tells = f"megatron-core {found} does not take zoo's shim {shim.name} ({why})"
+    problem = f"megatron-core {found} does not take zoo's shim {shim.name} ({why})"
     if shim.risk is not None:
-        raise UserError(f"{tells}: {shim.risk}; install megatron-core {shim.last_broken}")
-    warnings.warn(f"{tells}: {shim.fault}", stacklevel=3)
+        raise UserError(f"{problem}: {shim.risk}; install megatron-core {shim.last_broken}")
+    warnings.warn(f"{problem}: {shim.fault}", stacklevel=3)
 
 
 @contextmanager

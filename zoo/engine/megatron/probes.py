@@ -1,6 +1,6 @@
 """Whether the installed megatron-core has a fault that would harm a run's data, asked of megatron-core itself.
 
-A version's number does not say so: a release may come without the mend, or change what a shim stands on. These probes are
+A version's number does not say so: a release may come without the fix, or change what a shim stands on. These probes are
 small enough for every start (some 20 ms): each calls megatron-core's own function with a case that the fault gets wrong.
 """
 

@@ -30,7 +30,7 @@ from zoo.data.sources.rows import MEDIA
 from zoo.data.sources.rows import locate as locate_rows
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.checkpoint.selection import check_beside_weights
-from zoo.engine.distributed.object_group import peers
+from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
@@ -134,7 +134,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             pad_to=recipe.packing.pad_to,
             dp_rank=here.dp_rank,
             dp_size=here.dp_size,
-            group=peers(),
+            group=object_group(),
         )
         mine = _Scorer(step, chunks, here).run(batches)
         return _gather(mine, source, here)
@@ -149,7 +149,7 @@ class _Scorer:
     here: World
 
     def run(self, batches: EvalBatches) -> dict[int, dict[str, Any]]:
-        """Row number -> what is known of it, of this rank's rows."""
+        """The results of this rank's rows, by row number."""
         found: dict[int, dict[str, Any]] = {}
         for indices, batch in zip(batches.bins, batches, strict=True):
             given = batch if batch is not None else batches.spare()
@@ -181,7 +181,7 @@ class _Scorer:
             )
 
         many = len(self.chunks) > 1
-        figures = get_forward_backward_func()(
+        results = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[itertools.repeat(batch) for _ in self.chunks] if many else itertools.repeat(batch),
             model=list(self.chunks),
@@ -190,7 +190,7 @@ class _Scorer:
             micro_batch_size=batch.input_ids.shape[0],
             forward_only=True,
         )
-        return figures[0]["logprobs"].float().cpu() if self.here.counts_loss and figures else None
+        return results[0]["logprobs"].float().cpu() if self.here.counts_loss and results else None
 
 
 def by_sample(batch: Any, *tables: Tensor) -> list[tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""How a run is, read from its folder while it runs and afterwards: `zoo show RUN`. Imports no torch."""
+"""The state of a run, read from its folder while it runs and afterwards: `zoo show RUN`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zoo.errors import UserError
 
 _RECENT = 50  # steps that speed and loss are taken over
 _STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout
-_LATE = 3  # a rank is silent after so many beats that did not come
+_LATE = 3  # a rank is silent after so many missing heartbeats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def _state(
         return ("interrupted" if summary.get("interrupted") else "finished"), None
     if not turns and not records:
         return "gone", "it has not come to its first step, and no process of it is there"
-    return "gone", "it has not told how it ended, and no process of it is there"
+    return "gone", "it has not recorded how it ended, and no process of it is there"
 
 
 def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
@@ -162,16 +162,18 @@ def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
 
 
 def _total(records: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
-    told = [r["total_steps"] for r in records if r.get("event") in ("start", "resume") and "total_steps" in r]
-    return told[-1] if told else summary.get("total_steps")
+    totals = [
+        r["total_steps"] for r in records if r.get("event") in ("start", "resume") and "total_steps" in r
+    ]
+    return totals[-1] if totals else summary.get("total_steps")
 
 
 def _age(record: dict[str, Any]) -> float | None:
     return max(0.0, time.time() - record["time"]) if "time" in record else None
 
 
-def told(status: RunStatus) -> str:
-    """The status for a person, a few lines."""
+def describe(status: RunStatus) -> str:
+    """The status as a few lines of text."""
     total = "?" if status.total_steps is None else f"{status.total_steps}"
     lines = [
         ("run", status.run_dir),
@@ -211,10 +213,10 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {status.mean_loss:.4f} over the last steps"
 
 
-def _eval(figures: dict[str, Any] | None) -> str:
-    if figures is None:
+def _eval(metrics: dict[str, Any] | None) -> str:
+    if metrics is None:
         return ""
-    return f"loss {figures['loss']:.4f}, exact match {figures['exact_match']:.1%} at step {figures['step']}"
+    return f"loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} at step {metrics['step']}"
 
 
 def _saved(status: RunStatus) -> str:

@@ -16,7 +16,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
-from zoo.engine.distributed.object_group import peers
+from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
@@ -84,7 +84,7 @@ def open_data(
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         cost=cost,
-        group=peers(),
+        group=object_group(),
     )
     if not settings.eval or recipe.train.eval_rows == 0:
         return RunData(source, loader, None, None, decoder)
@@ -106,6 +106,6 @@ def open_data(
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         cost=cost,
-        group=peers(),
+        group=object_group(),
     )
     return RunData(source, loader, held_out, eval_set, decoder)

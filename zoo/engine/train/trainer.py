@@ -53,7 +53,7 @@ def _train(recipe: Recipe, stop: Interrupts, startup: Startup) -> TrainResult:
             memory_explained(recipe),
         ):
             try:
-                return Run(recipe, here, stop, startup, watch.phases).run()
+                return Run(recipe, here, stop, startup, watch.progress).run()
             except RuntimeError as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from None

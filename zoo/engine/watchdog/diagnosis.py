@@ -1,4 +1,4 @@
-"""Who is to blame when a run can't go on, and the one message that says so."""
+"""Which rank is the cause when a run can't go on, and the one message that reports it."""
 
 from __future__ import annotations
 
@@ -13,98 +13,109 @@ from zoo.engine.watchdog.progress import Moment
 
 
 @dataclass(frozen=True)
-class Beat:
-    """What a rank tells of itself, over and over."""
+class Heartbeat:
+    """The state of a rank, as it publishes it again and again."""
 
     rank: int
-    count: int  # of its beats
+    count: int  # heartbeats of this rank so far
     moment: Moment
     host: str  # of the namespace that its process id belongs to
     pid: int
-    born: str  # start time of the process, as the kernel tells it
+    born: str  # start time of the process, in the kernel's units
     state: str = "alive"  # alive | left (came to its end) | failed
     error: str = ""  # why it failed
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The heartbeat as plain values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Beat:
-        """The other way round."""
+    def from_json(cls, values: Mapping[str, Any]) -> Heartbeat:
+        """The heartbeat that :meth:`to_json` was called on."""
         return cls(**{**values, "moment": Moment(**values["moment"])})
 
 
 @dataclass
 class Seen:
-    """A rank as another one sees it, by the clock of that one."""
+    """A rank as another one sees it, with times on that one's monotonic clock."""
 
-    beat: Beat
-    beaten: float = field(default_factory=time.monotonic)  # when its count last changed
+    heartbeat: Heartbeat
+    heard: float = field(default_factory=time.monotonic)  # when its count last changed
     moved: float = field(default_factory=time.monotonic)  # when its progress last changed
 
-    def update(self, beat: Beat) -> None:
-        """Take in what has been read of it."""
+    def update(self, heartbeat: Heartbeat) -> None:
+        """Take in a heartbeat that was read."""
         now = time.monotonic()
-        if beat.count != self.beat.count:
-            self.beaten = now
-        if beat.moment.progress != self.beat.moment.progress or beat.moment.phase != self.beat.moment.phase:
+        if heartbeat.count != self.heartbeat.count:
+            self.heard = now
+        if (
+            heartbeat.moment.progress != self.heartbeat.moment.progress
+            or heartbeat.moment.phase != self.heartbeat.moment.phase
+        ):
             self.moved = now
-        self.beat = beat
+        self.heartbeat = heartbeat
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """Why all ranks are to leave, and with what exit code."""
 
-    message: str  # one line; "" where nothing is to be said
+    message: str  # one line; "" where nothing is to be reported
     reason: str  # died | silent | failed | hangs | stopped
     code: int = LOST
-    ranks: tuple[int, ...] = ()  # those to blame
+    ranks: tuple[int, ...] = ()  # the ranks that are the cause
 
 
-def judge(
+def diagnose(
     seen: Mapping[int, Seen], *, silence: float, stuck: float, alive: Mapping[int, bool]
 ) -> tuple[str, list[int]] | None:
-    """The reason for leaving and the ranks to blame, or None.
+    """The reason for leaving and the ranks that are the cause; None while the run may go on.
 
     Args:
         seen: every rank.
-        silence: seconds without a beat after which a rank is given up; 0: never.
-        stuck: seconds without progress of any rank after which the run is given up; 0: never.
-        alive: by rank, for those of this machine: whether the process is there.
+        silence: seconds without a heartbeat after which a rank counts as lost; 0: never.
+        stuck: seconds without progress of any rank after which the run counts as hanging; 0: never.
+        alive: by rank, for those of this machine: whether the process exists.
     """
     now = time.monotonic()
-    here = {rank: one for rank, one in seen.items() if one.beat.state != "left"}
-    failed = [rank for rank, one in here.items() if one.beat.state == "failed"]
+    here = {rank: one for rank, one in seen.items() if one.heartbeat.state != "left"}
+    failed = [rank for rank, one in here.items() if one.heartbeat.state == "failed"]
     if failed:
         return "failed", failed
     died = [rank for rank in here if not alive.get(rank, True)]
     if died:
         return "died", died
-    silent = [rank for rank, one in here.items() if silence and now - one.beaten > silence]
+    silent = [rank for rank, one in here.items() if silence and now - one.heard > silence]
     if silent:
         return "silent", silent
     if stuck and here and all(now - one.moved > stuck for one in here.values()):
-        return "hangs", _behind([one.beat for one in here.values()])
+        return "hangs", _behind([one.heartbeat for one in here.values()])
     return None
 
 
-def _behind(beats: Sequence[Beat]) -> list[int]:
-    """The ranks that the others wait for: those behind, and of them those that do not wait in an exchange themselves."""
-    least = min((beat.moment.moves, bool(beat.moment.waits_in)) for beat in beats)
-    return [beat.rank for beat in beats if (beat.moment.moves, bool(beat.moment.waits_in)) == least]
+def _behind(heartbeats: Sequence[Heartbeat]) -> list[int]:
+    """The ranks that the others wait for: those that are behind and do not wait in an exchange themselves."""
+    least = min((heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) for heartbeat in heartbeats)
+    return [
+        heartbeat.rank
+        for heartbeat in heartbeats
+        if (heartbeat.moment.moves, bool(heartbeat.moment.waits_in)) == least
+    ]
 
 
 def describe(
     reason: str, blamed: Sequence[int], seen: Mapping[int, Seen], *, limit: float, checkpoint: Path | None
 ) -> str:
-    """One line: who, its last step and phase, what each of the others was waiting for, and how to go on.
+    """One line: who, its last step and phase, what each of the others was waiting for, and how to resume.
 
-    `limit`: the seconds of silence or without progress that `reason` speaks of.
+    `limit`: the seconds of silence, or without progress, that `reason` stands for.
     """
-    beats = {rank: one.beat for rank, one in seen.items()}
-    others = [beat for rank, beat in beats.items() if rank not in blamed and beat.state == "alive"]
+    heartbeats = {rank: one.heartbeat for rank, one in seen.items()}
+    others = [
+        heartbeat
+        for rank, heartbeat in heartbeats.items()
+        if rank not in blamed and heartbeat.state == "alive"
+    ]
     what = {
         "died": "died, last seen",
         "silent": f"gave no sign of life for {limit:.0f} s, last seen",
@@ -112,16 +123,16 @@ def describe(
         "hangs": f"got no further for {limit:.0f} s (run.hang_timeout)",
     }[reason]
     stands = "; ".join(
-        f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([beats[r] for r in blamed])
+        f"{_ranks(group)} {what} {_stand(at)}" for at, group in _grouped([heartbeats[r] for r in blamed])
     )
-    errors = "".join(f": {beats[rank].error}" for rank in blamed if beats[rank].error)
+    errors = "".join(f": {heartbeats[rank].error}" for rank in blamed if heartbeats[rank].error)
     waiting = "; ".join(
         f"{_ranks(group)} {'were' if len(group) > 1 else 'was'} {_wait(at)}" for at, group in _grouped(others)
     )
     after = (
-        f"the same command goes on from {checkpoint}"
+        f"the same command resumes from {checkpoint}"
         if checkpoint
-        else "there is no checkpoint to go on from"
+        else "there is no checkpoint to resume from"
     )
     return "; ".join(part for part in (stands + errors, waiting, after) if part)
 
@@ -138,12 +149,12 @@ def _wait(moment: Moment) -> str:
     return f"{call}{place} ({moment.phase} after step {moment.step})"
 
 
-def _grouped(beats: Sequence[Beat]) -> list[tuple[Moment, list[int]]]:
+def _grouped(heartbeats: Sequence[Heartbeat]) -> list[tuple[Moment, list[int]]]:
     """Ranks that stand at the same place, in order of their first."""
     groups: dict[tuple[Any, ...], tuple[Moment, list[int]]] = {}
-    for beat in beats:
-        at = beat.moment
-        groups.setdefault((at.step, at.phase, at.place, at.waits_in), (at, []))[1].append(beat.rank)
+    for heartbeat in heartbeats:
+        at = heartbeat.moment
+        groups.setdefault((at.step, at.phase, at.place, at.waits_in), (at, []))[1].append(heartbeat.rank)
     return list(groups.values())
 
 

@@ -1,4 +1,4 @@
-"""`health.json` of a run folder: how its ranks are, written every few seconds by the first of them. Imports no torch."""
+"""`health.json` of a run folder: the state of all ranks, written every few seconds by rank 0. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ HEALTH = "health.json"
 
 
 def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
-    """Write it, where the run has got so far as to have a log; `every`: seconds from one to the next."""
+    """Write health.json, where the run has a log already; `every`: seconds between two heartbeats of a rank."""
     if not (folder / "train.jsonl").is_file():
         return
     now = time.monotonic()
     ranks = [
         {
             "rank": rank,
-            "state": one.beat.state,
-            "step": one.beat.moment.step,
-            "phase": one.beat.moment.phase,
-            "phase_seconds": round(one.beat.moment.seconds + now - one.beaten, 1),
-            "silent_seconds": round(now - one.beaten, 1),
+            "state": one.heartbeat.state,
+            "step": one.heartbeat.moment.step,
+            "phase": one.heartbeat.moment.phase,
+            "phase_seconds": round(one.heartbeat.moment.seconds + now - one.heard, 1),
+            "silent_seconds": round(now - one.heard, 1),
             "stuck_seconds": round(now - one.moved, 1),
-            "place": one.beat.moment.place,
-            "waits_in": one.beat.moment.waits_in,
-            "machine": one.beat.host,
+            "place": one.heartbeat.moment.place,
+            "waits_in": one.heartbeat.moment.waits_in,
+            "machine": one.heartbeat.host,
         }
         for rank, one in sorted(seen.items())
     ]
@@ -43,12 +43,12 @@ def write_health(folder: Path, seen: Mapping[int, Seen], every: float) -> None:
 
 
 def forget_health(folder: Path) -> None:
-    """Take it away when the run has ended well."""
+    """Remove health.json, as when the run has ended well."""
     (folder / HEALTH).unlink(missing_ok=True)
 
 
 def read_health(folder: Path) -> dict[str, Any] | None:
-    """What was written last, with `alive`: whether the run is still there as far as can be told; None without a file."""
+    """The last health.json with its `age` in seconds and `alive`, whether the run seems to exist; None without a readable file."""
     try:
         found = json.loads((folder / HEALTH).read_text(encoding="utf-8"))
         writer, age = found["writer"], time.time() - found["time"]

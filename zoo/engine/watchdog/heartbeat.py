@@ -1,16 +1,17 @@
-"""`Watch`: the ranks of a run tell one another that they live, and leave together when one does not.
+"""`Watch`: the ranks of a run exchange heartbeats, and leave together when one rank is lost or none makes progress.
 
-Each rank has a thread that puts a :class:`Beat` into the store that torch.distributed was started with, reads those of all
-others, and judges them. The first to see that the run can't go on writes the one message; all leave with exit code 76.
+A thread of each rank puts its :class:`Heartbeat` into the store that torch.distributed was started with, reads the heartbeats
+of all other ranks, and diagnoses the run from them. The first rank that finds the run lost writes the one message; all ranks
+leave with exit code 76.
 
-    what happened                          the others leave within
+    what happened                          the other ranks leave within
     a rank failed                          5 s
     a rank's process ended, this machine   5 s
     a rank is silent (its machine is gone) SILENT_SECONDS + 5 s, or run.hang_timeout where that is less
     no rank gets any further               run.hang_timeout + 5 s
     SIGTERM or the like, and no save yet   run.save_within (without saving, exit code 75)
 
-Beats come twice a second, and with over 32 ranks in proportion less often.
+Heartbeats are sent twice a second, and with over 32 ranks proportionally less often.
 """
 
 from __future__ import annotations
@@ -35,40 +36,42 @@ from zoo.engine.distributed.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birt
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Interrupts
 from zoo.engine.distributed.world import World
 from zoo.engine.report.run_log import append_event, has_ended
-from zoo.engine.watchdog.diagnosis import Beat, Seen, Verdict, describe, judge
+from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
 from zoo.engine.watchdog.health import forget_health, write_health
-from zoo.engine.watchdog.progress import Phases
+from zoo.engine.watchdog.progress import RankProgress
 from zoo.engine.watchdog.resources import DISK
 from zoo.engine.watchdog.run_lock import RunLock
 from zoo.errors import UserError, file_error
 
-SILENT_SECONDS = 120.0  # longest time without a beat: no code holds Python's lock for so long
-_BEREFT_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
-_SILENT_WHEN_BEREFT = 5.0
-_PAUSE_SECONDS = 1.0  # a thread that wakes so much too late was not the only one that stood still
-_STORE_SECONDS = 5.0  # for an answer of the store
+SILENT_SECONDS = 120.0  # longest time without a heartbeat: no code holds Python's lock for so long
+_BROKEN_SECONDS = 10.0  # how long a rank whose exchange broke looks for the one that broke it
+_SILENT_AFTER_BREAK = 5.0
+_PAUSE_SECONDS = 1.0  # a thread that wakes later than this was not the only one that stood still
+_STORE_SECONDS = 5.0  # longest wait for an answer of the store
 _EXCHANGES = ("gloo", "nccl", "connection", "socket", "timed out", "process group", "store")
 
 
 class Watch:
-    """Of one rank, while the block that it is entered for trains."""
+    """Sends the heartbeats of this rank and reads those of the others while the block that it is entered for trains."""
 
     def __init__(self, recipe: Recipe, world: World, stop: Interrupts, lock: RunLock | None = None) -> None:
-        """`lock`: that of the run folder, to be touched as long as the run lives."""
+        """`lock`: the lock of the run folder, which is touched as long as the run lives."""
         assert recipe.run.dir is not None  # derived by validate
         self._lock = lock
-        self.phases = Phases()
+        self.progress = RankProgress()
         self.folder = Path(recipe.run.dir)
         self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
         self._rank, self._size, self._every = world.rank, world.size, max(0.5, world.size / 64)
-        self._beat = Beat(
-            world.rank, 0, self.phases.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
+        self._heartbeat = Heartbeat(
+            world.rank, 0, self.progress.moment(), machine(), os.getpid(), birth(os.getpid()) or ""
         )
-        self._seen = {world.rank: Seen(self._beat)}
-        self._error: BaseException | None = None  # an exchange broke; whose fault it is, is to be found out
-        self._unheard = 0.0  # since when the store does not answer
+        self._seen = {world.rank: Seen(self._heartbeat)}
+        self._error: BaseException | None = (
+            None  # an exchange broke, and it is not known yet which rank broke it
+        )
+        self._unheard = 0.0  # the time since which the store has not answered; 0: it answers
         self._store: Any = None
         self._asking: threading.Thread | None = None
         self._turn = threading.Lock()  # the watching thread and the one that trains both ask
@@ -82,9 +85,9 @@ class Watch:
             c10d: Any = dist  # which has more than it says
             store: Any = _get_default_store()
             self._store = c10d.PrefixStore("zoo-watch", store.clone())
-            self._store.set(f"beat{self._rank}", json.dumps(self._beat.to_json()))
+            self._store.set(f"heartbeat{self._rank}", json.dumps(self._heartbeat.to_json()))
             if self._rank == 0:
-                self._store.set("verdict", "")
+                self._store.set("diagnosis", "")
             dist.barrier()
         self._thread.start()
         return self
@@ -97,12 +100,12 @@ class Watch:
             with self._stop.deferred():  # torchrun sends SIGTERM to the ranks that a failure drags along
                 stopped = self._end_badly(error)
         if stopped:
-            self._post(Verdict("", "stopped", PREEMPTED if self._stop.preempted else INTERRUPTED))
+            self._post(Diagnosis("", "stopped", PREEMPTED if self._stop.preempted else INTERRUPTED))
         self._closing.set()
         self._thread.join(_STORE_SECONDS)
         with contextlib.suppress(RuntimeError):
             self._publish("left" if error is None else "")
-        refused = isinstance(error, UserError) and not self.phases.begun
+        refused = isinstance(error, UserError) and not self.progress.begun
         if self._rank == 0 and (error is None or stopped or refused):
             forget_health(self.folder)
         if stopped and not isinstance(error, KeyboardInterrupt):
@@ -136,36 +139,36 @@ class Watch:
     def _forgive(self, seconds: float) -> None:
         """Count so many seconds against nobody."""
         for one in self._seen.values():
-            one.beaten, one.moved = one.beaten + seconds, one.moved + seconds
+            one.heard, one.moved = one.heard + seconds, one.moved + seconds
 
     def _hold(self) -> None:
         """Touch the run folder's lock; leave where another run has taken it, having seen no sign of life of this one."""
         if self._lock is not None and not self._lock.touch():
-            told = f"another run has taken over {self.folder}, which this one did not touch for too long"
-            _tell(told)  # and nothing is written there any more
-            self._leave(self._post(Verdict(told, "stopped")), told=True)
+            message = f"another run has taken over {self.folder}, which this one did not touch for too long"
+            _report(message)  # and nothing is written there any more
+            self._leave(self._post(Diagnosis(message, "stopped")), reported=True)
 
     def _round(self) -> None:
         began = time.monotonic()
         if self._stop.asked and self._stop.preempted and self._late():
-            told = (
+            message = (
                 f"{self._save_within:.0f} s after the signal (run.save_within) the run has not saved; "
-                f"{self._how_on()}"
+                f"{self._how_to_resume()}"
             )
-            self._leave(self._post(Verdict(told, "stopped", PREEMPTED)))
+            self._leave(self._post(Diagnosis(message, "stopped", PREEMPTED)))
         self._publish()
         if self._size > 1:
-            verdict = self._read()
-            if verdict is not None:
-                self._leave(verdict, told=True)
-        if self._beat.state != "alive":
+            diagnosis = self._read()
+            if diagnosis is not None:
+                self._leave(diagnosis, reported=True)
+        if self._heartbeat.state != "alive":
             return
         if (took := time.monotonic() - began) > _PAUSE_SECONDS:  # the pause came in here
             self._forgive(took)
-        silence = _SILENT_WHEN_BEREFT if self._error is not None and self._size > 1 else self._silence
-        found = judge(self._seen, silence=silence, stuck=self._stuck, alive=self._alive())
+        silence = _SILENT_AFTER_BREAK if self._error is not None and self._size > 1 else self._silence
+        found = diagnose(self._seen, silence=silence, stuck=self._stuck, alive=self._alive())
         if found is not None:
-            self._convict(*found)
+            self._report_loss(*found)
         if self._rank == 0:
             self._write_health()
 
@@ -173,33 +176,33 @@ class Watch:
         return time.monotonic() - self._stop.since > self._save_within
 
     def _publish(self, state: str = "", error: str = "") -> None:
-        """Put a new beat into the store."""
-        moment = self.phases.moment(self._error)
-        self._beat = replace(
-            self._beat,
-            count=self._beat.count + 1,
+        """Put a new heartbeat into the store."""
+        moment = self.progress.moment(self._error)
+        self._heartbeat = replace(
+            self._heartbeat,
+            count=self._heartbeat.count + 1,
             moment=moment,
-            state=state or self._beat.state,
-            error=error or self._beat.error,
+            state=state or self._heartbeat.state,
+            error=error or self._heartbeat.error,
         )
-        self._seen[self._rank].update(self._beat)
+        self._seen[self._rank].update(self._heartbeat)
         if self._store is not None:
-            told = json.dumps(self._beat.to_json())
-            self._ask(lambda: self._store.set(f"beat{self._rank}", told))
+            text = json.dumps(self._heartbeat.to_json())
+            self._ask(lambda: self._store.set(f"heartbeat{self._rank}", text))
 
-    def _read(self) -> Verdict | None:
-        """Take in the others' beats; the verdict, where one has fallen."""
+    def _read(self) -> Diagnosis | None:
+        """Read the heartbeats of the other ranks; return the diagnosis of the run, where a rank has posted one."""
         others = [rank for rank in range(self._size) if rank != self._rank]
-        keys = [*(f"beat{rank}" for rank in others), "verdict"]
-        *values, verdict = self._ask(lambda: self._store.multi_get(keys))
+        keys = [*(f"heartbeat{rank}" for rank in others), "diagnosis"]
+        *values, diagnosis = self._ask(lambda: self._store.multi_get(keys))
         self._unheard = 0.0
         for rank, value in zip(others, values, strict=True):
-            beat = Beat.from_json(json.loads(value))
-            self._seen.setdefault(rank, Seen(beat)).update(beat)
-        return Verdict(**json.loads(verdict)) if verdict else None
+            heartbeat = Heartbeat.from_json(json.loads(value))
+            self._seen.setdefault(rank, Seen(heartbeat)).update(heartbeat)
+        return Diagnosis(**json.loads(diagnosis)) if diagnosis else None
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """What the store answers; RuntimeError where it does not in time (a call of its own would wait for good)."""
+        """What the store answers; RuntimeError where it does not answer in time (a direct call would wait without end)."""
         answer: list[Any] = []
 
         def ask() -> None:
@@ -220,41 +223,41 @@ class Watch:
         return answer[0]
 
     def _alive(self) -> dict[int, bool]:
-        """Of the ranks on this machine: whether the process is there."""
+        """By rank, for the other ranks on this machine: whether the process exists."""
         return {
-            rank: birth(one.beat.pid) == one.beat.born
+            rank: birth(one.heartbeat.pid) == one.heartbeat.born
             for rank, one in self._seen.items()
-            if one.beat.host == self._beat.host and rank != self._rank
+            if one.heartbeat.host == self._heartbeat.host and rank != self._rank
         }
 
-    def _convict(self, reason: str, ranks: list[int]) -> None:
-        """Tell why the run can't go on, and leave; another rank may have been first."""
+    def _report_loss(self, reason: str, ranks: list[int]) -> None:
+        """Report why the run can't go on, and leave; another rank may have been first."""
         if self._store is not None:
             time.sleep(
                 (2 if reason == "failed" else 1) * self._every
-            )  # all say where they stand; who failed, why
+            )  # until every rank has published its place, and a failed one its error
             self._publish()
-            verdict = self._read()
-            if verdict is not None:
-                self._leave(verdict, told=True)
+            diagnosis = self._read()
+            if diagnosis is not None:
+                self._leave(diagnosis, reported=True)
         limit = self._stuck if reason == "hangs" else self._silence
-        told = describe(reason, ranks, self._seen, limit=limit, checkpoint=self._newest())
-        self._leave(self._post(Verdict(told, reason, ranks=tuple(ranks))))
+        message = describe(reason, ranks, self._seen, limit=limit, checkpoint=self._newest())
+        self._leave(self._post(Diagnosis(message, reason, ranks=tuple(ranks))))
 
-    def _post(self, verdict: Verdict) -> Verdict:
-        """Make it the run's verdict, if there is none; the one that is, without words where they are another's."""
+    def _post(self, diagnosis: Diagnosis) -> Diagnosis:
+        """Make it the run's diagnosis unless another rank was first; return the run's, without a message if not this rank's."""
         if self._store is None:
-            return verdict
-        mine = json.dumps(asdict(verdict))
+            return diagnosis
+        mine = json.dumps(asdict(diagnosis))
         try:
-            stands = self._ask(lambda: self._store.compare_set("verdict", "", mine)).decode()
+            stands = self._ask(lambda: self._store.compare_set("diagnosis", "", mine)).decode()
         except RuntimeError:
-            return verdict
-        return verdict if stands == mine else replace(Verdict(**json.loads(stands)), message="")
+            return diagnosis
+        return diagnosis if stands == mine else replace(Diagnosis(**json.loads(stands)), message="")
 
     def _without_store(self) -> None:
-        """Rank 0, which holds the store, may have come to its end, have died, or be frozen."""
-        if self._store is None or (self.phases.phase == "end" and self._error is None):
+        """Find out why the store does not answer: rank 0, which holds it, may have finished, died or frozen."""
+        if self._store is None or (self.progress.phase == "end" and self._error is None):
             return
         now = time.monotonic()
         self._unheard = self._unheard or now
@@ -264,67 +267,67 @@ class Watch:
         )
         if first is None or self._rank == 0 or not gone or (self._silence == 0 and self._error is None):
             return
-        if has_ended(self.folder):  # rank 0 left by a verdict that this one had no time to read
-            self._leave(Verdict("", "stopped"))
+        if has_ended(self.folder):  # rank 0 left on a diagnosis that this rank had no time to read
+            self._leave(Diagnosis("", "stopped"))
         reason = "silent" if self._alive().get(0, True) else "died"
-        told = describe(reason, [0], self._seen, limit=self._silence, checkpoint=self._newest())
-        living = min(rank for rank, one in self._seen.items() if rank and one.beat.state == "alive")
-        self._leave(Verdict(told if living == self._rank else "", reason, ranks=(0,)))
+        message = describe(reason, [0], self._seen, limit=self._silence, checkpoint=self._newest())
+        living = min(rank for rank, one in self._seen.items() if rank and one.heartbeat.state == "alive")
+        self._leave(Diagnosis(message if living == self._rank else "", reason, ranks=(0,)))
 
     # --- the end
 
     def _end_badly(self, error: Exception) -> bool:
-        """The block has raised: find out whether by itself, and tell the others. Whether it was due to a signal."""
+        """The block has raised: find out whether another rank is the cause, and publish it. True where a signal is the cause."""
         if self._size > 1 and not isinstance(error, UserError) and _of_an_exchange(error):
             self._error = error
-            time.sleep(_BEREFT_SECONDS)  # the thread finds whose fault it is, and leaves
+            time.sleep(_BROKEN_SECONDS)  # the thread finds the rank that broke it, and leaves
         if self._stop.asked and isinstance(error, RuntimeError):
             return True
         mistake = error if isinstance(error, UserError) else None
         if isinstance(error, OSError):
             mistake = file_error(error, self.folder if error.errno in DISK else None)
-        said = str(mistake) if mistake else f"{type(error).__name__}: {error}".splitlines()[0]
+        reported = str(mistake) if mistake else f"{type(error).__name__}: {error}".splitlines()[0]
         self._error = error
         if self._size > 1:
             with contextlib.suppress(RuntimeError):
-                self._publish("failed", said)
+                self._publish("failed", reported)
                 time.sleep(0 if mistake else self._every)
                 self._read()
-        told = describe("failed", [self._rank], self._seen, limit=0.0, checkpoint=self._newest())
-        verdict = self._post(
-            Verdict("" if mistake or self._size == 1 else told, "failed", ranks=(self._rank,))
+        message = describe("failed", [self._rank], self._seen, limit=0.0, checkpoint=self._newest())
+        diagnosis = self._post(
+            Diagnosis("" if mistake or self._size == 1 else message, "failed", ranks=(self._rank,))
         )
-        if verdict.ranks == (self._rank,):
-            if self.phases.begun or mistake is None:  # a start that is refused leaves the folder as it was
-                self._record(verdict, said)
-            _tell(verdict.message)
+        if diagnosis.ranks == (self._rank,):
+            if self.progress.begun or mistake is None:  # a start that is refused leaves the folder as it was
+                self._record(diagnosis, reported)
+            _report(diagnosis.message)
         return False
 
-    def _leave(self, verdict: Verdict, told: bool = False) -> None:
-        """End this process, wherever its main thread is; with the message, where it is not told by another rank."""
-        if self._beat.state == "failed":  # it leaves by itself, with its own words and exit code
+    def _leave(self, diagnosis: Diagnosis, reported: bool = False) -> None:
+        """End this process, wherever its main thread is; write the message unless another rank has reported it."""
+        if self._heartbeat.state == "failed":  # it leaves by itself, with its own message and exit code
             return
-        if verdict.message and not told:
-            self._record(verdict)
-            _tell(verdict.message)
+        if diagnosis.message and not reported:
+            self._record(diagnosis)
+            _report(diagnosis.message)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         if self._lock is not None:
             self._lock.release()
-        os._exit(verdict.code)
+        os._exit(diagnosis.code)
 
-    def _record(self, verdict: Verdict, said: str = "") -> None:
-        """The last line of train.jsonl and of health.json, where the run has come so far as to have them."""
-        step = self._beat.moment.step
-        reason = "preempted" if verdict.code == PREEMPTED else verdict.reason
+    def _record(self, diagnosis: Diagnosis, reported: str = "") -> None:
+        """Write the last line of train.jsonl and the last health.json, where the run has got far enough to have them."""
+        step = self._heartbeat.moment.step
+        reason = "preempted" if diagnosis.code == PREEMPTED else diagnosis.reason
         with contextlib.suppress(OSError):
             append_event(
                 self.folder,
                 "end",
                 step,
                 reason=reason,
-                ranks=list(verdict.ranks),
-                message=verdict.message or said,
+                ranks=list(diagnosis.ranks),
+                message=diagnosis.message or reported,
             )
             self._write_health()
 
@@ -335,9 +338,11 @@ class Watch:
         found = checkpoints(self.folder)
         return found[-1] if found else None
 
-    def _how_on(self) -> str:
+    def _how_to_resume(self) -> str:
         newest = self._newest()
-        return f"the same command goes on from {newest}" if newest else "there is no checkpoint to go on from"
+        return (
+            f"the same command resumes from {newest}" if newest else "there is no checkpoint to resume from"
+        )
 
 
 def _of_an_exchange(error: Exception) -> bool:
@@ -348,8 +353,8 @@ def _of_an_exchange(error: Exception) -> bool:
     )
 
 
-def _tell(message: str) -> None:
-    """Say it on stderr, or where the launcher reads what a rank has to say of its end."""
+def _report(message: str) -> None:
+    """Write a message to stderr, or to the file in which zoo's launcher looks for it."""
     if not message:
         return
     path = os.environ.get(FAILURE_LOG)

@@ -1,8 +1,8 @@
-"""What a rank is doing: the phase it is in, and where in the code its threads stand.
+"""How far a rank has got: the phase it is in, and where in the code its threads stand.
 
-Phases follow one another alike on all ranks of a run, so the number of those entered says who is behind. A rank gets on as
-long as it enters phases, ticks, or as its main thread or one of zoo's own threads is met at another line than at the last look
-or has read or written a byte since. A thread that sleeps, or waits in an exchange, shows none of these.
+All ranks of a run enter the same phases in the same order, so the number of phases entered shows which rank is behind. A rank
+makes progress while it enters phases or ticks, and while its main thread or one of zoo's own threads is at another line than at
+the last look, or has read or written a byte since. A thread that sleeps, or waits in an exchange, makes none.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Moment:
     step: int  # optimizer steps that are done
     phase: str
     moves: int  # phases entered so far; the same on ranks that are equally far
-    progress: int  # grows as long as the rank gets on
+    progress: int  # grows as long as the rank makes progress
     seconds: float  # spent in the phase
     place: str  # the innermost line of zoo's, or of who calls torch.distributed, as file:line
     waits_in: str  # the torch.distributed call that it is in; "" where it is in none
 
 
-class Phases:
-    """Kept by the thread that trains, read by the one that watches."""
+class RankProgress:
+    """The progress of this rank: written by the thread that trains, read by the one that watches."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -54,7 +54,7 @@ class Phases:
         return self._phase
 
     def enter(self, phase: str) -> None:
-        """Go on to: build, data, compute, update, figures, save, eval, export or end."""
+        """Enter a phase: build, data, compute, update, figures, save, eval, export or end."""
         self._phase, self._moves, self._since = phase, self._moves + 1, time.monotonic()
 
     def tick(self) -> None:
@@ -62,7 +62,7 @@ class Phases:
         self._ticks += 1
 
     def moment(self, error: BaseException | None = None) -> Moment:
-        """How it stands now, or stood when the exception was raised."""
+        """The state now, or where the given exception was raised."""
         phase, moves, since = self._phase, self._moves, self._since
         by_thread = _stacks()
         threads = [thread for thread in threading.enumerate() if thread.ident in by_thread]
@@ -100,7 +100,7 @@ def _stacks() -> dict[int, list[Line]]:
 
 
 def _bytes_moved(thread: int | None) -> int:
-    """Bytes that a thread has read and written so far, by the kernel's count; 0 where that can't be told.
+    """Bytes that a thread has read and written so far, by the kernel's count; 0 where the kernel does not count them.
 
     A thread that digests or copies a large file may be met at one and the same line for minutes.
     """

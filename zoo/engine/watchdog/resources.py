@@ -1,7 +1,7 @@
-"""What a run says when the machine has no more to give: disk, memory of a GPU, memory of the host.
+"""What a run reports when a resource of the machine is used up: disk, memory of a GPU, memory of the host.
 
-Each becomes one sentence with the numbers and the settings that would mend it, whatever library has met the end first
-and however it has put it.
+Each case becomes one sentence with the numbers and the settings that would help, whichever library has failed and whatever
+its message is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WRITER = re.compile(r"inline_container|PytorchStreamWriter|Worker failure")
 
 @contextmanager
 def explained(recipe: Recipe) -> Iterator[None]:
-    """Raise what runs out inside as a UserError."""
+    """Raise a UserError where a resource is used up inside the block."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
@@ -54,9 +54,9 @@ def explained(recipe: Recipe) -> Iterator[None]:
 
 @contextmanager
 def memory_explained(recipe: Recipe) -> Iterator[None]:
-    """The same for memory alone, to be entered where other ranks still wait.
+    """`explained` for memory alone, to be entered where other ranks still wait.
 
-    Planning takes seconds, and what starts ranks ends those that are left soon after the first has gone.
+    Planning takes seconds, and a launcher ends the other ranks soon after the first has ended.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def memory_explained(recipe: Recipe) -> Iterator[None]:
 
 
 def explain(error: BaseException, recipe: Recipe) -> UserError | None:
-    """An error as what has run out; None where nothing has."""
+    """The UserError that names the resource which an error shows to be used up; None where it shows none."""
     mistake = _memory(error, recipe)
     if mistake is not None:
         return mistake
@@ -78,8 +78,8 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
     for cause in _causes(error):
         text = str(cause)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
-            mend = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            return file_error(cause, _full(run_dir), mend)
+            remedy = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            return file_error(cause, _full(run_dir), remedy)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
     return None
@@ -123,10 +123,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _gpu(text: str, recipe: Recipe) -> UserError:
     asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", text)
     whole = re.search(r"total capacity of ([\d.]+ \w+)", text)
-    facts = [f"{asked[1]} more were asked for"] if asked else []
-    facts += [f"it has {whole[1]}"] if whole else []
-    told = f" ({', '.join(facts)})" if facts else ""
-    return UserError(f"the GPU's memory is full{told}: {_shortage(recipe, on_gpu=True)}")
+    details = [f"{asked[1]} more were asked for"] if asked else []
+    details += [f"it has {whole[1]}"] if whole else []
+    shown = f" ({', '.join(details)})" if details else ""
+    return UserError(f"the GPU's memory is full{shown}: {_shortage(recipe, on_gpu=True)}")
 
 
 def _host(text: str, recipe: Recipe) -> UserError:
@@ -141,7 +141,7 @@ def _host(text: str, recipe: Recipe) -> UserError:
 
 
 def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
-    """The planner's figures, by a process of its own: this one has no memory to plan with."""
+    """The planner's estimates, by a process of its own: this one has no memory to plan with."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     command = [sys.executable, "-m", "zoo.engine.watchdog.resources", ranks, str(int(on_gpu))]
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
@@ -163,7 +163,7 @@ def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
 
 
 def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
-    """A file of tensors was cut short, and nobody has kept what the system said."""
+    """The error for a file of tensors that was cut short, where no library has kept the system's error."""
     try:
         with (run_dir / ".probe").open("wb") as file:
             file.write(bytes(2**16))
@@ -184,10 +184,10 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
 
 
 def _room(recipe: Recipe) -> str:
-    """What a run needs room for."""
+    """What a run needs disk space for, as the end of a sentence."""
     try:
         one = checkpoint_bytes(recipe)
-    except (RuntimeError, OSError, MemoryError):  # what has failed already is what is told
+    except (RuntimeError, OSError, MemoryError):  # the failure that is being explained is the one to report
         one = None
     if one is None:
         return ""

@@ -1,12 +1,13 @@
 """`RunLock`: one run at a time in a run folder, also where several machines see it.
 
-The first rank holds `run.lock`, which says who it is, and touches it every few seconds. Whoever finds one asks whether its
-holder lives: on the same machine the kernel knows at once; elsewhere a lock that nobody touches for STALE_SECONDS is of a run
-that is gone, as is one of an earlier start of the same SLURM job. Times are those of the file system, so clocks may differ.
+The first rank holds `run.lock`, which names its process, and touches it every few seconds. A second run that finds the file asks
+whether the holder lives. On the same machine the kernel knows at once. Elsewhere a lock counts as abandoned when nobody has
+touched it for STALE_SECONDS, or when it belongs to an earlier start of the same SLURM job. Times are those of the file system,
+so clocks may differ.
 
-The file appears whole (a link to one that is written already), so of two starts in one moment one wins; a dead run's is
-replaced under a lock of the kernel's on it. Where the file system has neither, the one whose lock was replaced finds that out
-at its next touch, and leaves. Imports no torch before it is entered.
+The file appears whole (as a link to a finished one), so one of two simultaneous starts wins. The lock of a dead run is replaced
+under a kernel lock on the file. Where the file system has neither links nor locks, a run whose lock was replaced finds that out
+at its next touch, and leaves. This module imports no torch before a lock is entered.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RunLock:
         if self._rank != 0 or now - self._touched < TOUCH_SECONDS:
             return True
         self._touched = now
-        with contextlib.suppress(OSError):  # a lost disk is told by those who need it
+        with contextlib.suppress(OSError):  # a lost disk is reported where it is needed
             os.utime(self._path)
             found = _read(self._path)
             return found is None or found[0].get("token") == self._token
@@ -185,7 +186,7 @@ def refuse_second(folder: Path) -> None:
 
 
 def refusal(folder: Path, holder: dict[str, Any], age: float) -> UserError:
-    """What is said to the second run; `age`: seconds since the last sign of life."""
+    """The error for the second run; `age`: seconds since the first run's last sign of life."""
     return UserError(
         f"run.dir={folder}: {_named(holder)} trains there already (its last sign of life is {max(age, 0.0):.0f} s old); "
         f"wait for its end or stop it, or give another run.dir"
@@ -221,7 +222,7 @@ def _job() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """What tells this start of this machine from any other of the same name; "" where the system doesn't say."""
+    """An id of this start of this machine, unlike that of any other start or machine; "" where the system has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -229,7 +230,7 @@ def _boot() -> str:
 
 
 def _alive(holder: dict[str, Any], age: float) -> bool | None:
-    """Whether the holder of a lock that was touched so many seconds ago lives; None: that can't be told yet."""
+    """Whether the holder of a lock that was touched so many seconds ago lives; None: not known yet."""
     if holder.get("machine") == machine() and holder.get("boot") == _boot() and "pid" in holder:
         return birth(holder["pid"]) == holder.get("born")
     mine = _job()

@@ -46,8 +46,8 @@ def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch)
     if not read:
         remove_me("norms-one-by-one")
     read.clear()
-    mended, _ = compat.l2_norm(0, None, [gradients], False)
-    assert not read and torch.equal(mended, broken) and mended.item() == 4.0
+    fixed, _ = compat.l2_norm(0, None, [gradients], False)
+    assert not read and torch.equal(fixed, broken) and fixed.item() == 4.0
     compat.scale_in_place(0, None, [gradients, gradients], 0.5)
     compat.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
     assert gradients[0].tolist() == [1.0] * 3
@@ -126,9 +126,9 @@ def test_checkpoints_run_pickles(tmp_path: Path) -> None:
     assert torch_dist.__file__ is not None
     spec = importlib.util.spec_from_file_location(f"{torch_dist.__name__}_anew", torch_dist.__file__)
     assert spec is not None and spec.loader is not None
-    unmended = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(unmended)
-    read_index_and_object(unmended, tmp_path)
+    unfixed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unfixed)
+    read_index_and_object(unfixed, tmp_path)
     if not all(path.is_dir() for path in sprung):
         remove_me("checkpoints-run-pickles")
     for path in sprung:

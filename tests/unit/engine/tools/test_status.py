@@ -10,7 +10,7 @@ import pytest
 
 from zoo.cli.main import main
 from zoo.engine.distributed.processes import birth, machine
-from zoo.engine.tools.status import read_status, told
+from zoo.engine.tools.status import describe, read_status
 from zoo.engine.watchdog.health import HEALTH
 
 RANK = {
@@ -56,7 +56,7 @@ def test_a_run_that_runs(tmp_path: Path) -> None:
         {"data": 1},
         {"corrupt_media": 2},
     )
-    shown = told(status)
+    shown = describe(status)
     assert "state      running\nstep       10 of 100, 0:05 ago, 0:45 to go\n" in shown
     assert "speed      2 steps/s, 600 real tokens/s\nloss       4.0000, 4.4000 over the last steps\n" in shown
     assert (
@@ -71,7 +71,9 @@ def test_states(tmp_path: Path) -> None:
     assert read_status(tmp_path).state == "stalled"
     healthy(tmp_path, pid=2**22 + 1)
     assert read_status(tmp_path).state == "gone"
-    assert "rank 0: after step 9, data at zoo/data/loading/loader.py:1 for 1 s" in told(read_status(tmp_path))
+    assert "rank 0: after step 9, data at zoo/data/loading/loader.py:1 for 1 s" in describe(
+        read_status(tmp_path)
+    )
     for reason in ("finished", "out of time", "interrupted", "preempted"):
         folder_with(tmp_path, {"event": "end", "step": 10, "reason": reason, "time": time.time()})
         assert read_status(tmp_path).state == reason
@@ -82,14 +84,14 @@ def test_states(tmp_path: Path) -> None:
         tmp_path,
         {"event": "end", "step": 10, "reason": "died", "message": "rank 1 died", "time": time.time()},
     )
-    assert told(read_status(tmp_path)).splitlines()[1] == "state      failed: rank 1 died"
+    assert describe(read_status(tmp_path)).splitlines()[1] == "state      failed: rank 1 died"
 
 
 def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("")
     status = read_status(tmp_path)
     assert (status.state, status.step, status.loss) == ("gone", 0, None)
-    assert "step       0 of ?\nlast save  none yet" in told(status)
+    assert "step       0 of ?\nlast save  none yet" in describe(status)
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

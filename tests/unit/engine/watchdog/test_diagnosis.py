@@ -1,4 +1,4 @@
-"""Who is to blame when a run can't go on, and the message."""
+"""Which rank is the cause when a run can't go on, and the message."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zoo.engine.distributed.processes import birth
-from zoo.engine.watchdog.diagnosis import Beat, Seen, describe, judge
+from zoo.engine.watchdog.diagnosis import Heartbeat, Seen, describe, diagnose
 from zoo.engine.watchdog.progress import Moment, where
 
 
@@ -18,23 +18,25 @@ def seen(
     waits_in: str = "all_reduce",
     *,
     moved: float = 0.0,
-    beaten: float = 0.0,
+    heard: float = 0.0,
     **more,
 ) -> Seen:
-    """A rank that has moved and beaten so many seconds ago."""
+    """A rank that moved, and was heard, so many seconds ago."""
     at = Moment(3, "data", moves, moves, 1.0, "zoo/engine/train/trainer.py:1", waits_in)
     now = time.monotonic()
-    return Seen(Beat(rank, 1, at, "here", 1, "0", **more), now - beaten, now - moved)
+    return Seen(Heartbeat(rank, 1, at, "here", 1, "0", **more), now - heard, now - moved)
 
 
 def found(*ranks: Seen, alive: dict[int, bool] | None = None, silence: float = 60.0, stuck: float = 100.0):
-    return judge({one.beat.rank: one for one in ranks}, silence=silence, stuck=stuck, alive=alive or {})
+    return diagnose(
+        {one.heartbeat.rank: one for one in ranks}, silence=silence, stuck=stuck, alive=alive or {}
+    )
 
 
 def test_a_run_in_which_one_rank_moves_is_left_alone() -> None:
     assert found(seen(0, moved=1000.0), seen(1, moved=99.0), seen(2, moved=1000.0)) is None
     assert found(seen(0, moved=1000.0), seen(1, moved=1000.0), stuck=0.0) is None
-    assert found(seen(0, beaten=1000.0), silence=0.0) is None
+    assert found(seen(0, heard=1000.0), silence=0.0) is None
 
 
 def test_who_hangs_is_behind_and_waits_for_nobody() -> None:
@@ -45,34 +47,34 @@ def test_who_hangs_is_behind_and_waits_for_nobody() -> None:
 
 
 def test_a_cause_goes_before_its_effects() -> None:
-    ranks = [seen(0, beaten=61.0), seen(1, state="failed", error="E: e"), seen(2)]
+    ranks = [seen(0, heard=61.0), seen(1, state="failed", error="E: e"), seen(2)]
     assert found(*ranks, alive={2: False}) == ("failed", [1])
     assert found(ranks[0], ranks[2], alive={2: False}) == ("died", [2])
     assert found(ranks[0], ranks[2]) == ("silent", [0])
-    assert found(seen(0), seen(1, state="left", beaten=1000.0), alive={1: False}) is None
+    assert found(seen(0), seen(1, state="left", heard=1000.0), alive={1: False}) is None
 
 
 def test_the_message() -> None:
     ranks = {rank: seen(rank) for rank in range(6)}
     ranks[2] = seen(2, 7, "", state="failed", error="ValueError: no")
-    told = describe("failed", [2], ranks, limit=0.0, checkpoint=Path("run/checkpoints/iter_2"))
-    assert told == (
+    message = describe("failed", [2], ranks, limit=0.0, checkpoint=Path("run/checkpoints/iter_2"))
+    assert message == (
         "rank 2 failed after step 3, in data at zoo/engine/train/trainer.py:1: ValueError: no; ranks 0-1, 3-5 were waiting in "
-        "all_reduce at zoo/engine/train/trainer.py:1 (data after step 3); the same command goes on from run/checkpoints/iter_2"
+        "all_reduce at zoo/engine/train/trainer.py:1 (data after step 3); the same command resumes from run/checkpoints/iter_2"
     )
     alone = describe("hangs", [0], {0: seen(0, 7, "")}, limit=60.0, checkpoint=None)
     assert alone == (
         "rank 0 got no further for 60 s (run.hang_timeout) after step 3, in data at zoo/engine/train/trainer.py:1; "
-        "there is no checkpoint to go on from"
+        "there is no checkpoint to resume from"
     )
 
 
 def test_beats_travel() -> None:
-    beat = seen(4, state="failed", error="x").beat
-    assert Beat.from_json(beat.to_json()) == beat
-    here = Seen(beat, beaten=0.0, moved=0.0)
-    here.update(replace(beat, count=2))
-    assert here.beaten > 0 and here.moved == 0
+    heartbeat = seen(4, state="failed", error="x").heartbeat
+    assert Heartbeat.from_json(heartbeat.to_json()) == heartbeat
+    here = Seen(heartbeat, heard=0.0, moved=0.0)
+    here.update(replace(heartbeat, count=2))
+    assert here.heard > 0 and here.moved == 0
 
 
 def test_a_process_that_is_there_and_one_that_is_not() -> None:

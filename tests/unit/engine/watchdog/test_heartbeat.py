@@ -1,4 +1,4 @@
-"""A rank whose store is gone says that rank 0 died, unless the run's end is told; a lost disk is told once."""
+"""A rank whose store is gone says that rank 0 died, unless the run's end is reported; a lost disk is reported once."""
 
 import errno
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 
 from zoo.engine.distributed.processes import machine
 from zoo.engine.report.run_log import append_event
-from zoo.engine.watchdog.diagnosis import Beat, Seen, Verdict
+from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
 from zoo.engine.watchdog.heartbeat import Watch
-from zoo.engine.watchdog.progress import Phases
+from zoo.engine.watchdog.progress import RankProgress
 
 
 class Left(Exception):
@@ -19,64 +19,66 @@ class Left(Exception):
 
 
 @pytest.fixture
-def bereft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rank 1 of two on this machine; rank 0's process is no more."""
     recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, save_within=60.0, hang_timeout=10.0))
     world: Any = SimpleNamespace(rank=1, size=2)
     watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
-    gone = Beat(0, 7, Phases().moment(), machine(), 2**22 + 1, "1")
+    gone = Heartbeat(0, 7, RankProgress().moment(), machine(), 2**22 + 1, "1")
     watch._store = object()
     watch._seen[0] = Seen(gone)
 
-    def leave(verdict: Verdict, told: bool = False) -> None:
-        raise Left(verdict)
+    def leave(diagnosis: Diagnosis, reported: bool = False) -> None:
+        raise Left(diagnosis)
 
     monkeypatch.setattr(watch, "_leave", leave)
     (tmp_path / "train.jsonl").write_text('{"step": 3, "loss": 1.0}\n')
     return watch
 
 
-def test_rank_0_died(bereft: Any) -> None:
+def test_rank_0_died(orphan: Any) -> None:
     with pytest.raises(Left) as left:
-        bereft._without_store()
-    verdict = left.value.args[0]
-    assert verdict.reason == "died" and verdict.message.startswith("rank 0 died, last seen after step 0")
+        orphan._without_store()
+    diagnosis = left.value.args[0]
+    assert diagnosis.reason == "died" and diagnosis.message.startswith("rank 0 died, last seen after step 0")
 
 
-def test_rank_0_left_by_a_verdict_that_was_not_read_in_time(bereft: Any, tmp_path: Path) -> None:
+def test_rank_0_left_on_a_diagnosis_that_was_not_read_in_time(orphan: Any, tmp_path: Path) -> None:
     append_event(tmp_path, "end", 3, reason="hangs", ranks=[1], message="rank 1 got no further")
     with pytest.raises(Left) as left:
-        bereft._without_store()
+        orphan._without_store()
     assert left.value.args[0].message == ""
 
 
-def test_a_lost_disk_that_names_no_file_is_the_users_to_mend(
-    bereft: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_lost_disk_that_names_no_file_is_for_the_user_to_fix(
+    orphan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `os.fsync` raises it: the launcher shows the sentence that the error becomes, and no verdict beside it."""
+    """As `os.fsync` raises it: the launcher shows the sentence that the error becomes, and no diagnosis beside it."""
     said: list[tuple[str, str]] = []
-    monkeypatch.setattr(bereft, "_publish", lambda state, error: said.append((state, error)))
-    monkeypatch.setattr(bereft, "_read", lambda: None)
-    monkeypatch.setattr(bereft, "_post", lambda verdict: said.append(("verdict", verdict.message)) or verdict)
-    bereft._end_badly(OSError(errno.EIO, "Input/output error"))
-    (state, error), verdict = said
+    monkeypatch.setattr(orphan, "_publish", lambda state, error: said.append((state, error)))
+    monkeypatch.setattr(orphan, "_read", lambda: None)
+    monkeypatch.setattr(
+        orphan, "_post", lambda diagnosis: said.append(("diagnosis", diagnosis.message)) or diagnosis
+    )
+    orphan._end_badly(OSError(errno.EIO, "Input/output error"))
+    (state, error), diagnosis = said
     assert state == "failed" and "the disk or its server is lost" in error
-    assert verdict == ("verdict", "")
+    assert diagnosis == ("diagnosis", "")
 
 
 def test_a_pause_of_the_whole_process_counts_against_nobody(
-    bereft: Any, monkeypatch: pytest.MonkeyPatch
+    orphan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by SIGSTOP and SIGCONT: the thread wakes much too late, and so did all others."""
     clock = [100.0]
     monkeypatch.setattr("zoo.engine.watchdog.heartbeat.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(
-        bereft._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False
+        orphan._closing, "wait", lambda seconds: clock.__setitem__(0, clock[0] + waits.pop(0)) or False
     )
     waits = [0.6, 0.6, 3600.0]
-    for seen in bereft._seen.values():
-        seen.beaten = seen.moved = 100.0
+    for seen in orphan._seen.values():
+        seen.heard = seen.moved = 100.0
     for gap in (0.6, 1.2, 1.7):  # the pause itself is left out
-        assert bereft._waited() is False
-        assert all(clock[0] - seen.moved == pytest.approx(gap) for seen in bereft._seen.values())
-        assert all(clock[0] - seen.beaten == pytest.approx(gap) for seen in bereft._seen.values())
+        assert orphan._waited() is False
+        assert all(clock[0] - seen.moved == pytest.approx(gap) for seen in orphan._seen.values())
+        assert all(clock[0] - seen.heard == pytest.approx(gap) for seen in orphan._seen.values())

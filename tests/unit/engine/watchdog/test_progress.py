@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zoo.engine.checkpoint import integrity
-from zoo.engine.watchdog.progress import Phases
+from zoo.engine.watchdog.progress import RankProgress
 
 
 class Activations:
@@ -20,11 +20,11 @@ class Activations:
 
 
 def test_a_look_at_other_threads_keeps_nothing_of_theirs_alive() -> None:
-    phases, places = Phases(), []
+    progress, places = RankProgress(), []
 
     def forward() -> weakref.ref[Activations]:
         held = Activations()
-        watching = threading.Thread(target=lambda: places.append(phases.moment()))
+        watching = threading.Thread(target=lambda: places.append(progress.moment()))
         watching.start()
         watching.join()
         return weakref.ref(held)
@@ -41,19 +41,19 @@ def test_a_look_at_other_threads_keeps_nothing_of_theirs_alive() -> None:
 STOP = threading.Event()
 
 
-def signs_of_life(phase: str, thread: str, work: Callable[[Phases], None]) -> list[int]:
+def signs_of_life(phase: str, thread: str, work: Callable[[RankProgress], None]) -> list[int]:
     """A rank's progress, looked at every 0.3 s while its main thread waits in a join for a thread of that name."""
-    phases, found = Phases(), []
-    phases.enter(phase)
-    working = threading.Thread(target=work, args=(phases,), name=thread, daemon=True)
+    progress, found = RankProgress(), []
+    progress.enter(phase)
+    working = threading.Thread(target=work, args=(progress,), name=thread, daemon=True)
     over = threading.Event()
 
     def watch() -> None:
         time.sleep(0.3)  # by then the main thread waits
-        phases.moment()
+        progress.moment()
         for _ in range(6):
             time.sleep(0.3)
-            found.append(phases.moment().progress)
+            found.append(progress.moment().progress)
         over.set()
 
     working.start()
@@ -97,12 +97,12 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(integrity, "sync", slow)
     elif work == "manifest":
         monkeypatch.setattr(integrity, "digest", slow)
-    doing: dict[str, Callable[[Phases], None]] = {
+    doing: dict[str, Callable[[RankProgress], None]] = {
         "write": lambda _: write_much(tmp_path),
         "digest": lambda _: forever(lambda: plain(tmp_path / "large")),
         "copy": lambda _: forever(lambda: shutil.copyfile(tmp_path / "large", tmp_path / "copy")),
-        "files": lambda phases: integrity.Kept(make).write(tmp_path / "kept", phases.tick),
-        "manifest": lambda phases: integrity.write_manifest(source, {}, phases.tick),
+        "files": lambda progress: integrity.Kept(make).write(tmp_path / "kept", progress.tick),
+        "manifest": lambda progress: integrity.write_manifest(source, {}, progress.tick),
     }
     found = signs_of_life("save", "zoo-save", doing[work])
     assert all(later > earlier for earlier, later in itertools.pairwise(found)), found
@@ -115,14 +115,14 @@ def test_one_that_hangs_shows_no_sign(phase: str, thread: str) -> None:
 
 
 def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
-    phases = Phases()
-    phases.enter("save")
+    progress = RankProgress()
+    progress.enter("save")
     go = threading.Event()
     waiting: Any = iter(go.wait, True)
     thread = threading.Thread(target=integrity.remove, args=(waiting,), name="zoo-save", daemon=True)
     thread.start()
     time.sleep(0.2)
-    place = phases.moment().place
+    place = progress.moment().place
     go.set()
     thread.join()
     assert place.startswith("zoo/engine/checkpoint/integrity.py:"), place
