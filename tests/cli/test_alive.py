@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Zoo, events, figures, logged, summary
+from support.commands import Zoo, events, logged, metrics, summary
 
 from zoo.config.locate import checkpoints
 
@@ -96,12 +96,12 @@ def test_the_others_leave_and_say_who_where_and_what_they_waited_for(
         2 * SECONDS if reason == "silent" else SECONDS
     )  # the launcher lets a frozen rank have its time to end
     assert time.monotonic() - since < 3 + patience
-    told = [line for line in err.splitlines() if said in line]
-    assert len(told) == 1, err
+    lines = [line for line in err.splitlines() if said in line]
+    assert len(lines) == 1, err
     other = 1 - int(fault[0])
-    assert f"; rank {other} was waiting in all_" in told[0]
-    saved = re.search(rf"; the same command resumes from {folder}/checkpoints/iter_(\d+)$", told[0])
-    assert saved is not None, told
+    assert f"; rank {other} was waiting in all_" in lines[0]
+    saved = re.search(rf"; the same command resumes from {folder}/checkpoints/iter_(\d+)$", lines[0])
+    assert saved is not None, lines
     assert err.count("Traceback") <= (reason == "failed")
     assert (last_event(folder)["event"], last_event(folder)["reason"]) == ("end", reason)
     shown = zoo("show", str(folder), "--json")
@@ -250,10 +250,10 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo:
     code, out, err = run.ended()
     assert code == 0, err
     assert "resuming" in out and events(folder).count("resume") == 1
-    told = [line for line in err.splitlines() if line.startswith("zoo: ")]
-    assert len(told) == 1 and told[0].startswith("zoo: rank 1 died, last seen after step "), told
+    lines = [line for line in err.splitlines() if line.startswith("zoo: ")]
+    assert len(lines) == 1 and lines[0].startswith("zoo: rank 1 died, last seen after step "), lines
     assert Launched(command(zoo, straight, *options), straight).ended()[0] == 0
-    assert figures(folder) == figures(straight)
+    assert metrics(folder) == metrics(straight)
 
 
 @pytest.fixture

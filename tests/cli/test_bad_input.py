@@ -90,7 +90,7 @@ def test_a_folder_that_is_no_run_folder_keeps_its_config(zoo: Zoo, tmp_path: Pat
 
 
 def test_adapters(zoo: Zoo, tmp_path: Path) -> None:
-    """A misspelt target is told before weights are written; an adapter by itself is no checkpoint."""
+    """A misspelt target is reported before weights are written; an adapter by itself is no checkpoint."""
     message = zoo.refused(*zoo.train_arguments(tmp_path / "run", "lora.rank=4", "lora.targets=[qproj]"))
     assert message.startswith("lora.targets=qproj: no linear of lora.parts is called so; nearest: q_proj, ")
     assert not (tmp_path / "run" / "base").exists()

@@ -1,4 +1,4 @@
-"""A loss that jumps and numbers that overflow, as users meet them: told, written down, shown again, gone on behind."""
+"""A loss that jumps and numbers that overflow, as users meet them: reported, recorded, shown by zoo inspect, left behind."""
 
 import json
 from pathlib import Path
@@ -39,13 +39,13 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
     )
     assert "steps not applied: 1 (spike); " in done.out
 
-    facts: dict[str, Any] = json.loads(file.read_text())
-    worst = max(facts["rows"], key=lambda row: row["loss"])
+    details: dict[str, Any] = json.loads(file.read_text())
+    worst = max(details["rows"], key=lambda row: row["loss"])
     sources = [sample["source"] for sample in worst["samples"]]
     assert f"{data}:301" in sources
-    others = [row["loss"] for row in facts["rows"] if row is not worst]
+    others = [row["loss"] for row in details["rows"] if row is not worst]
     assert others and all(loss < worst["loss"] for loss in others)
-    assert {row["rank"] for row in facts["rows"]} == {0, 1}
+    assert {row["rank"] for row in details["rows"]} == {0, 1}
 
     shown = zoo("inspect", str(folder), f"step={step}", "samples=20")
     assert (shown.code, shown.err) == (0, ""), shown
@@ -53,7 +53,9 @@ def test_a_spike_is_left_out_and_its_rows_are_shown_again(zoo: Zoo, tmp_path: Pa
     page = (folder / "inspect" / f"step_{step}" / "rows.html").read_text()
     assert SURPRISE in page and f"{data}:301" in page and "rank 1, loss " in page
     found = json.loads(zoo("inspect", str(file), "samples=20", "--json", f"out={tmp_path / 'out'}").out)
-    assert found["step"]["rows"] == facts["rows"] and (tmp_path / "out" / "rows.png").stat().st_size > 10_000
+    assert (
+        found["step"]["rows"] == details["rows"] and (tmp_path / "out" / "rows.png").stat().st_size > 10_000
+    )
 
     missing = zoo.refused("inspect", str(folder), "step=999")
     assert missing.endswith(f"step_999.json: no such file; {folder}/bad_steps has step_{step}.json")

@@ -33,5 +33,5 @@ def test_a_run_skips_a_hundred_kinds_of_broken_rows(zoo: Zoo, tmp_path: Path) ->
     assert len(listed) == len(broken) and Counter(entry["cause"] for entry in listed) == counts
     assert "rows_left_out" in events(run)
     records = map(json.loads, (run / "train.jsonl").read_text().splitlines())
-    told = [record["counts"] for record in records if record.get("event") == "rows_left_out"]
-    assert told[-1] == counts
+    reported = [record["counts"] for record in records if record.get("event") == "rows_left_out"]
+    assert reported[-1] == counts

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.commands import STEPS, Ended, Zoo, events, figures, logged, summary, weights
+from support.commands import STEPS, Ended, Zoo, events, logged, metrics, summary, weights
 
 
 def test_while_training_it_saves_and_the_same_command_goes_on(
@@ -33,7 +33,7 @@ def test_while_training_it_saves_and_the_same_command_goes_on(
     done = zoo.train(folder)
     assert done.code == 0, done
     assert f"resuming {folder}/checkpoints/iter_{at} at step {at} of 6" in done.out
-    assert figures(folder) == figures(finished[0])  # to the bit
+    assert metrics(folder) == metrics(finished[0])  # to the bit
     assert weights(folder) == weights(finished[0])
     assert (summary(folder)["interrupted"], summary(folder)["steps"]) == (False, STEPS)
 
@@ -137,9 +137,9 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(zoo: Zoo
     running = zoo.start_training(folder, "train.steps=2000", "train.save_every=2")
     running.until(lambda: (folder / "checkpoints").is_dir() and "step" in events(folder))
     before = [line for line in (folder / "train.jsonl").read_text().splitlines()]
-    told = in_own_process(zoo, folder, "train.steps=2000", "nproc=2")
-    assert told.returncode == 2 and told.stderr.count("zoo: error") == 1, told
-    assert f"run.dir={folder}: process {running.pid} on " in told.stderr
+    second = in_own_process(zoo, folder, "train.steps=2000", "nproc=2")
+    assert second.returncode == 2 and second.stderr.count("zoo: error") == 1, second
+    assert f"run.dir={folder}: process {running.pid} on " in second.stderr
     assert (folder / "train.jsonl").read_text().splitlines()[: len(before)] == before
     os.kill(running.pid, signal.SIGKILL)
     running.ended()

@@ -27,7 +27,7 @@ def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
     }
     # Under data.labels=last, the first answer of `plain` has no label, and the last ones of the others are all they have.
     runs["repeated"][1].append("data.labels=last")
-    figures = {}
+    metrics = {}
     for name, (rows, overrides) in runs.items():
         data = write_rows(tmp_path / f"{name}.jsonl", rows)
         size = f"train.global_batch={len(rows)}"
@@ -45,6 +45,6 @@ def test_a_weighted_row_is_that_row_so_often(zoo: Zoo, tmp_path: Path) -> None:
             ),
         )
         assert done.code == 0, done
-        figures[name] = [(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name)]
-    for found, wanted in zip(figures["weighted"], figures["repeated"], strict=True):
+        metrics[name] = [(line["loss"], line["grad_norm"]) for line in logged(tmp_path / name)]
+    for found, wanted in zip(metrics["weighted"], metrics["repeated"], strict=True):
         assert found == pytest.approx(wanted, rel=1e-4)

@@ -1,4 +1,4 @@
-"""Runs that others start: SLURM's tasks, a script of the user's without a guard, a notebook's cells."""
+"""Runs under other launchers: tasks of SLURM, a script without `if __name__ == "__main__":`, cells of a notebook."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.commands import Zoo, figures, summary
+from support.commands import Zoo, metrics, summary
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
 
@@ -43,7 +43,7 @@ def test_tasks_of_slurm_are_ranks_of_one_run(zoo: Zoo, tmp_path: Path) -> None:
     assert "| 2 ranks (dp=2) | " in said[0][0].splitlines()[0]
     assert said[1][0] == ""  # one rank speaks
     assert zoo.train(tmp_path / "here", "nproc=2").code == 0
-    assert figures(tmp_path / "slurm") == figures(tmp_path / "here")
+    assert metrics(tmp_path / "slurm") == metrics(tmp_path / "here")
 
 
 def python(folder: Path, file: str, script: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.commands import STEPS, Zoo, events, figures, logged, summary, text_row, weights, write_rows
+from support.commands import STEPS, Zoo, events, logged, metrics, summary, text_row, weights, write_rows
 
 
 def children(pid: int) -> list[int]:
@@ -41,7 +41,7 @@ def test_an_interrupt_ends_all_ranks_and_the_run_goes_on_to_the_bit(
     assert 0 < at < STEPS and f"stopped at step {at} of 6, saved in " in done.out.splitlines()[-1]
 
     assert zoo.train(folder, "nproc=2").code == 0
-    assert figures(folder) == figures(straight)
+    assert metrics(folder) == metrics(straight)
     assert weights(folder) == weights(straight)
 
 

@@ -1,4 +1,4 @@
-"""What runs out: one sentence with numbers and settings, whole files, and the same command goes on when it is mended."""
+"""Resources that are used up: one sentence with numbers and settings, whole files, and the same command resumes afterwards."""
 
 import json
 import resource
@@ -13,7 +13,7 @@ from zoo.config.locate import checkpoints
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
-    """There is room for a checkpoint, not for two; with more room the same command goes on behind the first."""
+    """There is room for a checkpoint, not for two; with more room the same command resumes from the first."""
     with mounted(tmp_path / "disk", "size=32m") as disk:
         folder = disk / "run"
         arguments = zoo.train_arguments(
@@ -48,7 +48,7 @@ def test_a_folder_that_can_only_be_read(zoo: Zoo, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> None:
-    """The run says so; when it is back, the same command goes on behind a whole checkpoint, to the same steps."""
+    """The run reports it; once the file system is back, the same command resumes from a whole checkpoint, to the same steps."""
     disk = Disk(tmp_path)
     try:
         folder = disk.mount / "run"

@@ -1,4 +1,4 @@
-"""`zoo train` on a run folder that is there: with another recipe, with other rows, with more of them."""
+"""`zoo train` on an existing run folder: with another recipe, with other rows, with more rows."""
 
 import json
 import shutil
@@ -85,8 +85,8 @@ def test_other_rows_are_refused_or_accepted_and_more_rows_are_growth(zoo: Zoo, f
     done = zoo.train(run, *command, "train.steps=4")
     assert done.code == 0 and "grown" not in done.out and "allowed" not in done.out, done
 
-    mended = [json.dumps(text_row(8)), *given[1:], json.dumps(text_row(7))]
-    (moved / "other.jsonl").write_text("\n".join(mended) + "\n")
+    fixed = [json.dumps(text_row(8)), *given[1:], json.dumps(text_row(7))]
+    (moved / "other.jsonl").write_text("\n".join(fixed) + "\n")
     done = zoo.train(run, *command, "train.steps=5", "run.accept_changes=[data.train]")
     assert done.code == 0 and "they continue at the same place" in done.out, done
 

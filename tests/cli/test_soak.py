@@ -1,4 +1,4 @@
-"""A short soak: memory, open files and processor time of a run that has settled stay what they are."""
+"""A short soak: memory, open files and processor time of a run stay constant after its first steps."""
 
 from pathlib import Path
 

@@ -9,8 +9,8 @@ from support.commands import (
     Ended,
     Zoo,
     events,
-    figures,
     logged,
+    metrics,
     summary,
     text_row,
     weights,
@@ -96,7 +96,7 @@ def test_the_saved_config_repeats_the_run_to_the_bit(
     done = zoo("train", f"recipe={folder}/config.yaml", f"run.dir={tmp_path}/again", "log.tensorboard=false")
     assert done.code == 0, done
     assert "size tiny (as resolved in " in done.out
-    assert figures(tmp_path / "again") == figures(folder)
+    assert metrics(tmp_path / "again") == metrics(folder)
     assert weights(tmp_path / "again") == weights(folder)
     assert not (tmp_path / "again" / "tensorboard").exists()
 
@@ -154,7 +154,7 @@ def test_verbs_that_only_tell(zoo: Zoo, verb: list[str]) -> None:
 def test_own_data_alone(
     zoo: Zoo, tmp_path: Path, overrides: tuple[str, ...], headline: str, rows: int | None
 ) -> None:
-    """It is evaluated on nothing else: no figures, no best checkpoint, no row of the bundled set."""
+    """It is evaluated on nothing else: no metrics, no best checkpoint, no row of the bundled set."""
     folder = tmp_path / "run"
     mine = write_rows(tmp_path / "mine.jsonl", [text_row(number) for number in range(8)])
     how = ["data.eval=auto", "train.steps=4", "train.eval_every=2", "train.save_every=2", "export=false"]

@@ -1,4 +1,4 @@
-"""A step that is bad on one rank is left out on all, and leaves nothing behind; a run goes on behind it to the bit."""
+"""A step that is bad on one rank is left out on all ranks without a trace; the run after it is equal to the bit."""
 
 import json
 import math

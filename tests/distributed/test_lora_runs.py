@@ -1,4 +1,4 @@
-"""Runs with adapters: every parallel layout takes the same steps, a checkpoint goes on under another, exports are whole.
+"""Runs with adapters: every parallel layout takes the same steps, a checkpoint resumes under another, exports are whole.
 
 The hybrid with experts, from random weights, with adapters on every linear of tower and decoder and on the experts.
 """

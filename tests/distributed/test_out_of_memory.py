@@ -1,4 +1,4 @@
-"""A GPU that is full: one sentence with torch's figures and the planner's, and nothing that looks like a checkpoint."""
+"""A GPU that is full: one sentence with torch's numbers and the planner's estimates, and nothing that looks like a checkpoint."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ COMMON = (
 
 
 @pytest.mark.parametrize(("size", "culprit"), [(1, 0), (2, 1)])
-def test_the_planners_figures_and_the_settings(size: int, culprit: int, pool: Pool, tmp_path: Path) -> None:
+def test_the_planners_estimates_and_the_settings(size: int, culprit: int, pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(PoolError) as caught:
         pool.run(size, train_out_of_memory, [*COMMON, f"run.dir={tmp_path}"], culprit, timeout=300.0)
     (said,) = {line for line in str(caught.value).splitlines() if "UserError: the GPU" in line}

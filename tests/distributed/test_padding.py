@@ -139,10 +139,10 @@ def test_poisoned_padding(
     largest, name = worst(full_gradients(held), full_gradients(clean))
     record_property("loss_error", f"{error:.1e}")
     record_property("gradient_error", f"{largest:.1e} {name}")
-    assert set(clean[0].figures) == {"load_balancing_loss", "z_loss"}
-    for figure, wanted in clean[0].figures.items():
+    assert set(clean[0].metrics) == {"load_balancing_loss", "z_loss"}
+    for metric, wanted in clean[0].metrics.items():
         for part in held:
-            torch.testing.assert_close(part.figures[figure], wanted, rtol=1e-6, atol=0)
+            torch.testing.assert_close(part.metrics[metric], wanted, rtol=1e-6, atol=0)
     for part in held:
         for layer, bias in part.biases.items():
             assert torch.equal(bias, clean[0].biases[layer]), f"expert bias of layer {layer}"
@@ -158,7 +158,7 @@ def test_what_is_compared_is_there(prepared: Prepared) -> None:
         "5_moe": 5,
     }  # of the tiny models: the dense layer has none; 4 layers and one of MTP
     layers = sparse["omni_moe" if prepared.model.recipe == "qwen3_omni_sft" else "5_moe"]
-    for wanted in prepared.clean[0].figures.values():
+    for wanted in prepared.clean[0].metrics.values():
         assert int((wanted > 0).sum()) == layers
     biases = prepared.clean[0].biases
     assert len(biases) == (layers if prepared.transformer else 0)
@@ -191,14 +191,14 @@ def test_prompt_tokens_are_routed_and_counted(
         prepared.plan(store([replace(batch, labels=labels)]), AUXILIARY) for labels in (batch.labels, fewer)
     ]
     every, half = (pool.run(1, run_step, plan)[0] for plan in plans)
-    for figure, wanted in every.figures.items():
-        assert torch.equal(half.figures[figure], wanted), figure
+    for metric, wanted in every.metrics.items():
+        assert torch.equal(half.metrics[metric], wanted), metric
     for layer, bias in every.biases.items():
         assert torch.equal(half.biases[layer], bias)
     prompt = prepared.plan(store([_without_prompt(prepared)]), AUXILIARY)
     answers = pool.run(1, run_step, prompt)[0]
     assert not torch.allclose(
-        answers.figures["load_balancing_loss"], every.figures["load_balancing_loss"], rtol=1e-3
+        answers.metrics["load_balancing_loss"], every.metrics["load_balancing_loss"], rtol=1e-3
     )
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are reduced while the backward pass goes on, as on GPUs: right in every step, whatever media a rank has."""
+"""Gradients that are reduced during the backward pass, as on GPUs: right in every step, whatever media a rank has."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -23,7 +23,7 @@ COMMON = (
 )  # fmt: skip
 
 
-def figures(run_dir: Path, *names: str) -> list[tuple[Any, ...]]:
+def metrics(run_dir: Path, *names: str) -> list[tuple[Any, ...]]:
     lines = map(json.loads, (run_dir / "train.jsonl").read_text().splitlines())
     return [tuple(line[name] for name in names) for line in lines if "event" not in line]
 
@@ -53,7 +53,7 @@ EXACT = ("step", "loss", "grad_norm", "lr", "real_tokens", "labels")
 def test_the_same_again(overrides: tuple[str, ...], train: Callable[..., Path]) -> None:
     ranks = 1 if "engine.threads=2" in overrides else 2
     first, second = (train(name, ranks, *overrides) for name in ("first", "second"))
-    assert figures(first, *EXACT) == figures(second, *EXACT)
+    assert metrics(first, *EXACT) == metrics(second, *EXACT)
     assert weights(first) == weights(second)
 
 
@@ -72,7 +72,7 @@ def test_over_ranks_where_the_arithmetic_allows(layout: str, train: Callable[...
     serial = train("serial", 1, "train.clip_grad=0", *common)
     spread = train("spread", ranks, "train.clip_grad=0", *common, *parallel)
     names = ("step", "loss", "lr", "real_tokens", "labels")
-    assert figures(spread, *names) == figures(serial, *names)
+    assert metrics(spread, *names) == metrics(serial, *names)
     found, wanted = (
         {name: tensor for path in (folder / "export").glob("*.safetensors") for name, tensor in load_file(path).items()}
         for folder in (spread, serial)
@@ -83,7 +83,7 @@ def test_over_ranks_where_the_arithmetic_allows(layout: str, train: Callable[...
 
 def test_another_seed_is_another_run(train: Callable[..., Path]) -> None:
     first, second = (train(f"seed{seed}", 1, f"run.seed={seed}") for seed in (1, 2))
-    assert figures(first, "loss") != figures(second, "loss")
+    assert metrics(first, "loss") != metrics(second, "loss")
 
 
 @pytest.mark.gpu
@@ -111,10 +111,10 @@ def test_on_a_gpu(recipe: str, size: str, ranks: int, tmp_path: Path) -> None:
         return tmp_path / name
 
     first, second = run("first"), run("second")
-    assert figures(first, *EXACT) == figures(second, *EXACT)
+    assert metrics(first, *EXACT) == metrics(second, *EXACT)
     assert weights(first) == weights(second)
     kept = Path("checkpoints", "iter_4")
     shutil.copytree(first / kept, tmp_path / "halves" / kept)
     halves = run("halves")
-    assert figures(halves, *EXACT) == figures(first, *EXACT)[4:]
+    assert metrics(halves, *EXACT) == metrics(first, *EXACT)[4:]
     assert weights(halves) == weights(first)

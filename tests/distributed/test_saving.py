@@ -192,8 +192,8 @@ def test_a_damaged_checkpoint_is_passed_over(what: str, pool: Pool, copied: Path
     name = DAMAGE[what](newest)
     assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]  # of 1 and 2 the log has the lines of before
     events = [json.loads(line) for line in (copied / "train.jsonl").read_text().splitlines()]
-    (told,) = [event for event in events if event.get("event") == "damaged_checkpoint"]
-    assert told["checkpoint"] == "iter_4" and str(newest / name) in told["why"] and told["step"] == 2
+    (event,) = [event for event in events if event.get("event") == "damaged_checkpoint"]
+    assert event["checkpoint"] == "iter_4" and str(newest / name) in event["why"] and event["step"] == 2
     assert (copied / "checkpoints" / "damaged_iter_4").is_dir()
     assert [path.name for path in checkpoints(copied)] == ["iter_4", "iter_6"]  # a new iter_4
     assert not any(integrity.faults(path) for path in checkpoints(copied))
@@ -213,9 +213,9 @@ def test_damage_beside_the_weights_stops_no_run(
             pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
     assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]
     events = [json.loads(line) for line in (copied / "train.jsonl").read_text().splitlines()]
-    told = {event["file"]: event["outcome"] for event in events if event.get("event") == "damaged_file"}
-    assert told.keys() == {"hf/tokenizer.json", "hf/config.json"}
-    assert all(("no whole copy" in outcome) == everywhere for outcome in told.values())
+    outcomes = {event["file"]: event["outcome"] for event in events if event.get("event") == "damaged_file"}
+    assert outcomes.keys() == {"hf/tokenizer.json", "hf/config.json"}
+    assert all(("no whole copy" in outcome) == everywhere for outcome in outcomes.values())
     assert not integrity.faults(copied / "checkpoints" / "iter_6")
     assert bool(integrity.faults(copied / "checkpoints" / "iter_4")) == everywhere
     pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)

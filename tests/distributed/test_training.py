@@ -106,7 +106,7 @@ def test_a_checkpoint_of_two_replicas_resumes_to_the_bit(pool: Pool, train: Trai
         assert torch.equal(weights[name], tensor), name
 
 
-# After three steps, with gradients of decays that are sums which nearly cancel: 1.2e-5 measured for the figures, 5.7e-5 for
+# After three steps, with gradients of decays that are sums which nearly cancel: 1.2e-5 measured for the metrics, 5.7e-5 for
 # weights that were zero at the start. What a wrong reduction leaves is a thousand times as much.
 FOLLOWED, WEIGHTS = 5e-5, 2e-4
 HYBRID = {
@@ -118,7 +118,7 @@ HYBRID = {
 
 
 def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool, tmp_path: Path) -> None:
-    """Steps, weights and both losses are those of one rank; a checkpoint is read under another layout and goes on."""
+    """Steps, weights and both losses are those of one rank; a checkpoint is read under another layout and training continues."""
 
     def run(name: str, folder: Path) -> list[dict[str, Any]]:
         size, parallel = HYBRID[name]

@@ -126,8 +126,8 @@ def prepare(case: Case, root: Path) -> Any:
             pickle.dumps([packed_batch(samples[first::MICRO_BATCHES]) for first in range(MICRO_BATCHES)])
         )
         labels = sum(sample.num_labels for sample in samples)
-        (kept / "facts").write_bytes(pickle.dumps((str(folder), labels)))
-    folder, labels = pickle.loads((kept / "facts").read_bytes())
+        (kept / "details").write_bytes(pickle.dumps((str(folder), labels)))
+    folder, labels = pickle.loads((kept / "details").read_bytes())
     stored = str(kept / "batches")
     return Plan(
         folder=folder,
@@ -186,7 +186,7 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
             else:
                 (found,) = run_layouts(rank, case.ranks, given)
                 found.gradients = {name: x.cpu() for name, x in found.gradients.items()}
-                found.figures, found.biases = {}, {}
+                found.metrics, found.biases = {}, {}
         except BaseException:
             leave(traceback.format_exc())
             os._exit(1)
@@ -267,7 +267,7 @@ class Ranks:
 
 
 def compare(case: Case, found: list[Any], held_to: list[list[Any]]) -> tuple[bool, str]:
-    """Whether a case is within its bounds, and the figures; `held_to`: what its references found."""
+    """Whether a case is within its bounds, and its numbers; `held_to`: what its references found."""
     if case.kind == "run":
         serial = held_to[0][0]
         pairs = list(zip(found[0]["losses"], serial["losses"], strict=True))
@@ -301,7 +301,7 @@ def errors(found: list[Any], wanted: list[Any]) -> tuple[float, float]:
 
 
 def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
-    """Run cases and what they are held to; whether all are within their bounds. Each is told as it ends."""
+    """Run cases and what they are held to; whether all are within their bounds. Each is reported when it ends."""
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -329,11 +329,11 @@ def check(cases: tuple[Case, ...], say: Callable[[str], None]) -> bool:
                     say(f"FAILED {case.name}: {found}")
                     continue
                 results[case], seconds = [held for held, _ in found], max(seconds for _, seconds in found)
-                right, figures = (
+                right, metrics = (
                     (True, "") if serial else compare(case, results[case], [results[one] for one in wanted])
                 )
                 good = good and right
-                say(f"{'ok' if right else 'WRONG':<6} {case.name}: {figures} ({seconds:.1f} s)")
+                say(f"{'ok' if right else 'WRONG':<6} {case.name}: {metrics} ({seconds:.1f} s)")
         finally:
             ranks.stop()
             ahead.shutdown(cancel_futures=True)

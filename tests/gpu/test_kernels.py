@@ -25,7 +25,7 @@ PUBLISHED = {
 
 
 def _recipes(backend: str, precision: str, published: bool) -> list[Any]:
-    """Each of them at a published width, or tiny."""
+    """Every recipe, at a published width or tiny."""
     found = []
     for name, tiny in RECIPES:
         size = PUBLISHED[name] if published else tiny

@@ -1,4 +1,4 @@
-"""A GPU whose memory is really full: one sentence with the allocator's figures and the planner's."""
+"""A GPU whose memory is really full: one sentence with the allocator's numbers and the planner's estimates."""
 
 import subprocess
 import sys

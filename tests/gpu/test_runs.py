@@ -43,7 +43,7 @@ def test_a_plan(cache: Path) -> None:
 
 
 def test_the_driver_says_what_torch_says() -> None:
-    """Of the GPUs' number, memory and architecture."""
+    """On the number, memory and architecture of the GPUs."""
     names = "from zoo.config.devices import gpu_capabilities, gpu_count, gpu_memory"
     by_torch = "{torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}"
     answers = {

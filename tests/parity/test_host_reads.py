@@ -62,7 +62,7 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Zoo:
 
 
 def reads(model: Zoo, names: tuple[str, ...]) -> HostReads:
-    """Of one training step on the named rows, packed with padding between them, after all that the host does."""
+    """The reads of device values in one training step on the named rows, packed with padding, once the host has done its part."""
     examples = vision_examples(model.assembly.processor)
     step = model.step(align=8)
     inputs, loss_inputs = step.prepare(packed_batch([examples[name].sample for name in names]))

@@ -115,13 +115,13 @@ def test_a_batch_without_any_weight_has_a_gradient_of_zero(zoo: Zoo, samples: li
 def test_evaluation_weighs_the_loss_and_counts_the_labels(zoo: Zoo, samples: list[Sample]) -> None:
     step = zoo.step(align=4)
 
-    def figures(batch: MicroBatch) -> dict[str, Tensor]:
+    def metrics(batch: MicroBatch) -> dict[str, Tensor]:
         output, function = step(iter([batch]), zoo.model, loss_scale=1.0, evaluate=True)
         found: dict[str, Tensor] = function(output)[1]
         return found
 
-    plain = figures(packed(samples[:2]))
-    double = figures(packed([weighted(samples[0], 2.0), samples[1]]))
+    plain = metrics(packed(samples[:2]))
+    double = metrics(packed([weighted(samples[0], 2.0), samples[1]]))
     scale = torch.tensor([2.0, 1.0])
     torch.testing.assert_close(double["segment_nll"], scale * plain["segment_nll"])
     torch.testing.assert_close(double["segment_weight"], scale * plain["segment_labels"])

@@ -306,7 +306,7 @@ def test_an_adapter_of_another_model_or_rank_is_refused(
 def test_layers_that_are_made_again_drop_the_same(
     name: str, recompute: str, checkpoint: Callable[[str], Path], cpu_world: Any
 ) -> None:
-    """The first layer's input needs no gradient; it is made again all the same."""
+    """The first layer's input needs no gradient; the layer is recomputed all the same."""
     case, found = replace(CASES[name], parts="language"), {}
     for how in ("none", recompute):
         recipe = recipe_of(case, checkpoint(name), "lora.dropout=0.4", f"engine.recompute={how}")

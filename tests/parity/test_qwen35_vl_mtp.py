@@ -145,10 +145,10 @@ def test_multi_token_prediction(layout: str, pair: Pair) -> None:
     assert not {name: error for name, error in errors.items() if not error < GRADIENTS}
 
 
-def test_figures_of_both_losses(pair: Pair) -> None:
+def test_metrics_of_both_losses(pair: Pair) -> None:
     step = pair.zoo.step()
     output, loss_function = step(iter([packed_batch(pair.samples)]), pair.zoo.model, loss_scale=1.0)
-    figures = loss_function(output)[1]
-    assert float(figures["nll"]) == pytest.approx(pair.nll, rel=1e-6)
-    assert float(figures["mtp_nll"]) == pytest.approx(pair.further, rel=1e-6)
-    assert float(figures["labels"]) == pair.labels
+    metrics = loss_function(output)[1]
+    assert float(metrics["nll"]) == pytest.approx(pair.nll, rel=1e-6)
+    assert float(metrics["mtp_nll"]) == pytest.approx(pair.further, rel=1e-6)
+    assert float(metrics["labels"]) == pair.labels

@@ -48,7 +48,7 @@ def test_exports_load_in_transformers_without_a_word(tmp_path: Path, cpu_world: 
 
 
 def test_what_transformers_saves_is_read(tmp_path: Path, cpu_world: Any) -> None:
-    """Of a new model it saves the decoder's experts one by one, and no MTP."""
+    """transformers saves a new model's experts one by one, and no MTP."""
     from transformers import Qwen3_5MoeForConditionalGeneration
 
     source = write_tiny_qwen35(tmp_path / "in", moe=True)

@@ -117,7 +117,7 @@ def test_rows_as_the_loader_collates_them(
 
 
 @pytest.mark.parametrize("packing", [{}, {"mode": "none"}], ids=str)
-def test_evaluation_figures_of_each_row(
+def test_evaluation_metrics_of_each_row(
     packing: dict, zoo: Zoo, samples: list[Any], references: dict[str, Tensor]
 ) -> None:
     zoo.model.eval()
@@ -125,13 +125,13 @@ def test_evaluation_figures_of_each_row(
         step = zoo.step(**packing)
         batch = packed_batch(samples) if not packing else padded_batch(samples)
         output, loss = step(iter([batch]), zoo.model, loss_scale=1.0, evaluate=True)
-        _, figures = loss(output)
+        _, metrics = loss(output)
     zoo.model.train()
     for row, (sample, logits) in enumerate(zip(samples, references.values(), strict=True)):
         targets, guesses = sample.labels[1:], logits[:-1]
         wanted = torch.nn.functional.cross_entropy(guesses, targets, reduction="sum")
         correct = (guesses.argmax(-1) == targets).sum()
-        assert float(figures["segment_nll"][row]) == pytest.approx(float(wanted), rel=1e-5)
-        assert int(figures["segment_labels"][row]) == sample.num_labels
-        assert int(figures["segment_correct"][row]) == int(correct)
-    assert float(figures["labels"]) == sum(sample.num_labels for sample in samples)
+        assert float(metrics["segment_nll"][row]) == pytest.approx(float(wanted), rel=1e-5)
+        assert int(metrics["segment_labels"][row]) == sample.num_labels
+        assert int(metrics["segment_correct"][row]) == int(correct)
+    assert float(metrics["labels"]) == sum(sample.num_labels for sample in samples)

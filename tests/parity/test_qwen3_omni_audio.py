@@ -52,7 +52,7 @@ def test_a_clip_does_not_feel_its_neighbours(zoo: Zoo, clips: list[Tensor]) -> N
 
 
 def test_transformers_lets_a_longer_clip_change_a_short_one(hf: Any, clips: list[Tensor]) -> None:
-    """Why zoo has a tower of its own. Where this fails, transformers has mended it: take its encoder as it is."""
+    """Why zoo has a tower of its own. Where this fails, transformers has fixed it: take its encoder as it is."""
     short = FRAMES.index(37)
     (alone,) = through_transformers(hf, [clips[short]])
     beside = through_transformers(hf, clips)[short]

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.packing import PackedLayout
 
 LIMIT = 1e-5
-FIGURES = ("load_balancing_loss", "z_loss")
+METRICS = ("load_balancing_loss", "z_loss")
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def run(
     tracker = get_moe_metrics_tracker()
     tracker.clear()
     loss, gradients = zoo.gradients([batch], count, **packing)
-    figures = {name: tracker.metrics[name].values.clone() for name in FIGURES}
+    metrics = {name: tracker.metrics[name].values.clone() for name in METRICS}
     tracker.clear()
-    return loss, gradients, figures
+    return loss, gradients, metrics
 
 
 def same(found: tuple, wanted: tuple) -> None:
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    for name in FIGURES:
+    for name in METRICS:
         assert int((wanted[2][name] > 0).sum()) == 4, "each MoE layer, not the dense one"
         torch.testing.assert_close(found[2][name], wanted[2][name], rtol=1e-6, atol=0)
     for name, gradient in wanted[1].items():

@@ -145,7 +145,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
 
 
-def figures(run_dir: Path) -> list[tuple[float, ...]]:
+def metrics(run_dir: Path) -> list[tuple[float, ...]]:
     """What must be the same to the bit in runs that are the same."""
     return [tuple(r[k] for k in ("step", "loss", "grad_norm", "lr", "real_tokens")) for r in logged(run_dir)]
 

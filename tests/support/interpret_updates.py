@@ -3,7 +3,7 @@
     TRITON_INTERPRET=1 python tests/support/interpret_updates.py
 
 Prints as JSON, by precision, the largest difference of weights (fp32 masters) and moments relative to their size, of the
-model's weights from their masters in steps of their precision, and the updates that the state tells of. A process of its
+model's weights from their masters in steps of their precision, and the updates that follow from the state. A process of its
 own, as Triton decides when it is imported.
 """
 

@@ -39,7 +39,7 @@ class Parallel:
 
     @property
     def kinds(self) -> set[str]:
-        """Of tp, sp, pp, ...: what it cuts; dp where it cuts nothing."""
+        """The kinds of parallelism that the layout uses (tp, sp, pp, ...); dp where it uses no other."""
         pairs = (override.removeprefix("parallel.").split("=") for override in self.overrides)
         return {key for key, value in pairs if value != "false"} or {"dp"}
 

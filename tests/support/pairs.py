@@ -156,7 +156,7 @@ class PairTests:
         for layer in layers:
             getattr(layer.mlp, "router", layer.mlp).register_forward_pre_hook(count)
         loss, gradients = zoo.gradients([packed_batch(pair.samples)], pair.count)
-        assert runs == 2 * len(layers), "nothing was made again"
+        assert runs == 2 * len(layers), "nothing was recomputed"
         assert loss == pytest.approx(pair.wanted[0], rel=1e-6)
         errors = relative_errors(pair.zoo.published(gradients), pair.wanted[1])
         assert not {name: error for name, error in errors.items() if not error < pair.gradients_limit}

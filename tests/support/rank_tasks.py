@@ -50,7 +50,7 @@ class Held:
     pp_rank: int
     dp_rank: int
     cp_rank: int
-    figures: dict[str, Tensor] = field(default_factory=dict)  # router's auxiliary losses of each layer
+    metrics: dict[str, Tensor] = field(default_factory=dict)  # router's auxiliary losses of each layer
     biases: dict[str, Tensor] = field(default_factory=dict)  # routers' expert bias after its update, by name
     logprobs: dict[int, Tensor] = field(
         default_factory=dict
@@ -144,8 +144,8 @@ class _Built:
         self.encoded.clear()
         mine = batches[world.dp_rank :: world.dp_size]
         scale = world.dp_size * len(mine) / plan.labels
-        figures = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
-        loss = sum(float(f["nll"]) for f in figures) / plan.labels if world.counts_loss else 0.0
+        metrics = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
+        loss = sum(float(f["nll"]) for f in metrics) / plan.labels if world.counts_loss else 0.0
         held = self.held(loss, len(mine))
         if plan.logprobs:
             held.logprobs = self._logprobs(step, mine)
@@ -173,14 +173,14 @@ class _Built:
             pp_rank=world.pp_rank,
             dp_rank=world.dp_rank,
             cp_rank=world.cp_rank,
-            figures=_router_figures(self.wrapped[0].config, count),
+            metrics=_router_metrics(self.wrapped[0].config, count),
             encoded=dict(self.encoded),
             biases=_expert_biases(self.wrapped),
         )
 
     @torch.no_grad()
     def _logprobs(self, step: Any, mine: Sequence[Any]) -> dict[int, Tensor]:
-        """Of every token of this rank's micro-batches, whatever carries a label."""
+        """Log-probabilities of every token of this rank's micro-batches, labelled or not."""
 
         def forward(data: Iterator[Any], model: Any) -> Any:
             inputs, loss_inputs = step.prepare(replace(next(data), labels=None), logprobs=True)
@@ -191,7 +191,7 @@ class _Built:
 
         found = self._schedule(forward, mine, forward_only=True)
         first, every = self.world.dp_rank, self.world.dp_size
-        return {first + i * every: figures["logprobs"] for i, figures in enumerate(found)}
+        return {first + i * every: metrics["logprobs"] for i, metrics in enumerate(found)}
 
     def _schedule(self, forward: Any, mine: Sequence[Any], forward_only: bool = False) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -235,7 +235,7 @@ def _count_encoded(chunk: Any) -> dict[str, int]:
     return counts
 
 
-def _router_figures(config: Any, micro_batches: int) -> dict[str, Tensor]:
+def _router_metrics(config: Any, micro_batches: int) -> dict[str, Tensor]:
     """Auxiliary losses, mean over micro-batches and summed over ranks as mcore logs them; {} where there are none."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -298,7 +298,7 @@ def train_with_small_files(
             if rank == culprit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
             train_here(recipe)
-        except UserError as error:  # told as a mistake of the user's
+        except UserError as error:  # reported as a mistake of the user's
             cause = error.__cause__
             assert isinstance(cause, OSError)
             return type(cause).__name__, cause.filename, steps
