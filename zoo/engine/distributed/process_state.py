@@ -1,7 +1,7 @@
-"""What a call of zoo's sets for its whole process, put back when it is over: nothing of it is left to the caller.
+"""Settings of the whole process that a call of zoo changes, and that are restored when the call ends.
 
-A function mode and other names of torch and megatron-core are put back by those who replace them (:mod:`zoo.engine.megatron.cpu_host`,
-:mod:`zoo.engine.megatron.compat`). Imports no torch: where nobody has imported it, it has no settings yet.
+:mod:`zoo.engine.megatron.cpu_host` and :mod:`zoo.engine.megatron.compat` restore the names of torch and megatron-core that they
+replace. This module imports no torch: settings of torch are saved only where the caller has imported it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LOGGERS = ("", "megatron", "torch.utils.cpp_extension")
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """Put back at the end of the block: environment, working folder, filters of warnings and logs, hooks, random states,
-    and torch's settings. Also a decorator: `@untouched()`.
+    """Restore the process at the end of the block: environment, working folder, filters of warnings and logs, hooks, random
+    states, and torch's settings. Also a decorator: `@untouched()`.
     """
     restore = [_environment(), _warnings(), *map(_logger, _LOGGERS), _hooks(), _random()]
     if "torch" in sys.modules:
@@ -36,7 +36,7 @@ def untouched() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Leave out what megatron-core and torch say on import about packages that zoo does without."""
+    """Suppress the warnings of megatron-core and torch, on import, about packages that zoo does not need."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU to report.

@@ -32,7 +32,7 @@ _watching: set[int] = set()  # process ids of this one, which a fork changes
 
 
 def machine() -> str:
-    """What process ids are counted in: this host and, in a container, its namespace."""
+    """An id of the namespace that process ids belong to: this host and, in a container, the container's namespace."""
     try:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -41,7 +41,7 @@ def machine() -> str:
 
 
 def birth(pid: int) -> str | None:
-    """When a process of this machine was started, in the kernel's units; None where it is no more (or a zombie)."""
+    """The start time of a process of this machine, in the kernel's units; None where it has ended, or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def birth(pid: int) -> str | None:
 
 
 class Launcher:
-    """This process, for those that it starts while the block is open."""
+    """This process, as the processes that it starts inside the block know it."""
 
     def __enter__(self) -> Launcher:
         self._theirs, self._mine = os.pipe()
@@ -74,13 +74,13 @@ class Launcher:
 
     @property
     def environment(self) -> dict[str, str]:
-        """A variable to start them with."""
+        """The environment variable to start them with."""
         pid = os.getpid()
         return {LAUNCHER: f"{pid} {birth(pid) or '-'} {self._theirs} {os.fstat(self._theirs).st_ino}"}
 
     @property
     def files(self) -> tuple[int, ...]:
-        """What they inherit (`pass_fds`)."""
+        """The open files that they inherit (`pass_fds`)."""
         return (self._theirs,)
 
 
@@ -109,7 +109,7 @@ class _Parent:
         return cls(int(pid), born.strip("-"), int(pipe))
 
     def lives(self, seconds: float) -> bool:
-        """Whether it is still there after so many seconds; sooner where it is not."""
+        """Whether the parent still exists after so many seconds; returns earlier where it does not."""
         if self.pipe is None:
             time.sleep(seconds)
         elif select.select([self.pipe], [], [], seconds)[0]:  # nobody writes to it: it was closed
@@ -118,9 +118,9 @@ class _Parent:
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it is gone: by SIGTERM, on which a run saves.
+    """Send this process SIGTERM, on which a run saves, soon after the process that started it has ended.
 
-    One that is in a call of a library, waiting for ranks that are gone as well, does not hear the signal.
+    A process that waits inside a library, for ranks that have ended as well, can't handle the signal and exits some seconds later.
     """
     if os.getpid() in _watching:
         return

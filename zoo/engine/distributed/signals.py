@@ -1,4 +1,4 @@
-"""Signals in a rank: at once while nothing is at stake, at the end of the step while training.
+"""Signals in a rank: they end it at once before and after training, and at the end of the step while it trains.
 
 SIGINT (Ctrl-C) is a person's: exit code 130. SIGTERM and SIGUSR1 are a cluster's, SIGHUP comes when a terminal or a connection
 is closed, SIGQUIT from Ctrl-\\: exit code 75 (:data:`PREEMPTED`), on which a scheduler is to start the same command again.
@@ -33,9 +33,9 @@ class Preempted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """What a signal does: it raises KeyboardInterrupt, but the first one inside :meth:`deferred` is only noted.
+    """The handler of signals: each raises KeyboardInterrupt, but the first one inside :meth:`deferred` is only noted.
 
-    The second one ends the process at once, wherever it is: nothing in a run folder is ever published by halves.
+    The second signal ends the process at once, wherever it is: files of a run folder appear whole or not at all.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A part of the run that is to end by itself soon after `asked` is set."""
+        """A block that ends by itself soon after `asked` is set."""
         self._deferring = True
         try:
             yield
@@ -56,7 +56,7 @@ class Interrupts:
 
     @contextmanager
     def undisguised(self) -> Iterator[None]:
-        """Raise what a signal has raised, where a library has made an exception of its own of it."""
+        """Raise the KeyboardInterrupt of a signal again, where a library has turned it into another exception."""
         try:
             yield
         except Exception as error:
@@ -96,7 +96,7 @@ def _say(text: str) -> None:
 
 
 def leave_terminal() -> None:
-    """Write no more to a terminal that is gone: every write there would fail, and a run with it."""
+    """Stop writing to a terminal that is gone: each write to it would fail, and end the run."""
     for file in (1, 2):
         try:
             os.tcgetpgrp(file)
@@ -108,7 +108,7 @@ def leave_terminal() -> None:
 
 
 def handled() -> tuple[signal.Signals, ...]:
-    """The signals that a run handles here: all of SIGNALS, but not a SIGHUP that nohup has had ignored."""
+    """The signals that a run handles: all of SIGNALS, without a SIGHUP that is ignored already, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(number for number in SIGNALS if not (ignored and number == signal.SIGHUP))
 

@@ -30,7 +30,10 @@ _SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True)
 class World:
-    """This rank's place. Sizes and ranks per group; `groups` is mcore's ProcessGroupCollection."""
+    """This rank's place among all ranks: its rank in each process group, and the groups' sizes.
+
+    `groups` is megatron-core's ProcessGroupCollection.
+    """
 
     rank: int
     size: int
@@ -45,7 +48,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes logs."""
+        """Whether this is rank 0, which writes logs."""
         return self.rank == 0
 
     @property
@@ -67,9 +70,9 @@ class World:
 
 @contextmanager
 def world(recipe: Recipe) -> Iterator[World]:
-    """Initialise everything that is global to a process, and take it down again.
+    """Initialise torch.distributed and megatron-core's parallel state for the block, and take both down after it.
 
-    Raises UserError where torch.distributed is in use already: its groups are somebody else's.
+    Raises UserError where torch.distributed is in use already: its groups belong to the caller.
     """
     if dist.is_initialized():
         raise UserError(
@@ -105,7 +108,7 @@ def _take_down() -> None:
 
 @contextmanager
 def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
-    """This rank's share of the cores for work on whole weights, where steps on a GPU leave it one thread (`cpu_threads`)."""
+    """Use this rank's share of the cores inside the block, for work on whole weights; steps on a GPU use one (`cpu_threads`)."""
     threads = torch.get_num_threads()
     ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
     if ranks:
@@ -117,7 +120,7 @@ def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
 
 
 def on_one_rank(recipe: Recipe) -> Recipe:
-    """The recipe without anything parallel."""
+    """The recipe with every parallel size 1 and without sequence parallelism."""
     return recipe.replace({f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
 
 

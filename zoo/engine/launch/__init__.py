@@ -1,1 +1,1 @@
-"""Who starts ranks: this process, zoo's own launcher, torchrun or SLURM."""
+"""Starting ranks: in this process, as child processes, or under torchrun or SLURM."""

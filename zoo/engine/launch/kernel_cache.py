@@ -1,4 +1,4 @@
-"""Compiled kernels that are kept between runs."""
+"""A cache that keeps compiled kernels between runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAME = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # environment of FlashAttention 4
 
 
 def keep_kernels() -> None:
-    """Have FlashAttention 4 keep the kernels it compiles, in `$XDG_CACHE_HOME/zoo/flash_attention_4`.
+    """Make FlashAttention 4 keep the kernels that it compiles, in `$XDG_CACHE_HOME/zoo/flash_attention_4`.
 
     Else every process compiles them (12 of the 16 seconds that a first step of receipts-2b took on an H200). To be called
     before ranks are started and before megatron-core is imported: FlashAttention 4 reads its environment when it is

@@ -1,4 +1,4 @@
-"""Ranks that SLURM has started: its variables as those of torchrun, and a batch script that starts them."""
+"""Ranks under SLURM: its variables translated to those of torchrun, and a batch script that starts the ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ _NAMES = {"SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_LOCALID":
 
 
 def join_slurm(environ: MutableMapping[str, str] = os.environ) -> bool:
-    """Where SLURM has started this process as one of several tasks, set torchrun's variables; whether it has.
+    """Set torchrun's variables where SLURM has started this process as one of several tasks; return whether it has.
 
-    RANK, WORLD_SIZE and LOCAL_RANK are SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; MASTER_ADDR is the first host of
-    SLURM_JOB_NODELIST, MASTER_PORT follows from the job's id, and each is kept where it is set. Variables of torchrun
-    go before SLURM's.
+    RANK, WORLD_SIZE and LOCAL_RANK are SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. MASTER_ADDR is the first host of
+    SLURM_JOB_NODELIST, and MASTER_PORT follows from the job's id. Variables of torchrun that are set already are kept.
 
     Raises:
-        ConfigError: a variable of SLURM's can't be read.
+        ConfigError: a variable of SLURM can't be read.
     """
     if "RANK" in environ or not all(name in environ for name in _NAMES) or environ["SLURM_NTASKS"] == "1":
         return False
@@ -66,7 +65,7 @@ def write_template(recipe: Recipe, arguments: Sequence[str], ranks: int) -> Path
     """Write a batch script that runs `zoo train` with these arguments on the recipe's machine; returns where.
 
     Raises:
-        UserError: a file of that name is there.
+        UserError: a file of that name exists.
     """
     assert recipe.run.dir is not None  # derived by validate
     name = Path(recipe.run.dir).name

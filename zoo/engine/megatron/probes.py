@@ -37,10 +37,10 @@ class _Trap:
 
 
 def pickles_that_ran() -> set[str]:
-    """Where a checkpoint may hold code that loading it with megatron-core runs: its "index", "common state", "object".
+    """The places of a checkpoint from which megatron-core runs code on loading: "index", "common state", "object".
 
-    Loads folders with a harmless trap in one of these places, the way that zoo loads a checkpoint, and one without.
-    Raises whatever megatron-core raises of the last one, as then nothing is known.
+    Loads, the way that zoo loads a checkpoint, a folder with a harmless trap in each of these places, and one without a trap.
+    Raises whatever megatron-core raises for the last one, because the result is unknown then.
     """
     _sprung.clear()
     with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
@@ -102,7 +102,7 @@ def _object_trap(root: str, name: str) -> Path:
 
 
 def moments_are_saved_whole() -> bool:
-    """Whether a save of the optimizer's state has each parameter's own values, where padding ends its buffer's buckets.
+    """Whether a save of the optimizer's state holds the right values for each parameter when padding ends the buckets.
 
     Raises whatever megatron-core raises where it describes that state by other means than those of 0.19.
     """

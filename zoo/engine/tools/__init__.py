@@ -1,1 +1,1 @@
-"""What the verbs call: convert, verify, score, and the status of a run."""
+"""The functions behind the verbs: convert, verify, score, and the status of a run."""

@@ -45,7 +45,7 @@ CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What will be written."""
+    """The plan of a conversion: the tensors and files that will be written."""
 
     jobs: list[Job]
     allowed: Sequence[str]  # problems that `allow` let pass
@@ -55,12 +55,12 @@ class Conversion:
 
     @property
     def planned(self) -> list[Planned]:
-        """All tensors, in the order in which they are made."""
+        """All tensors, in the order in which they are written."""
         return [tensor for job in self.jobs for tensor in job.planned]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.nbytes for tensor in self.planned)
 
 
@@ -85,8 +85,8 @@ def convert(
     Args:
         source: what to convert.
         target: the folder to write; it appears when it is whole.
-        dtype: of the tensors that zoo trains; None keeps theirs. Carried tensors keep their bytes in any case.
-        shard_bytes: most bytes of a weights file; a larger tensor has one of its own.
+        dtype: dtype of the tensors that zoo trains; None keeps the source's. Tensors that zoo does not train keep their bytes.
+        shard_bytes: largest size of a weights file in bytes; a larger tensor has a file of its own.
         allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra; recorded in the output.
         revision: branch, tag or commit of a hub id.
         overwrite: replace an existing target, if zoo has written it and nothing was put into it since.
@@ -98,7 +98,7 @@ def convert(
 
     Raises:
         BridgeError: tensors that do not fit, all in one report; nothing is written.
-        UserError: no such source, a target that exists, a full disk.
+        UserError: `source` does not exist, `target` exists already, or the disk has no room.
     """
     if isinstance(allow, str):
         raise TypeError(f"allow={allow!r}: a list of patterns is wanted")
@@ -131,7 +131,7 @@ def convert(
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """bf16, fp16 or fp32."""
+    """The dtype of a name: bf16, fp16 or fp32; raises UserError for any other."""
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name not in known:
         raise UserError(f"dtype={name}: wanted one of {', '.join(known)}")

@@ -1,7 +1,7 @@
 """Log-probabilities that a checkpoint gives the answers of some rows; `zoo.score`.
 
-The rows go through the same step as in training, packed or not (packing.mode), under any parallel layout. What comes
-back does not depend on either.
+The rows go through the same step as in training, packed or not (packing.mode), under any parallel layout. The result depends
+on neither.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ def score(
     *,
     here: bool = False,
 ) -> list[dict[str, Any]]:
-    """Score rows, in processes of their own.
+    """Compute the log-probabilities of the answers in some rows, in separate processes.
 
     Args:
         path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
         rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts (media paths from the current folder).
-        overrides: of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
-
-        here: a single rank runs in this process, as it does for the command `zoo score`.
+        overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
+        here: a single rank runs in this process, as in the command `zoo score`.
 
     Returns:
-        A dict a row, in order: `source` (where it stands), `token_ids` (L ints), `labels` (L ints, -100 where there is no
-        answer) and `logprobs` (L floats of 32 bits): at each label, the log-probability of that token given those
+        One dict per row, in order: `source` (the row's file and line), `token_ids` (L ints), `labels` (L ints, -100 outside of
+        answers) and `logprobs` (L floats of 32 bits): at each label the log-probability of that token given the tokens
         before it, and 0.0 elsewhere.
 
     Raises:
@@ -108,7 +107,7 @@ def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
 
 @torch.no_grad()
 def score_here(recipe: Recipe) -> list[dict[str, Any]]:
-    """`score` on this rank, the rows those of data.eval; every rank gets all results."""
+    """`score` on this rank, for the rows of data.eval; returns all results on every rank."""
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe)
@@ -142,7 +141,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
 
 @dataclass
 class _Scorer:
-    """A model at work."""
+    """Computes log-probabilities with a model on this rank."""
 
     step: Any
     chunks: Sequence[Any]

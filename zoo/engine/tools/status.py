@@ -25,7 +25,7 @@ _LATE = 3  # a rank is silent after so many missing heartbeats
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """A run's state; None where it can't be known yet."""
+    """A run's state; a field is None where it can't be known yet."""
 
     run_dir: str
     state: (
@@ -52,12 +52,12 @@ class RunStatus:
     health_age: float | None = None  # seconds since health.json was written
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The status as plain values."""
         return asdict(self)
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether it looks like the folder of a run."""
+    """Whether a path looks like the folder of a run."""
     folder = Path(path)
     config = folder / "config.yaml"
     return (folder / "train.jsonl").is_file() or (config.is_file() and is_saved_recipe(config))
@@ -67,7 +67,7 @@ def read_status(path: str | Path) -> RunStatus:
     """The state of the run in a folder.
 
     Raises:
-        UserError: there is no run.
+        UserError: the folder does not exist, or holds no run.
     """
     folder = Path(path)
     if not folder.is_dir():

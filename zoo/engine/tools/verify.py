@@ -1,8 +1,8 @@
-"""Two checkpoints against each other, tensor by tensor and, on some rows, token by token; `zoo.verify`.
+"""Compare two checkpoints, tensor by tensor and, on some rows, token by token; `zoo.verify`.
 
-Either side may be a Hugging Face folder, in any layout that is read, zoo's own weights, or a run's checkpoint. Tensors are
-compared as zoo has them, so two layouts of the same weights are equal; a tensor that only one side has is missing in the
-other. Logits are compared by other code than what wrote the checkpoint: a Hugging Face folder's come from transformers.
+Each side may be a Hugging Face folder, in any layout that zoo reads, zoo's own weights, or a run's checkpoint. Tensors are
+compared in zoo's layout, so two layouts of the same weights are equal. A tensor that only one side has is missing in the
+other. Log-probabilities of a Hugging Face folder come from transformers, so they check the code that wrote the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found; `equal` where nothing differs."""
+    """The result of :func:`verify`; `equal` where nothing differs."""
 
     tensors: list[Compared]
     # source, labels, max_difference of log-probabilities; skipped: why transformers can't be compared there, or None
@@ -66,12 +66,12 @@ class Verification:
 
     @property
     def largest_difference(self) -> float:
-        """Of all log-probabilities."""
+        """The largest difference of any log-probability."""
         return max((row["max_difference"] for row in self.compared_rows), default=0.0)
 
     @property
     def compared_rows(self) -> list[dict[str, Any]]:
-        """Rows that count."""
+        """The rows that both sides can compute."""
         return [row for row in self.rows if row["skipped"] is None]
 
     @property
@@ -80,7 +80,7 @@ class Verification:
         return set(self.counts) <= {"equal"} and self.largest_difference <= self.tolerance
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The result as plain values."""
         found = {"equal": self.equal, "counts": self.counts, "tensors": [asdict(t) for t in self.tensors]}
         if self.rows:
             found |= {"rows": self.rows, "tolerance": self.tolerance}
@@ -100,15 +100,15 @@ def verify(
     """Compare two checkpoints of one family.
 
     Args:
-        a: what `zoo.convert` and `zoo.score` take.
+        a: a checkpoint, as `zoo.convert` and `zoo.score` take it.
         b: the same, to compare with `a`.
         rows: a JSONL file, or a bundled set, whose answers' log-probabilities are compared too, in fp32.
         overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
-        tolerance: largest difference of a log-probability (natural) that is none.
+        tolerance: largest difference of two log-probabilities (natural) that still counts as equal.
         here: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
 
     Raises:
-        UserError: no such checkpoint, or two of different families.
+        UserError: a checkpoint does not exist, or the two belong to different families.
     """
     if rows is not None:
         locate_rows(str(rows), "rows")
