@@ -82,14 +82,13 @@ class StillOptimizer:
         held = {
             parameter: {
                 name: staging.copy(tensor)
-                for name, tensor in live._get_main_param_and_optimizer_states(parameter).items()
+                for name, tensor in private.weight_and_moments(live, parameter).items()
             }
             for one in ranges
             for parameter in one["param_map"]
         }
         self._plain = copy.deepcopy(live.state_dict())
-        self._still = copy.copy(live)
-        self._still._get_main_param_and_optimizer_states = held.__getitem__
+        self._still = private.with_weights_and_moments(live, held)
         self._still.buffers = [copy.copy(buffer) for buffer in live.buffers]
 
     def sharded(self, everything: Any, group: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ tests/unit/engine/megatron/test_private.py compares their signatures with those 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,19 @@ from unittest.mock import patch
 def range_in_bucket(optimizer: Any, parameter: Any) -> Any:
     """This rank's part of a parameter, as a range (start, end) of elements of the parameter's gradient bucket."""
     return optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+
+
+def weight_and_moments(optimizer: Any, parameter: Any) -> dict[str, Any]:
+    """This rank's part of a parameter's fp32 weight ("param") and of its optimizer state, by name."""
+    tensors: dict[str, Any] = optimizer._get_main_param_and_optimizer_states(parameter)
+    return tensors
+
+
+def with_weights_and_moments(optimizer: Any, tensors: dict[Any, dict[str, Any]]) -> Any:
+    """A copy of an optimizer that reads these `weight_and_moments`, by parameter, in the place of its own."""
+    other = copy.copy(optimizer)
+    other._get_main_param_and_optimizer_states = tensors.__getitem__
+    return other
 
 
 def synchronize_steps(chained_optimizer: Any) -> None:

@@ -20,6 +20,7 @@ REPO = Path(__file__).parents[4]
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (DistributedOptimizer._get_model_param_range_map, "self, param"),
     (DistributedOptimizer._init_optimizer_states_with_dummy_values, "self"),
+    (DistributedOptimizer._get_main_param_and_optimizer_states, "self, model_param"),
     (ChainedOptimizer._synchronize_steps, "self"),
     (
         torch_dist._replace_state_dict_keys_with_sharded_keys,
