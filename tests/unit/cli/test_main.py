@@ -15,7 +15,7 @@ from zoo.config import compose, validate
 from zoo.config.checks import engine
 from zoo.config.files import recipe_names
 from zoo.config.schema import Recipe
-from zoo.engine.launch import launcher
+from zoo.engine.launch import launcher, prepare
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
 
@@ -25,7 +25,7 @@ RECIPES = ", ".join(recipe_names())
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compose, validate, engine, launcher):
+    for module in (compose, validate, engine, prepare):
         monkeypatch.setattr(module, "gpu_count", lambda: 0)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
