@@ -275,7 +275,6 @@ LONGER = {
     "zoo/data/processors/processor.py": 440,
     "zoo/data/sources/rows.py": 460,
     "zoo/doctor/checks.py": 406,
-    "zoo/engine/launch/launcher.py": 446,
     "zoo/engine/train/trainer.py": 548,
     "zoo/nn/multimodal.py": 427,
     "zoo/packing/layout.py": 500,

@@ -33,22 +33,17 @@ from zoo.engine.train.dataloader import open_data
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.step_metrics import expert_metrics
 from zoo.engine.train.train_step import StepResult, TrainStep
-from zoo.engine.watchdog.progress import RankProgress
+from zoo.engine.watchdog.progress import Progress
 
 
 class Run:
     """One run on one rank: built once, then `run()`."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        world: World,
-        stop: Interrupts,
-        startup: Startup,
-        phases: RankProgress | None = None,
+        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, phases: Progress | None = None
     ) -> None:
         assert recipe.run.dir is not None
-        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or RankProgress()
+        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Progress()
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))

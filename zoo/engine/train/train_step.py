@@ -16,7 +16,7 @@ from zoo.engine.model import lora
 from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
 from zoo.engine.train.step_metrics import Counts, Totals
-from zoo.engine.watchdog.progress import RankProgress
+from zoo.engine.watchdog.progress import Progress
 from zoo.steps.packed_step import Prepared
 
 Sums = Sequence[dict[str, torch.Tensor]]  # of each micro-batch, as the PackedStep returned them
@@ -56,7 +56,7 @@ class TrainStep:
         trainable: Trainable,
         loader: Any,
         detector: BadStepDetector,
-        phases: RankProgress,
+        phases: Progress,
         times: StepTimes,
     ) -> None:
         """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`."""

@@ -38,7 +38,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.report.run_log import append_event, has_ended
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen, describe, diagnose
 from zoo.engine.watchdog.health import forget_health, write_health
-from zoo.engine.watchdog.progress import RankProgress
+from zoo.engine.watchdog.progress import Progress
 from zoo.engine.watchdog.resources import DISK
 from zoo.engine.watchdog.run_lock import RunLock
 from zoo.errors import UserError, file_error
@@ -58,7 +58,7 @@ class Watch:
         """`lock`: the lock of the run folder, which is touched as long as the run lives."""
         assert recipe.run.dir is not None  # derived by validate
         self._lock = lock
-        self.progress = RankProgress()
+        self.progress = Progress()
         self.folder = Path(recipe.run.dir)
         self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60

@@ -37,7 +37,7 @@ class Moment:
     waits_in: str  # the torch.distributed call that it is in; "" where it is in none
 
 
-class RankProgress:
+class Progress:
     """The progress of this rank: written by the thread that trains, read by the one that watches."""
 
     def __init__(self) -> None:

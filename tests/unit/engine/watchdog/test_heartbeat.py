@@ -11,7 +11,7 @@ from zoo.engine.distributed.processes import machine
 from zoo.engine.report.run_log import append_event
 from zoo.engine.watchdog.diagnosis import Diagnosis, Heartbeat, Seen
 from zoo.engine.watchdog.heartbeat import Watch
-from zoo.engine.watchdog.progress import RankProgress
+from zoo.engine.watchdog.progress import Progress
 
 
 class Left(Exception):
@@ -24,7 +24,7 @@ def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, save_within=60.0, hang_timeout=10.0))
     world: Any = SimpleNamespace(rank=1, size=2)
     watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
-    gone = Heartbeat(0, 7, RankProgress().moment(), machine(), 2**22 + 1, "1")
+    gone = Heartbeat(0, 7, Progress().moment(), machine(), 2**22 + 1, "1")
     watch._store = object()
     watch._seen[0] = Seen(gone)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from zoo.engine.checkpoint import integrity
-from zoo.engine.watchdog.progress import RankProgress
+from zoo.engine.watchdog.progress import Progress
 
 
 class Activations:
@@ -20,7 +20,7 @@ class Activations:
 
 
 def test_a_look_at_other_threads_keeps_nothing_of_theirs_alive() -> None:
-    progress, places = RankProgress(), []
+    progress, places = Progress(), []
 
     def forward() -> weakref.ref[Activations]:
         held = Activations()
@@ -41,9 +41,9 @@ def test_a_look_at_other_threads_keeps_nothing_of_theirs_alive() -> None:
 STOP = threading.Event()
 
 
-def signs_of_life(phase: str, thread: str, work: Callable[[RankProgress], None]) -> list[int]:
+def signs_of_life(phase: str, thread: str, work: Callable[[Progress], None]) -> list[int]:
     """A rank's progress, looked at every 0.3 s while its main thread waits in a join for a thread of that name."""
-    progress, found = RankProgress(), []
+    progress, found = Progress(), []
     progress.enter(phase)
     working = threading.Thread(target=work, args=(progress,), name=thread, daemon=True)
     over = threading.Event()
@@ -97,7 +97,7 @@ def test_a_save_that_gets_on_is_seen_to(work: str, tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(integrity, "sync", slow)
     elif work == "manifest":
         monkeypatch.setattr(integrity, "digest", slow)
-    doing: dict[str, Callable[[RankProgress], None]] = {
+    doing: dict[str, Callable[[Progress], None]] = {
         "write": lambda _: write_much(tmp_path),
         "digest": lambda _: forever(lambda: plain(tmp_path / "large")),
         "copy": lambda _: forever(lambda: shutil.copyfile(tmp_path / "large", tmp_path / "copy")),
@@ -115,7 +115,7 @@ def test_one_that_hangs_shows_no_sign(phase: str, thread: str) -> None:
 
 
 def test_the_place_in_a_save_is_the_writer_s(tmp_path: Path) -> None:
-    progress = RankProgress()
+    progress = Progress()
     progress.enter("save")
     go = threading.Event()
     waiting: Any = iter(go.wait, True)
