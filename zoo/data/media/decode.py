@@ -9,6 +9,7 @@ another program would be started for. Imports no torch: decoding workers load th
 from __future__ import annotations
 
 import bisect
+import errno
 import io
 import itertools
 from collections.abc import Iterator
@@ -158,8 +159,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     with _opened(place, "audio") as container:
         if not container.streams.audio:
             raise _corrupt(place, "audio", "it has no audio track")
-        # One thread: handing each short frame to another one takes eight times as long.
-        resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
+        resampler = _resampler(rate)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
         for frame in itertools.chain(_mono_frames(container), [None]):
@@ -172,11 +172,21 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
+def _resampler(rate: int) -> Any:
+    """Whatever comes, as mono float32 of this rate."""
+    wanted = {"format": "flt", "layout": "mono", "rate": rate}
+    try:
+        # One thread: handing each short frame to another one takes eight times as long.
+        return av.AudioResampler(**wanted, threads=1)
+    except TypeError:  # PyAV before 19 has no such argument
+        return av.AudioResampler(**wanted)
+
+
 def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
     """(N,) float32 at another rate."""
     if given == rate or not len(sound):
         return sound
-    resampler = av.AudioResampler(format="flt", layout="mono", rate=rate, threads=1)
+    resampler = _resampler(rate)
     frame = _frame_of(sound, given)
     parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
     return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]
@@ -312,7 +322,7 @@ def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
         raise
     except Exception as error:  # of many kinds, by what lies in the file
         text = getattr(error, "strerror", None) or _reason(error, place)
-        if isinstance(error, av.error.ArgumentError):  # what it says of types that are not listed
+        if getattr(error, "errno", None) == errno.EINVAL:  # what FFmpeg says of types that are not listed
             text = "Invalid data, or a file of a type that is not opened"
         raise _corrupt(place, what, text) from error
 

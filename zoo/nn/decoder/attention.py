@@ -11,6 +11,7 @@ calls, since a rank holds a front and a back chunk of every segment.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import warnings
 from dataclasses import dataclass
@@ -231,10 +232,18 @@ def varlen_attention(
         return out[0] if isinstance(out, tuple) else out
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (-1, 0 if causal else -1)
-    out = varlen_attn(q, k, v, offsets, key_offsets, longest, longest_key, scale=scale, window_size=window)
+    how: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
+    if "window_size" not in _arguments(varlen_attn):  # PyTorch 2.10, which scales by the width
+        q = q * (scale * math.sqrt(q.shape[-1]))
+        how = {"is_causal": causal}
+    out = varlen_attn(q, k, v, offsets, key_offsets, longest, longest_key, **how)
     assert isinstance(out, Tensor)
     return out
+
+
+@lru_cache
+def _arguments(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float) -> Tensor:
