@@ -15,16 +15,16 @@ RUN apt-get update \
 ENV PATH=/opt/zoo/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 WORKDIR /src
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY zoo zoo
 COPY models models
 COPY bridges bridges
 COPY recipes recipes
 # Transformer Engine is compiled against the torch that is installed, so torch comes first. Triton comes last: torch pins
-# an older one, with which flash-linear-attention is wrong on Hopper. Versions are those of pyproject.toml.
+# an older one, with which flash-linear-attention is wrong on Hopper. Versions are those of constraints.txt.
 # hadolint ignore=DL3013
-RUN pip install . 'setuptools>=77,<82' ninja \
-    && if [ -n "$EXTRAS" ]; then pip install --no-build-isolation ".[$EXTRAS]"; fi \
+RUN pip install -c constraints.txt . 'setuptools>=77,<82' ninja \
+    && if [ -n "$EXTRAS" ]; then pip install --no-build-isolation -c constraints.txt ".[$EXTRAS]"; fi \
     && case ",$EXTRAS," in *,kernels,*) pip install 'triton>=3.7.1,<3.8' ;; esac
 
 WORKDIR /workspace

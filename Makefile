@@ -1,6 +1,7 @@
 # make help lists the targets. Everything runs in .venv, which is made at first need and then reused.
 VENV ?= .venv
 EXTRAS ?= dev
+RESOLUTION ?= tested
 DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 train.eval_every=100 train.max_minutes=3.5 run.dir=runs/demo
 PYTEST_ARGS ?=
 TURN ?= 1
@@ -13,8 +14,8 @@ PYTHON := $(VENV)/bin/python
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | awk -F@ '{ printf "%-14s %s\n", $$1, $$2 }'
 
-env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds more; ZOO_PYTHON=/path picks the Python)
-	@sh scripts/setup_env.sh $(VENV) $(EXTRAS)
+env: ## make or renew the environment in .venv (EXTRAS=dev,wandb adds; RESOLUTION=lowest or newest; ZOO_PYTHON=/path)
+	@sh scripts/setup_env.sh $(VENV) $(EXTRAS) $(RESOLUTION)
 
 demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few minutes, no GPU (DEMO_ARGS="...")
 	@$(VENV)/bin/zoo train $(DEMO_ARGS)

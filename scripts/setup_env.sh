@@ -1,7 +1,10 @@
 #!/bin/sh
-# Makes or renews the environment: sh scripts/setup_env.sh [FOLDER=.venv] [EXTRAS=dev]
+# Makes or renews the environment: sh scripts/setup_env.sh [FOLDER=.venv] [EXTRAS=dev] [RESOLUTION=tested]
 #
-# A stamp inside the folder holds a checksum of what the environment was made from (pyproject.toml, setup.py, the
+# RESOLUTION says which versions of the dependencies: `tested` those of constraints.txt, `lowest` the lower bounds of
+# pyproject.toml, `newest` the newest that its ranges allow.
+#
+# A stamp inside the folder holds a checksum of what the environment was made from (pyproject.toml, setup.py, versions,
 # extras, where it stands). It is written last and taken away first, so an interrupted install is never taken for
 # a complete one; with a stamp that fits there is nothing to do.
 set -eu
@@ -9,13 +12,22 @@ set -eu
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 extras=${2:-dev}
+resolution=${3:-tested}
+case $resolution in
+    tested) versions=constraints.txt ;;
+    lowest | newest) versions=$venv/$resolution.txt ;;
+    *)
+        echo "RESOLUTION=$resolution is none of tested, lowest, newest." >&2
+        exit 1
+        ;;
+esac
 case $venv in
     /*) full=$venv ;;
     *) full=$(pwd -P)/$venv ;;
 esac
 stamp=$venv/.zoo-complete   # checksum of what the environment was made from
 begun=$venv.zoo-unfinished  # beside the folder: an install has started, by the process named in it, and not ended
-wanted=$({ cat pyproject.toml setup.py; echo "$extras $full"; } | cksum)
+wanted=$({ cat pyproject.toml setup.py constraints.txt; echo "$extras $full $resolution"; } | cksum)
 
 # runs_as PYTHON: the environment's Python runs, and is (a virtual environment of) PYTHON.
 runs_as() {
@@ -66,8 +78,17 @@ if [ "$anew" = yes ]; then
 fi
 echo $$ >"$begun"
 rm -f "$stamp"
-echo "Installing zoo[$extras] ..."
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]"
+upgrade=""
+case $resolution in
+    lowest) "$venv/bin/python" scripts/lowest.py >"$versions" ;;
+    newest)
+        : >"$versions"
+        upgrade="--upgrade --upgrade-strategy eager"
+        ;;
+esac
+echo "Installing zoo[$extras], $resolution versions ..."
+# shellcheck disable=SC2086 # several words
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check $upgrade --constraint "$versions" --editable ".[$extras]"
 echo "$wanted" >"$stamp"
 rm -f "$begun"
 echo "Ready: $venv"

@@ -2,11 +2,14 @@
 
 import os
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 import zoo
 
@@ -34,6 +37,42 @@ def test_installing_lists_the_ranges_of_the_package() -> None:
     assert rows == [("Python", PROJECT["requires-python"]), *map(requirement, users)]
 
 
+def test_the_tested_versions_lie_in_the_ranges() -> None:
+    """constraints.txt pins every dependency of a range to a version in it."""
+    pins = dict(
+        line.split("==")
+        for line in (REPO / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    for name, wanted in map(requirement, PROJECT["dependencies"]):
+        if name != "packaging":
+            assert Version(pins[name]) in SpecifierSet(wanted), name
+
+
+def test_the_lowest_versions_are_the_lower_bounds() -> None:
+    script = runpy.run_path(str(REPO / "scripts/lowest.py"))["lowest"]
+    assert script("torch>=2.10") == "torch==2.10"
+    assert script("transformer-engine[core_cu13,pytorch]>=2.20,<2.21") == "transformer-engine==2.20"
+    with pytest.raises(ValueError, match="lower bound"):
+        script("torch<3")
+    for dependency in PROJECT["dependencies"]:
+        name, wanted = requirement(dependency)
+        pinned, _, version = script(dependency).partition("==")
+        assert pinned == name and Version(version) in SpecifierSet(wanted)
+
+
+def test_megatron_core_is_held_to_the_minor_that_its_probes_know() -> None:
+    ranges = dict(map(requirement, PROJECT["dependencies"]))
+    assert ranges["megatron-core"] == ">=0.19.2,<0.20"
+
+
+def test_the_workflow_runs_lowest_and_newest_versions() -> None:
+    job = yaml.safe_load((REPO / ".github/workflows/ci.yml").read_text())["jobs"]["versions"]
+    assert job["strategy"]["matrix"]["resolution"] == ["lowest", "newest"]
+    assert job["env"]["RESOLUTION"] == "${{ matrix.resolution }}"
+    assert {"run": "make test"} in job["steps"]
+
+
 def test_installing_lists_the_extras() -> None:
     section = (REPO / "docs/install.md").read_text().partition("## Extras")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == set(EXTRAS)
@@ -45,6 +84,7 @@ def test_the_image_is_built_from_what_the_wheel_needs() -> None:
     assert copied == {
         "pyproject.toml",
         "setup.py",
+        "constraints.txt",
         "README.md",
         "LICENSE",
         "zoo",

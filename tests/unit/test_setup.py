@@ -153,11 +153,12 @@ def project(machine: Path) -> Path:
     shutil.copytree(REPO / "scripts", project / "scripts")
     (project / "pyproject.toml").write_text("[project]\n")
     (project / "setup.py").write_text("")
+    (project / "constraints.txt").write_text("")
     # `python -m venv --clear DIR` gives DIR a copy of this fake; `python -m pip` fails where a file says so.
     body = f"""
 case "$1 $2" in
   "-m venv") rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python"; echo "#!$PWD/$4/bin/python" > "$4/bin/pip" ;;
-  "-m pip") echo pip >> {machine}/log; [ ! -e {machine}/broken ] || exit 1; touch "${{0%python}}zoo" ;;
+  "-m pip") echo "pip $*" >> {machine}/log; [ ! -e {machine}/broken ] || exit 1; touch "${{0%python}}zoo" ;;
   *) exec "{sys.executable}" "{machine}/fake.py" 3.12.4 "$0" - "$@" ;;
 esac"""
     (machine / "fake.py").write_text(FAKE)
@@ -165,12 +166,12 @@ esac"""
     return project
 
 
-def set_up(project: Path) -> subprocess.CompletedProcess[str]:
-    return run(project.parent, "sh", str(project / "scripts/setup_env.sh"))
+def set_up(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(project.parent, "sh", str(project / "scripts/setup_env.sh"), *arguments)
 
 
 def installs(project: Path) -> int:
-    return (project.parent / "log").read_text().count("pip")
+    return len((project.parent / "log").read_text().splitlines())
 
 
 def test_environment_is_made_once_and_renewed_when_pyproject_changes(project: Path) -> None:
@@ -184,6 +185,22 @@ def test_environment_is_made_once_and_renewed_when_pyproject_changes(project: Pa
     assert "Updating .venv" in set_up(project).stdout
     assert installs(project) == 2
     assert set_up(project).stdout == ""
+
+
+def test_versions_are_the_tested_or_the_lowest_or_the_newest(project: Path) -> None:
+    assert set_up(project).returncode == 0
+    assert "--constraint constraints.txt" in last_install(project)
+    done = set_up(project, ".venv", "dev", "newest")
+    assert (done.returncode, "Updating .venv" in done.stdout) == (0, True), done.stderr
+    assert "--upgrade" in last_install(project) and "--constraint .venv/newest.txt" in last_install(project)
+    assert set_up(project, ".venv", "dev", "newest").stdout == ""
+    assert installs(project) == 2
+    odd = set_up(project, ".venv", "dev", "oldest")
+    assert (odd.returncode, odd.stderr) == (1, "RESOLUTION=oldest is none of tested, lowest, newest.\n")
+
+
+def last_install(project: Path) -> str:
+    return (project.parent / "log").read_text().splitlines()[-1]
 
 
 def test_interrupted_install_is_made_anew(project: Path) -> None:
