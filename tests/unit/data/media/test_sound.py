@@ -212,3 +212,18 @@ def test_a_plain_array_is_checked_alike() -> None:
     medium = checked(np.arange(1500), "audio", "audios[0]", Access(Path()), "x:1")
     with pytest.raises(UserError, match="int64"):
         load_audio(medium)
+
+
+def test_older_pyav_resamples_without_a_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyAV before 19 takes no `threads`."""
+    soundfile.write(tmp_path / "x.wav", np.sin(np.arange(16000) / 20).astype(np.float32), 16000)
+    wanted = load_audio(tmp_path / "x.wav", 8000)
+    made = av.AudioResampler
+
+    def older(format: str, layout: str, rate: int) -> Any:
+        return made(format=format, layout=layout, rate=rate)
+
+    monkeypatch.setattr(av, "AudioResampler", older)
+    np.testing.assert_allclose(load_audio(tmp_path / "x.wav", 8000), wanted, atol=1e-6)
