@@ -174,7 +174,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
 
 def _resampler(rate: int) -> Any:
     """Whatever comes, as mono float32 of this rate."""
-    wanted = {"format": "flt", "layout": "mono", "rate": rate}
+    wanted: dict[str, Any] = {"format": "flt", "layout": "mono", "rate": rate}
     try:
         # One thread: handing each short frame to another one takes eight times as long.
         return av.AudioResampler(**wanted, threads=1)
