@@ -146,11 +146,9 @@ def check_towers(config: Any) -> None:
         made = getattr(part, outputs, width)
         if made != width:
             raise UserError(f"{name}.{outputs} is {made}; wanted text_config.hidden_size {width}")
-        # Before 5.17 transformers' vision towers have the second name alone.
-        heads = getattr(part, "num_attention_heads", None) or part.num_heads
-        if part.hidden_size % heads:
+        if part.hidden_size % part.num_attention_heads:
             raise UserError(
-                f"{name}: a width of {part.hidden_size} can't be shared by {heads} attention heads; "
+                f"{name}: a width of {part.hidden_size} can't be shared by {part.num_attention_heads} attention heads; "
                 "wanted a divisor"
             )
         for key in ("hidden_act", "activation_function"):

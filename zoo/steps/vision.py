@@ -38,8 +38,12 @@ class VisionStep(PackedStep):
         if not grids:
             return {}
         grid, side = torch.cat(grids), int(self.config.vision.num_position_embeddings**0.5)
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid, side, align_corners=True, spatial_merge_size=self._merge
+        )
         return {
-            **_between_positions(grid, side, self._merge),
+            "vision.interp_indices": indices,
+            "vision.interp_weights": weights,
             "vision.position_ids": vision_utils.get_vision_position_ids(grid, self._merge),
             "vision.cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
             "vision.max_seqlen": int(grid[:, 1:].prod(1).max()),
@@ -50,18 +54,3 @@ class VisionStep(PackedStep):
         """Patches a side that one embedding stands for."""
         merge: int = self.config.vision.spatial_merge_size
         return merge
-
-
-def _between_positions(grid: Tensor, side: int, merge: int) -> dict[str, Tensor]:
-    """Where each patch lies between the tower's learned positions, under the names that its transformers reads."""
-    from transformers import vision_utils
-
-    if hasattr(vision_utils, "get_vision_interpolation_indices_and_weights"):
-        name = "interp"
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid, side, align_corners=True, spatial_merge_size=merge
-        )
-    else:  # before 5.15
-        name = "bilinear"
-        indices, weights = vision_utils.get_vision_bilinear_indices_and_weights(grid, side, merge)
-    return {f"vision.{name}_indices": indices, f"vision.{name}_weights": weights}
