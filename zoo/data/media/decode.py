@@ -23,7 +23,7 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from zoo.data.errors import RowError
-from zoo.data.media.sound_files import channels_of, levels, read_wave
+from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
 from zoo.data.sources.references import Blob, Picture, Sound, missing_text
 from zoo.files import why_no_file
 
@@ -159,7 +159,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     with _opened(place, "audio") as container:
         if not container.streams.audio:
             raise _corrupt(place, "audio", "it has no audio track")
-        resampler = _resampler(rate)
+        resampler = resampler_to(rate)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
         for frame in itertools.chain(_mono_frames(container), [None]):
@@ -172,21 +172,11 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
-def _resampler(rate: int) -> Any:
-    """Whatever comes, as mono float32 of this rate."""
-    wanted: dict[str, Any] = {"format": "flt", "layout": "mono", "rate": rate}
-    try:
-        # One thread: handing each short frame to another one takes eight times as long.
-        return av.AudioResampler(**wanted, threads=1)
-    except TypeError:  # PyAV before 19 has no such argument
-        return av.AudioResampler(**wanted)
-
-
 def _resampled(sound: np.ndarray, given: int, rate: int) -> np.ndarray:
     """(N,) float32 at another rate."""
     if given == rate or not len(sound):
         return sound
-    resampler = _resampler(rate)
+    resampler = resampler_to(rate)
     frame = _frame_of(sound, given)
     parts = [part for part in [*resampler.resample(frame), *resampler.resample(None)] if part is not None]
     return np.concatenate([part.to_ndarray()[0] for part in parts]) if parts else sound[:0]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import av
 import numpy as np
 import soundfile
 
@@ -118,3 +119,13 @@ def _data_bytes(file: Any) -> int | None:
     finally:
         if opened is not file:
             opened.close()
+
+
+def resampler_to(rate: int) -> Any:
+    """A resampler of any sound to mono float32 of a rate."""
+    wanted: dict[str, Any] = {"format": "flt", "layout": "mono", "rate": rate}
+    try:
+        # One thread: handing each short frame to another one takes eight times as long.
+        return av.AudioResampler(**wanted, threads=1)
+    except TypeError:  # PyAV before 19 has no such argument
+        return av.AudioResampler(**wanted)
