@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend: shown as one sentence, without a traceback, with exit code 2.
+"""Errors that the user can fix: shown as one sentence, without a traceback, with exit code 2.
 
 Raise a subclass of :class:`UserError` where the cause is something a person typed, a file they gave, or what the machine
 has to give. The message names the thing, the value seen, the value wanted and the next step.
@@ -51,12 +51,12 @@ def _short(text: str, most: int | None) -> str:
     return f"{text[: most * 2 // 3]}...{text[3 + most * 2 // 3 - most :]}"
 
 
-def file_error(error: OSError, place: str | Path | None = None, mend: str = "") -> UserError | None:
-    """What the operating system refuses about a file, as a mistake to mend.
+def file_error(error: OSError, place: str | Path | None = None, hint: str = "") -> UserError | None:
+    """What the operating system refuses about a file, as a mistake that the user can fix.
 
     Args:
         place: the file or folder, where the error names none. With neither there is nothing to say: None.
-        mend: what else would help where there is no space.
+        hint: what else would help where there is no space.
     """
     name = error.filename if error.filename is not None else place
     if name is None:
@@ -67,7 +67,7 @@ def file_error(error: OSError, place: str | Path | None = None, mend: str = "") 
     if isinstance(error, PermissionError):
         return UserError(f"{name}: no permission")
     if code in ("ENOSPC", "EDQUOT", "EFBIG"):
-        return UserError(f"{name}: can't be written: {_no_space(code, Path(os.fsdecode(name)))}{mend}")
+        return UserError(f"{name}: can't be written: {_no_space(code, Path(os.fsdecode(name)))}{hint}")
     if code == "EROFS":
         return UserError(
             f"{name}: can't be written: its file system is read-only; give a place that can be written to"

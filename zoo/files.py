@@ -1,4 +1,4 @@
-"""Writing files whole or not at all, where those go that can be made again, and reading JSON that a stranger wrote."""
+"""Writing files whole or not at all, the cache folder, and reading JSON that a stranger wrote."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def expanded(path: str | Path) -> Path:
 
 
 def cache_folder(name: str) -> Path | None:
-    """Where zoo keeps what it can make again: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name); None without a home."""
+    """The folder of files that zoo can rebuild: `$XDG_CACHE_HOME/zoo/name` (~/.cache/zoo/name); None without a home."""
     base = expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return None if str(base).startswith("~") else base / "zoo" / name
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, before going on."""
+    """Wait until the disk holds a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -57,7 +57,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write a whole file or none, also where the machine fails; `durable`: it is on the disk before going on."""
+    """Write a whole file or none, also where the machine fails; `durable`: wait until it is on the disk."""
     with replaced(path) as partial:
         partial.write_text(text, encoding="utf-8")
         if durable:
@@ -67,7 +67,7 @@ def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:
 
 
 class Lines:
-    """A file that grows by whole lines: where one can't be written to its end, what was written of it is taken back."""
+    """A file that grows by whole lines: a line that can't be written to its end is removed again."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -91,7 +91,7 @@ class Lines:
 
 
 def finite(value: Any) -> Any:
-    """Plain values with None in the place of numbers that JSON has no word for."""
+    """Plain values with None in the place of numbers that JSON does not have (nan, inf)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -100,7 +100,7 @@ def finite(value: Any) -> Any:
 
 
 def why_no_file(path: Path) -> str | None:
-    """Why a path is no file that could be read, in words; None where it is one. Never raises, whatever the path is."""
+    """Why a path is no file that could be read; None where it is one. Never raises, whatever the path is."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

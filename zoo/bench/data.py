@@ -1,6 +1,6 @@
 """`zoo bench data`: how fast a recipe's data come, whether training would wait for them, and what memory they keep.
 
-Four figures: rows measured a second of one core (from texts and headers of files), samples a second of one core that decodes,
+Four metrics: rows measured a second of one core (from texts and headers of files), samples a second of one core that decodes,
 resizes and tokenizes them, the share of a step of `step_ms` that is spent waiting for its batches, which the recipe's
 `data.workers` help to decode, and how the process's memory changes while so many samples go through the loader.
 """
@@ -54,7 +54,7 @@ class Report:
 
     Attributes:
         rows: in the source.
-        known: share of the rows whose size was told without encoding.
+        known: share of the rows whose size was known without encoding.
         measured: rows a second of one core whose size was found out.
         encoded: samples a second of one core, decoded in this process.
         tokens: tokens of those.
@@ -175,7 +175,7 @@ def _wait(loader: BatchLoader, options: Options) -> tuple[float, float, float]:
 
 
 def _watch(loader: BatchLoader, samples: int) -> tuple[int, list[float]]:
-    """Samples that went through, and memory at each tenth of them, between two steps, with no batch held."""
+    """Samples that went through, and memory at each tenth, between two steps, with no batch held."""
     memory, seen = [_memory()], 0
     while len(memory) <= MARKS:
         seen += sum(len(batch.lengths) for batch in loader.next_step())
@@ -204,7 +204,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 def table(report: Report) -> str:
     """The report in a few lines."""
     options = report.options
-    measured = f"{report.measured:,.0f} a second of a core from texts and headers, which told {report.known:.0%} of them"
+    measured = f"{report.measured:,.0f} a second of a core from texts and headers, which gave the sizes of {report.known:.0%}"
     lines = [
         f"{options.recipe} size={options.size}: {report.rows} rows",
         f"rows measured     {measured if report.measured else 'by encoding them: data.augment changes their sizes'}",

@@ -26,7 +26,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def measured(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines that have figures."""
+    """The lines that have metrics."""
     return [line for line in report["lines"] if "ms" in line]
 
 
@@ -91,7 +91,7 @@ HEAD = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The command, what it ran on, and its figures."""
+    """The command, what it ran on, and its metrics."""
     environment = report["environment"] or {}
     packages = ", ".join(f"{n} {v}" for n, v in environment.get("packages", {}).items() if v)
     gpus = environment.get("gpus") or []

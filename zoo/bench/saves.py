@@ -36,7 +36,7 @@ class Report:
 
 
 def run(options: Options) -> Report:
-    """Raises UserError where the run has too few steps and saves to tell."""
+    """Raises UserError where the run has too few steps or saves to compare."""
     folder = Path(options.run)
     if not (folder / "train.jsonl").is_file():
         raise UserError(f"run={folder}: no train.jsonl there; give the folder of a run")

@@ -229,7 +229,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def table(report: Report) -> str:
-    """The figures in a few lines."""
+    """The report in a few lines."""
     options, events = report.options, report.events
     tenth = (options.steps - options.after) // 10
     first, last = f"{options.after}..{options.after + tenth}", f"{options.steps - tenth}..{options.steps}"

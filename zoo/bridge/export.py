@@ -85,7 +85,7 @@ def export_hf(
     together(comm, lambda: _check(plan, parameters, dims, shard))
     try:
         together(comm, lambda: writer.begin() if comm.rank == 0 else None)
-        mine = _in_order(_own(parameters, held), plan)
+        mine = _by_width(_own(parameters, held), plan)
         written = _write_parameters(mine, plan, dims, shard, comm, writer.partial, shard_bytes)
         if comm.rank == 0:
             written += together(comm, lambda: _write_copies(plan, writer.partial, shard_bytes))
@@ -134,7 +134,7 @@ def _own(parameters: Sequence[tuple[str, Tensor]], held: Sequence[Sequence[str]]
     return [(name, parameter) for name, parameter in parameters if same_stage[first[name]]]
 
 
-def _in_order(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tuple[str, Tensor]]:
+def _by_width(parameters: Sequence[tuple[str, Tensor]], plan: Plan) -> list[tuple[str, Tensor]]:
     """As a ShardWriter wants them, and alike on all ranks that share them; without those that are copied."""
     left = [(name, parameter) for name, parameter in parameters if name not in plan.copied]
     return sorted(left, key=lambda pair: -plan.dtype_of(*pair).itemsize)
@@ -149,7 +149,7 @@ def _write_parameters(
     folder: Path,
     shard_bytes: int,
 ) -> list[Shard]:
-    """Gather and write each parameter; a rank that cannot write goes on gathering, as the others wait for it."""
+    """Gather and write each parameter; a rank that cannot write still gathers, as the others wait for it."""
     planned = [tensor for pair in parameters for tensor in _outputs(*pair, plan, dims, shard)]
     shards = ShardWriter(folder, planned, rank=comm.rank, shard_bytes=shard_bytes)
     failure: UserError | None = None

@@ -16,7 +16,7 @@ from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.mapping.table import Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, native
-from zoo.bridge.streams import Job, carried, in_order, to_hf
+from zoo.bridge.streams import Job, by_width, carried, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
 from zoo.files import read_object
@@ -126,7 +126,7 @@ def make_plan(
     names = bridge.published_names(entries.values(), dims)
     source = Source.open(given, bridge, zoo_names, dims)
     kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
-    copies = in_order(source.copies(kept, dtype)) if source else []
+    copies = by_width(source.copies(kept, dtype)) if source else []
     plain = _plain_config(config, source)
     if source is None and bridge.fresh_config is not None:
         plain = bridge.fresh_config(plain, names)

@@ -66,5 +66,5 @@ def _zoo_part(bridge: Bridge, pattern: str) -> str:
     prefix = pattern.removesuffix("{rest}")
     names = [rule.zoo for rule in bridge.rules if rule.layouts[0].patterns[0].startswith(prefix)]
     shared = zip(*(name.split(".") for name in names), strict=False)
-    common = itertools.takewhile(lambda words: len(set(words)) == 1, shared)
-    return ".".join([words[0] for words in common]) + ".{rest}"
+    common = itertools.takewhile(lambda parts: len(set(parts)) == 1, shared)
+    return ".".join([parts[0] for parts in common]) + ".{rest}"

@@ -137,7 +137,7 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
 
 
 def _describe(error: Exception | None, rank: int) -> tuple[str, list[str]] | str | None:
-    """What the other ranks are told of an error: a plain value, as exceptions need not pickle."""
+    """What the other ranks learn of an error: a plain value, as exceptions need not pickle."""
     if error is None:
         return None
     if isinstance(error, BridgeError):

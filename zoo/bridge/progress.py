@@ -50,7 +50,7 @@ class Progress:
 
 
 def size(count: float) -> str:
-    """Bytes in words: 1.5 GB."""
+    """Bytes as text: 1.5 GB."""
     for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= one:
             return f"{count / one:.1f} {unit}"

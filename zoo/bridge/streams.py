@@ -41,8 +41,8 @@ class Job:
 def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] = lambda count: None) -> None:
     """Make and write all jobs; `wrote` hears of the bytes of each piece.
 
-    The writer must have been told the planned tensors of `in_order(jobs)`. Pieces are made in a thread, up to AHEAD of
-    them before they are written, so that reading and writing go on at once.
+    The writer must plan the tensors of `by_width(jobs)`. A thread makes pieces, up to AHEAD before they are
+    written, so that reading and writing overlap.
     """
     ahead: Queue[tuple[str, Tensor | None] | BaseException | None] = Queue(AHEAD)
     stop = threading.Event()
@@ -92,7 +92,7 @@ def _pieces(
         item = _next(ahead)
 
 
-def in_order(jobs: Iterable[Job]) -> list[Job]:
+def by_width(jobs: Iterable[Job]) -> list[Job]:
     """The jobs as a ShardWriter wants their tensors: those of wide dtypes first."""
     return sorted(jobs, key=lambda job: -job.planned[0].dtype.itemsize)
 

@@ -46,7 +46,7 @@ beside a plain copy of its files.
   recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
   folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
 
-saves tells what the saves of a run cost its steps, from its log.
+saves shows what the saves of a run cost its steps, from its log.
 
   run=runs/demo                          the folder of the run
 
@@ -175,12 +175,12 @@ def _train(arguments: Sequence[str], flags: set[str]) -> str:
 
     from zoo.bench.training import train as bench
 
-    def tell(line: dict[str, Any]) -> None:
+    def on_line(line: dict[str, Any]) -> None:
         print(json.dumps(line) if "--json" in flags else bench.row(line), flush=True)
 
     if "--json" not in flags:
         print(bench.HEAD, flush=True)
-    report = bench.run(options, overrides, tell, "--profile" in flags)
+    report = bench.run(options, overrides, on_line, "--profile" in flags)
     if "--json" in flags:
         return json.dumps({key: value for key, value in report.items() if key != "lines"})
     return bench.where(report) + (f"; written to {options.out}" if options.out else "")

@@ -11,9 +11,9 @@ that step, packed again, with the rank and the loss of each and where their samp
 
   out=FOLDER           where both files go; default: the run folder's `inspect`, of a step `inspect/step_N`
   rows=4               rows that are drawn
-  samples=1000         most samples that are read for the figures, evenly over all rows of the data
+  samples=1000         most samples that are read for the statistics, evenly over all rows of the data
   budgets=4096,8192    budgets that are tried; default: a quarter of the recipe's to four times as much
-  --json               the figures, for machines
+  --json               the statistics, for machines
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEYS = ("out", "rows", "samples", "budgets")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write picture and page, and print the figures."""
+    """Write picture and page, and print the statistics."""
     flags, rest = split_flags(arguments, ("--json",))
     own = [text for text in rest if text.removeprefix("--").partition("=")[0] in KEYS]
     others = [text for text in rest if text not in own]
@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> int:
     if "--json" in flags:
         found = {"picture": str(picture), "page": str(page), **lengths.as_dict()}
         if step is not None:
-            found["step"] = {key: value for key, value in step.facts.items() if key != "data"}
+            found["step"] = {key: value for key, value in step.record.items() if key != "data"}
         print(json.dumps(found, indent=2))
     else:
         print(f"{table(lengths) if step is None else table_of_step(step)}\n{picture}\n{page}")
@@ -115,7 +115,7 @@ def _number(key: str, text: str) -> int:
 
 
 def table(lengths: Lengths) -> str:
-    """The figures in a few lines."""
+    """The statistics in a few lines."""
     kinds = ", ".join(f"{count} {kind}" for kind, count in lengths.kinds.items())
     media = "".join(f", {share:.1%} {kind}" for kind, share in lengths.media.items() if share)
     lines = [

@@ -71,7 +71,7 @@ def _ctrl_c_noted() -> Iterator[list[int]]:
 
 
 def _failed(error: Exception) -> int:
-    """The exit code for a mistake of the user's, which is told; raises what is none."""
+    """Print a user's mistake and return its exit code; raises any other error."""
     if isinstance(error, UserError):
         return _refuse(str(error))
     if isinstance(error, BrokenPipeError):  # `zoo list | head`

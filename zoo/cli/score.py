@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         overrides = [argument for argument in given if not argument.startswith("out=")]
         rows = score(path, file, overrides, here=True)
     except WorkerError as error:
-        if error.code != 2:  # a user's mistake has been told in one line already
+        if error.code != 2:  # a user's mistake has been printed already
             print(f"zoo: {error.line}", file=sys.stderr)
         return error.code
     text = "".join(f"{json.dumps(row)}\n" for row in rows)

@@ -9,9 +9,9 @@ and `zoo train recipe=my.yaml` are the same.
                      given are chosen so that the model fits
   nproc=N            ranks on this machine; default: one a GPU, or nproc_cpu without
   train.steps=100    any key of the recipe (`zoo show --schema`), also as --train.steps=100 or --train.steps 100
-  run.dir=FOLDER     the run folder; a run that was stopped goes on from there
+  run.dir=FOLDER     the run folder; a run that was stopped resumes from there
 
-Exit codes: 0 done, 2 a mistake to mend, 130 Ctrl-C, 75 SIGTERM, SIGUSR1, SIGHUP or SIGQUIT (start the same command
+Exit codes: 0 done, 2 a mistake that you can fix, 130 Ctrl-C, 75 SIGTERM, SIGUSR1, SIGHUP or SIGQUIT (start the same command
 again), 76 left because a rank died or hangs.
 
 Under torchrun (`torchrun --nproc-per-node 8 -m zoo train ...`) and under SLURM (`srun zoo train ...`) each process is a

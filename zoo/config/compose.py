@@ -59,7 +59,7 @@ class Resolved:
     recipe: Recipe
     size_why: str  # why this size, in a few words
     base: Recipe  # the same without what the user's own file and the overrides set
-    base_name: str  # of what that consists
+    base_name: str  # its recipe and overlays, for messages
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -111,7 +111,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
 
 
 def about(name_or_path: str) -> dict[str, Any]:
-    """What a recipe says of itself: description, family, published_size, tiny_size and base, of its own or its base's."""
+    """A recipe's description, family, published_size, tiny_size and base; its base's where it has none of its own."""
     chain = _base_chain(name_or_path)
     found = {key: _last(chain, key) for key in ("description", "published_size", "tiny_size")}
     return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}

@@ -108,5 +108,5 @@ def _driver_capability(index: int) -> tuple[int, int]:
     failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
     failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
     if failed:
-        raise OSError(f"the CUDA driver does not tell what GPU {index} is: error {failed}")
+        raise OSError(f"the CUDA driver does not say what GPU {index} is: error {failed}")
     return major.value, minor.value

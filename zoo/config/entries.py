@@ -23,7 +23,7 @@ class DataEntry:
     name: str | None = None  # which configuration of the hub's set
     revision: str | None = None  # branch, tag or commit of the hub's set
     split: str | None = None  # which split; not needed where there is one
-    format: str | None = None  # of the rows; default: told by their keys
+    format: str | None = None  # of the rows; default: recognised by their keys
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
     weight: float | None = number(
         None, above=0, most=1e9
@@ -83,10 +83,8 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
     plain = wanted.removesuffix(" | None")
     wrong = not isinstance(value, kinds[plain]) or (isinstance(value, bool) and plain in ("float", "int"))
     if wrong:
-        words = {"str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false"}[
-            plain
-        ]
-        raise ConfigError(f"{key}: {name}={value!r}: wanted {words}")
+        said = {"str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false"}[plain]
+        raise ConfigError(f"{key}: {name}={value!r}: wanted {said}")
 
 
 def _check(entry: DataEntry, key: str) -> None:

@@ -40,7 +40,7 @@ def asking_the_hub() -> Iterator[str | None]:
 
 
 def _unreachable(endpoint: str) -> str | None:
-    """Why no connection to that address comes about, in words."""
+    """Why no connection to that address comes about, or None."""
     address = urlsplit(endpoint)
     host = address.hostname or ""
     if address.scheme in getproxies() and not proxy_bypass(host):

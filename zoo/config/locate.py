@@ -113,7 +113,7 @@ def checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's state.json tells; the number of its folder where that can't be read."""
+    """The step that a checkpoint's state.json states; the number of its folder where that can't be read."""
     try:
         step = read_object(checkpoint / STATE)["step"]
         if type(step) is int and step >= 0:
@@ -161,8 +161,8 @@ def locate(text: str, revision: str | None = None, key: str = "") -> Place:
         return place
     if (expanded(text) / "adapter_config.json").is_file():
         raise UserError(
-            f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or go on "
-            "with it by lora.init"
+            f"{given}: an adapter, without the weights it belongs to; name its run, which stands for both, or train "
+            "it further with lora.init"
         )
     if expanded(text).exists():
         raise UserError(

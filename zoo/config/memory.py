@@ -1,4 +1,4 @@
-"""How much memory of the host a process may have, and who says so."""
+"""How much memory of the host a process may have, and which bound says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zoo.errors import size
 
-_WORDS = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"[Cc]an(?:'|no)t allocate memory|std::bad_alloc|can't start new thread|failed to map segment from shared object"
 )
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -22,12 +22,12 @@ class Limit:
 
     total: int
     left: int  # what may still be taken
-    name: str  # in words
+    name: str  # for messages
     own: bool = False  # of each process by itself; else all on this machine (or in the container) share it
 
 
 def limits() -> list[Limit]:
-    """All bounds there are, the tightest first; none where the system tells of none."""
+    """All bounds there are, the tightest first; none where the system reports none."""
     found = [*_machine(), *_cgroup(), *_address_space()]
     return sorted(found, key=lambda limit: limit.left)
 
@@ -47,7 +47,7 @@ def kernel_kills() -> int:
 
 
 def killed_for_memory(before: int) -> str:
-    """Why a process was ended by SIGKILL, in words that follow that; `before`: `kernel_kills` when it was started."""
+    """Why a process was ended by SIGKILL, as the end of a sentence; `before`: `kernel_kills` when it was started."""
     if kernel_kills() == before:
         return " (not by the kernel for want of memory)"
     bounds = [limit for limit in limits() if not limit.own]
@@ -66,7 +66,7 @@ def ran_out(error: BaseException) -> bool:
         error, ValueError
     ):  # the latter is about what was given
         return False
-    return _WORDS.search(str(error)) is not None
+    return _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _machine() -> Iterator[Limit]:

@@ -1,4 +1,4 @@
-"""What a recipe may say otherwise when a run is resumed: how long, where, on what, and what is logged. Nothing else may.
+"""What a recipe may say differently when a run is resumed: its length, place, hardware and logging. Nothing else may change.
 
 Every key of the schema stands in one of the two lists below. A key that is not free has to be as the checkpoint's recipe
 had it, unless `run.accept_changes` names it or its section.
@@ -16,7 +16,7 @@ from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.files import expanded
 
-# Keys that may change without a word, by what they are about.
+# Keys that may change freely, by topic.
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "names, whose contents are compared themselves": ("recipe", "size", "hardware"),
     "length": ("train.steps", "train.epochs", "train.max_minutes"),
@@ -60,7 +60,7 @@ _SHOWN = 6  # changes that a message names
 
 @dataclass(frozen=True)
 class Change:
-    """A key that is otherwise than in the checkpoint's recipe; one that is `free` needs no consent, but is said."""
+    """A key whose value differs from the checkpoint's recipe; a `free` one needs no consent, but is reported."""
 
     key: str
     old: Any
@@ -79,14 +79,14 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> list[Change]:
-    """What a recipe has otherwise than the one saved with a checkpoint, of the keys that may not change.
+    """The keys that may not change and whose values differ from those of the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
     have, as it is of an earlier zoo, is passed over.
 
     Args:
         saved: config.yaml of the checkpoint, as nested dicts.
-        rows_known: whether digests tell the rows of data.train and data.eval; else their paths have to be the same.
+        rows_known: whether digests identify the rows of data.train and data.eval; else their paths have to be the same.
     """
     found: list[Change] = []
     now = asdict(recipe)
@@ -131,9 +131,9 @@ def _of_entries(key: str, old: list[Any], new: list[Any], rows_known: bool) -> I
 
 def _plain(entry: Any, key: str, rows_known: bool) -> dict[str, Any]:
     """What an entry says, defaults left out."""
-    default, told = parse_entry("", key), parse_entry(entry, key)
-    names = [name for name in vars(told) if name != "rows" and not (rows_known and name in _PLACES)]
-    return {name: getattr(told, name) for name in names if getattr(told, name) != getattr(default, name)}
+    default, given = parse_entry("", key), parse_entry(entry, key)
+    names = [name for name in vars(given) if name != "rows" and not (rows_known and name in _PLACES)]
+    return {name: getattr(given, name) for name in names if getattr(given, name) != getattr(default, name)}
 
 
 def _same(key: str, old: Any, new: Any) -> bool:

@@ -24,11 +24,11 @@ class RunConfig:
 
     dir: str | None = None  # run folder; default runs/<recipe>-<size>
     seed: int = number(1234, 0, 2**32 - 1)  # seeds weights, data order and dropout
-    resume: bool = True  # go on from the newest whole checkpoint of run.dir when there is one
-    accept_changes: list[str] = field(default_factory=list)  # keys or sections that a resumed run may have otherwise than its checkpoint: train.lr, data
+    resume: bool = True  # resume from the newest whole checkpoint of run.dir when there is one
+    accept_changes: list[str] = field(default_factory=list)  # keys or sections in which a resumed run may differ from its checkpoint: train.lr, data
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
-    hang_timeout: float = number(10.0, 0, 1e6)  # minutes in which some rank must get on, else all leave; 0: not watched
-    save_within: float = number(110.0, above=0, most=1e6)  # seconds from SIGTERM, SIGUSR1, SIGHUP or SIGQUIT in which a run saves, else it leaves unsaved
+    hang_timeout: float = number(10.0, 0, 1e6)  # minutes without progress on any rank after which the run ends; 0: not watched
+    save_within: float = number(110.0, above=0, most=1e6)  # seconds after SIGTERM, SIGUSR1, SIGHUP or SIGQUIT that a run has to save; after them it ends unsaved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +38,14 @@ class ModelConfig:
     family: str = ""  # a name that `zoo list` shows; a recipe sets it
     init: str = "random"  # random | a Hugging Face folder | a hub id
     arch: dict[str, Any] = field(default_factory=dict)  # Hugging Face config of the architecture (from size=)
-    freeze: list[str] = field(default_factory=list)  # parts that are not trained, of the family: vision, say
+    freeze: list[str] = field(default_factory=list)  # parts of the family that are not trained, such as vision
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineConfig:
     """What a run is planned for; `hardware=` fills it in."""
 
-    gpus: int | None = number(None, 1, 4096)  # GPUs of a node; null: no GPU is spoken of
+    gpus: int | None = number(None, 1, 4096)  # GPUs of a node; null: a machine without
     memory_gb: float | None = number(None, above=0, most=1e6)  # memory of a GPU, in units of 10^9 bytes
     nodes: int = number(1, 1, 10**5)  # nodes of the run
 
@@ -64,7 +64,7 @@ class ParallelConfig:
     plan: list[str] = field(
         default_factory=list
     )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, batch
-    planned: list[str] = field(default_factory=list)  # those that planning has chosen; a run writes it
+    planned: list[str] = field(default_factory=list)  # keys that planning has chosen; a run writes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ class PackingConfig:
     """How samples are put into rows."""
 
     mode: str = choice("thd", "thd", "none")  # thd: samples packed end to end | none: one padded row a sample
-    budget: int = number(4096, 1, 10**8)  # most tokens of a packed row (and of one sample)
-    pad_to: int | None = number(None, 1, 10**8)  # fixed row length in tokens, for static shapes; default: as long as it is
+    budget: int = number(4096, 1, 10**8)  # most tokens of a packed row, and of one sample
+    pad_to: int | None = number(None, 1, 10**8)  # fixed row length in tokens, for static shapes; default: the length of the row
     align: int | None = number(None, 1, 10**6)  # multiple each sample is padded to; default: what cp, tp and fp8 need
 
 
@@ -82,7 +82,7 @@ class DataConfig:
     """Rows, media and what happens to a bad row."""
 
     train: list[Any] = field(default_factory=lambda: ["digits:train"])  # files, sets, mappings (docs/data.md)
-    eval: list[Any] = field(default_factory=lambda: ["auto"])  # the same for evaluation; none; auto: rows that entries of data.train hold out, digits:heldout for digits alone
+    eval: list[Any] = field(default_factory=lambda: ["auto"])  # the same for evaluation | none | auto: the rows that entries of data.train hold out; digits:heldout where digits alone are trained on
     root: str | None = None  # folder that media lie in; default: the folder of the file that names them
     outside_root: bool = False  # whether rows may name media outside of that folder
     urls: bool = False  # whether media at http(s) URLs are downloaded
@@ -92,9 +92,9 @@ class DataConfig:
     shuffle: bool = True  # a new order every epoch, from run.seed
     lookahead: int = number(256, 1, 10**6)  # samples the packer may choose from
     augment: float | None = number(None, 0, 1)  # strength, 0 to 1, of random changes to training media; default: 0
-    augment_variants: int | None = number(None, 1, 10**6)  # different changes of a row, taken again from the cache; default: 8
-    blank_answers: float | None = number(None, 0, 1)  # share of answer tokens blanked in what is read back; default: 0
-    bundled: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # other defaults of these three where only bundled sets are trained on; tiny sizes set it
+    augment_variants: int | None = number(None, 1, 10**6)  # different changes of a row, each kept in the cache and used again; default: 8
+    blank_answers: float | None = number(None, 0, 1)  # share of answer tokens that are blanked in the model's input; default: 0
+    bundled: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # defaults of augment, augment_variants and blank_answers where only bundled sets are trained on; tiny sizes set it
     cache_mb: int = number(512, 0, 10**8)  # memory for processed samples, per rank, in MiB
     video_fps: float = number(2.0, above=0, most=1000)  # frames taken per second of video
     max_frames: int = number(768, 1, 10**6)  # most frames taken of one video
@@ -114,7 +114,7 @@ class TrainConfig:
     lr: float = number(1e-5, 0, 100)  # peak learning rate
     min_lr: float = number(0.0, 0, 100)  # learning rate that the cosine would reach one update after the last
     lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
-    warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last of them at lr; lr is not reached in fewer
+    warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last one at lr; a run of fewer updates never reaches lr
     weight_decay: float = number(0.0, 0, 100)  # AdamW weight decay (not on norms and biases)
     beta1: float = number(0.9, 0, below=1)  # AdamW
     beta2: float = number(0.95, 0, below=1)  # AdamW
@@ -122,10 +122,10 @@ class TrainConfig:
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = choice("stop", "stop", "skip")  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
     bad_steps: int = number(3, 1, 10**6)  # bad steps in a row at which on_bad_step=stop ends the run
-    skip_limit: int = number(20, 1, 10**6)  # so many bad steps of the last 4 times as many end the run, or are a new level
-    on_new_level: str = choice("stop", "stop", "take")  # stop | take: skip_limit spikes in a row are the level from there on; not finite: stop
+    skip_limit: int = number(20, 1, 10**6)  # bad steps among the last 4 * skip_limit steps that end the run, or that are a new level of the loss
+    on_new_level: str = choice("stop", "stop", "take")  # stop | take: after skip_limit spikes in a row, their level is the normal one; losses that are not finite still stop
     spike: float = number(10.0, 0, 1e9)  # a loss this many spreads above the median of good steps is bad; 0: never
-    spike_after: int = number(100, 0, 10**6)  # good steps before the first spike is looked for
+    spike_after: int = number(100, 0, 10**6)  # good steps before spikes are looked for
     aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss
     z_loss: float = number(0.0, 0, 1000)  # coefficient of the router's z-loss
     mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
@@ -133,7 +133,7 @@ class TrainConfig:
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
-    keep_best: str | None = choice("loss", "loss", "exact_match")  # loss | exact_match: the checkpoint best at it on held-out rows stays too
+    keep_best: str | None = choice("loss", "loss", "exact_match")  # loss | exact_match: the checkpoint that is best at it on held-out rows is kept too
     log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = number(None, above=0, most=1e8)  # stop (save, evaluate, export) after this long
 
@@ -143,13 +143,13 @@ class LoraConfig:
     """Low-rank adapters: they alone are trained, and are exported in PEFT's format."""
 
     rank: int = number(0, 0, 10**5)  # width of the adapters; 0: none, the model's own weights are trained
-    alpha: float = number(32.0, above=0, most=1e6)  # what an adapter gives is multiplied by alpha / rank
-    dropout: float = number(0.0, 0, below=1)  # of an adapted linear's input on its way to the adapter; experts have none
+    alpha: float = number(32.0, above=0, most=1e6)  # an adapter's output is multiplied by alpha / rank
+    dropout: float = number(0.0, 0, below=1)  # dropout of an adapter's input; experts have none
     targets: list[str] = field(
         default_factory=lambda: ["all-linear"]
     )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
     parts: list[str] = field(default_factory=lambda: ["language"])  # parts of the model that targets are in
-    init: str | None = None  # adapter folder in PEFT's format to go on from; default: new adapters
+    init: str | None = None  # adapter folder in PEFT's format to start from; default: new adapters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +167,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where figures go, besides train.jsonl."""
+    """Where metrics go, besides train.jsonl."""
 
     tensorboard: bool = True  # event files in run.dir/tensorboard
     wandb: str | None = None  # project name at Weights & Biases; default: not used
-    slow_step: float = number(3.0, 0, 1e6)  # a step over so many times the running median is told, with its cause; 0: none is
+    slow_step: float = number(3.0, 0, 1e6)  # a step slower than so many times the running median is reported, with its cause; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)

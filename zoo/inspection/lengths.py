@@ -34,7 +34,7 @@ class Filling:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Figures of the samples that were read."""
+    """Statistics of the samples that were read."""
 
     samples: int
     left_out: str  # rows that were not usable, by cause
@@ -78,7 +78,7 @@ def lengths_of(recipe: Recipe, processor: Any, config: Any, most: int, budgets: 
     return Lengths(
         samples=len(lengths),
         left_out=source.bad_rows.summary(),
-        tokens=_figures(lengths),
+        tokens=_statistics(lengths),
         labels=labels / total,
         media={name: tokens / total for name, tokens in media.items()},
         kinds=dict(kinds),
@@ -91,7 +91,7 @@ def _token(config: Any, name: str) -> int | None:
     return getattr(config.root, f"{name}_token_id", None)
 
 
-def _figures(lengths: list[int]) -> dict[str, float]:
+def _statistics(lengths: list[int]) -> dict[str, float]:
     ordered = sorted(lengths)
     at = {f"p{p}": float(ordered[round(p / 100 * (len(ordered) - 1))]) for p in PERCENTILES}
     return {"least": float(ordered[0]), **at, "most": float(ordered[-1]), "mean": mean(ordered)}

@@ -130,7 +130,7 @@ def _sample(number: int, segment: Segment) -> str:
 
 
 def _lengths(lengths: Lengths) -> str:
-    figures = "".join(f"<th>{name}</th>" for name in lengths.tokens)
+    names = "".join(f"<th>{name}</th>" for name in lengths.tokens)
     values = "".join(f"<td>{value:.0f}</td>" for value in lengths.tokens.values())
     head = "<th>budget</th><th>rows</th><th>samples a row</th><th>left empty</th><th>alignment</th><th>side by side</th><th>too long</th>"
     fillings = "".join(
@@ -143,5 +143,5 @@ def _lengths(lengths: Lengths) -> str:
     return (
         f"<p>{lengths.samples} samples ({kinds}); of their tokens {lengths.labels:.1%} have a loss"
         f"{f' and {media} are media' if media else ''}; rows left out: {escape(lengths.left_out)}.</p>"
-        f"<table><tr>{figures}</tr><tr>{values}</tr></table><table><tr>{head}</tr>{fillings}</table>"
+        f"<table><tr>{names}</tr><tr>{values}</tr></table><table><tr>{head}</tr>{fillings}</table>"
     )

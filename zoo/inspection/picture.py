@@ -10,7 +10,7 @@ import numpy as np
 
 from zoo.files import replaced
 from zoo.inspection.lengths import Lengths
-from zoo.inspection.rows import KINDS, PackedRow
+from zoo.inspection.rows import KINDS, PackedRow, Segment
 
 COLOURS = {
     "prompt": "#c3cde0", "image": "#2f74c0", "video": "#159a7c", "audio": "#ee9b1c", "label": "#8a3ea8", "padding": "#ececef",
@@ -74,85 +74,69 @@ def _draw_rows(axis: Any, rows: Sequence[PackedRow]) -> None:
 
 def _draw_row(axis: Any, row: PackedRow, y: float, width: int) -> None:
     """Tokens of a row at height `y`, its samples named above and its positions beneath."""
-    from matplotlib import patches
-
     floor = y + BAR + 0.12 + CURVE
-    positions = row.positions.numpy()
-    scale = CURVE / max(1.0, float(positions.max()))
-    axis.add_patch(
-        patches.Rectangle(
-            (0, y),
-            row.width,
-            BAR,
-            facecolor=COLOURS["padding"],
-            hatch="////",
-            edgecolor="#c3c6ce",
-            linewidth=0,
-        )
-    )
+    _box(axis, 0, row.width, y, facecolor=COLOURS["padding"], hatch="////", edgecolor="#c3c6ce", linewidth=0)
     for number, segment in enumerate(row.segments, start=1):
         for span in segment.spans:
-            axis.add_patch(
-                patches.Rectangle(
-                    (span.start, y), span.end - span.start, BAR, facecolor=COLOURS[span.kind], linewidth=0
-                )
-            )
-        size = segment.end - segment.start
+            _box(axis, span.start, span.end, y, facecolor=COLOURS[span.kind], linewidth=0)
         for colour, line in ((PAPER, 2.4), (INK, 0.8)):
-            axis.add_patch(
-                patches.Rectangle((segment.start, y), size, BAR, fill=False, edgecolor=colour, linewidth=line)
-            )
-        if size >= _NARROW * width:
-            axis.text(
-                segment.start + size / 2,
-                y - 0.34,
-                number,
-                ha="center",
-                va="center",
-                weight="bold",
-                fontsize=8,
-            )
-            names = f"{segment.kind or ''} {size}".strip(), str(size)
-            name = next((name for name in names if len(name) * _LETTER * width <= size), "")
-            axis.text(
-                segment.start + size / 2, y - 0.12, name, ha="center", va="center", fontsize=6.5, color=QUIET,
-            )  # fmt: skip
-        x = np.arange(segment.start, segment.end) + 0.5
-        for which in reversed(range(len(positions))):
-            axis.plot(
-                x, floor - positions[which, segment.start : segment.end] * scale,
-                color=TIME if which == 0 else SPACE, linewidth=1.1 if which == 0 else 0.8,
-            )  # fmt: skip
-        axis.plot([segment.start, segment.end], [floor, floor], color=FAINT, linewidth=0.7, zorder=0)
-        if size >= _NARROW * width:
-            last = int(positions[:, segment.end - 1].max())
-            axis.text(segment.end, floor + 0.03, last, ha="right", va="top", fontsize=6, color=TIME)
-    share = row.padding / row.width
-    axis.text(-0.008 * width, y + BAR * 0.3, f"{row.width} tokens", ha="right", va="center")
-    axis.text(
-        -0.008 * width,
-        y + BAR * 0.75,
-        f"{share:.1%} padding",
-        ha="right",
-        va="center",
-        color=QUIET,
-        fontsize=8,
-    )
-    axis.text(-0.008 * width, y - 0.25, row.note, ha="right", va="center", color=TIME, fontsize=7.5)
-    axis.text(-0.008 * width, floor - CURVE / 2, "positions", ha="right", va="center", color=TIME, fontsize=8)
+            _box(axis, segment.start, segment.end, y, fill=False, edgecolor=colour, linewidth=line)
+        _name_sample(axis, segment, number, y, width)
+        _draw_positions(axis, row, segment, floor, width)
+    at, right = -0.008 * width, {"ha": "right", "va": "center"}
+    axis.text(at, y + BAR * 0.3, f"{row.width} tokens", **right)
+    share = f"{row.padding / row.width:.1%} padding"
+    axis.text(at, y + BAR * 0.75, share, **right, color=QUIET, fontsize=8)
+    axis.text(at, y - 0.25, row.note, **right, color=TIME, fontsize=7.5)
+    axis.text(at, floor - CURVE / 2, "positions", **right, color=TIME, fontsize=8)
+
+
+def _box(axis: Any, start: float, end: float, y: float, **style: Any) -> None:
+    """A rectangle over tokens `start` to `end` (exclusive) of the row at height `y`."""
+    from matplotlib import patches
+
+    axis.add_patch(patches.Rectangle((start, y), end - start, BAR, **style))
+
+
+def _name_sample(axis: Any, segment: Segment, number: int, y: float, width: int) -> None:
+    """The sample's number, kind and length above it, as far as there is room."""
+    size = segment.end - segment.start
+    if size < _NARROW * width:
+        return
+    middle, centre = segment.start + size / 2, {"ha": "center", "va": "center"}
+    axis.text(middle, y - 0.34, number, **centre, weight="bold", fontsize=8)
+    names = f"{segment.kind or ''} {size}".strip(), str(size)
+    name = next((name for name in names if len(name) * _LETTER * width <= size), "")
+    axis.text(middle, y - 0.12, name, **centre, fontsize=6.5, color=QUIET)
+
+
+def _draw_positions(axis: Any, row: PackedRow, segment: Segment, floor: float, width: int) -> None:
+    """The sample's position ids as curves above `floor`, and its last one as a number."""
+    positions = row.positions.numpy()
+    scale = CURVE / max(1.0, float(positions.max()))
+    x = np.arange(segment.start, segment.end) + 0.5
+    for which in reversed(range(len(positions))):
+        axis.plot(
+            x, floor - positions[which, segment.start : segment.end] * scale,
+            color=TIME if which == 0 else SPACE, linewidth=1.1 if which == 0 else 0.8,
+        )  # fmt: skip
+    axis.plot([segment.start, segment.end], [floor, floor], color=FAINT, linewidth=0.7, zorder=0)
+    if segment.end - segment.start >= _NARROW * width:
+        last = int(positions[:, segment.end - 1].max())
+        axis.text(segment.end, floor + 0.03, last, ha="right", va="top", fontsize=6, color=TIME)
 
 
 def _draw_lengths(axis: Any, lengths: Lengths) -> None:
-    figures = lengths.tokens
+    tokens = lengths.tokens
     axis.hist(
         lengths.lengths, bins=min(60, max(10, lengths.samples // 20)), color=COLOURS["image"], alpha=0.8
     )
     top = axis.get_ylim()[1]
     for name in ("p50", "p95"):
-        axis.axvline(figures[name], color=TIME, linewidth=1)
-        axis.text(figures[name], top, f" {name} {figures[name]:.0f}", color=TIME, va="top", fontsize=8)
+        axis.axvline(tokens[name], color=TIME, linewidth=1)
+        axis.text(tokens[name], top, f" {name} {tokens[name]:.0f}", color=TIME, va="top", fontsize=8)
     axis.set_title(
-        f"lengths of {lengths.samples} samples, {figures['least']:.0f} to {figures['most']:.0f} tokens",
+        f"lengths of {lengths.samples} samples, {tokens['least']:.0f} to {tokens['most']:.0f} tokens",
         loc="left",
     )
     axis.set(xlabel="tokens of a sample", ylabel="samples")

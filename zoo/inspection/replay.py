@@ -1,4 +1,4 @@
-"""The rows of a bad step again: packed from where the data stood before it, and held against what the run wrote down."""
+"""The rows of a bad step, packed again from where the data stood before it and compared with the run's record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Step:
     """A bad step, as `bad_steps/step_N.json` has it."""
 
     file: Path
-    facts: dict[str, Any]
+    record: dict[str, Any]  # what the file holds
 
     @classmethod
     def read(cls, path: Path, number: int | None = None) -> Step:
@@ -36,13 +36,13 @@ class Step:
     @property
     def number(self) -> int:
         """The step."""
-        number: int = self.facts["step"]
+        number: int = self.record["step"]
         return number
 
     @property
     def title(self) -> str:
         """What was wrong, in a line."""
-        return f"step {self.number} was not applied: {self.facts['why']}"
+        return f"step {self.number} was not applied: {self.record['why']}"
 
 
 def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
@@ -53,7 +53,7 @@ def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
     """
     wanted = _wanted(step, recipe)
     found: dict[tuple[str, ...], list[PackedRow]] = defaultdict(list)
-    for row in packed_rows(recipe, assembly, len(wanted), step.facts["data"]):
+    for row in packed_rows(recipe, assembly, len(wanted), step.record["data"]):
         found[tuple(segment.source for segment in row.segments)].append(row)
     rows = []
     for sources, note in wanted:
@@ -69,7 +69,7 @@ def replayed(step: Step, recipe: Recipe, assembly: Assembly) -> list[PackedRow]:
 def _wanted(step: Step, recipe: Recipe) -> list[tuple[tuple[str, ...], str]]:
     """(sources of its samples, note) of each row; samples side by side are a row each."""
     wanted = []
-    for row in step.facts["rows"]:
+    for row in step.record["rows"]:
         sources = tuple(sample["source"] for sample in row["samples"])
         note = f"rank {row['rank']}, loss {_number(row['loss'])}"
         parts: Sequence[tuple[str, ...]] = (
@@ -86,7 +86,7 @@ def _number(value: float | None) -> str:
 def table(step: Step) -> str:
     """What was wrong, and each row with its samples."""
     lines = [step.title, "", "rank  loss        tokens  samples"]
-    for row in step.facts["rows"]:
+    for row in step.record["rows"]:
         sources = [sample["source"] for sample in row["samples"]]
         more = f" and {len(sources) - 6} more" if len(sources) > 6 else ""
         lines.append(

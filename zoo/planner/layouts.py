@@ -1,4 +1,4 @@
-"""Parallel sizes and recompute under which a model fits a machine: of those, the ones that cost least time.
+"""The parallel sizes and recompute that cost least time among those under which a model fits a machine.
 
 What a choice costs is a rough share of a step's time, known from experience rather than measured: enough to prefer
 replicas over cutting the model, cuts within a node over stages, and all of that over computing twice.
@@ -60,7 +60,7 @@ def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
 
 
 def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
-    """Where no choice goes with the architecture and the batch, it is not the memory that is to blame."""
+    """ConfigError where no choice goes with the architecture and the batch, so that memory is not the cause."""
     refusal: ConfigError | None = None
     for candidate in sorted(candidates(recipe, ranks), key=lambda candidate: candidate.time):
         try:

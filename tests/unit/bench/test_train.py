@@ -1,4 +1,4 @@
-"""`zoo bench train`: samples, settings and figures, and a run of it on the CPU."""
+"""`zoo bench train`: samples, settings and metrics, and a run of it on the CPU."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from zoo.bench.training import train as bench_train
 from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
-from zoo.bench.training.setting import Setting, Timed, figures, peak_flops, train_flops
+from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
@@ -73,13 +73,13 @@ def test_figures_by_hand() -> None:
         Timed(100.0, 2, 1000, 1250, {"decoder": 9.895e12, "vision": 0.0}),
         Timed(200.0, 4, 2000, 2500, {"decoder": 9.895e12, "vision": 9.895e12}),
     ]
-    found = figures(Setting("packed", 2, ranks=2), steps, "NVIDIA H200")
+    found = metrics(Setting("packed", 2, ranks=2), steps, "NVIDIA H200")
     assert found["ms"] == 150.0 and found["real_tokens_per_s"] == 10000 and found["samples_per_s"] == 20
     assert found["real_share"] == 0.8 and found["tokens_per_step"] == 1875
     # 19.79 and 9.895 TFLOP in 0.3 s on two GPUs of 989.5 TFLOP/s each.
     assert found["mfu_parts"] == {"decoder": pytest.approx(1 / 30, abs=1e-4), "vision": pytest.approx(1 / 60, abs=1e-4)}  # fmt: skip
     assert found["mfu"] == 0.05
-    assert figures(Setting("packed", 2), steps, "")["mfu"] is None
+    assert metrics(Setting("packed", 2), steps, "")["mfu"] is None
 
 
 def test_peaks_are_found_by_the_names_of_gpus() -> None:

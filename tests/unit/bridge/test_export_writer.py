@@ -84,9 +84,9 @@ def test_views_casts_and_pieces(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_was_not_told_is_refused(rows: int, tmp_path: Path) -> None:
     shards = ShardWriter(tmp_path, planned("ab"))
-    with pytest.raises(AssertionError, match="bytes more than were told"):
+    with pytest.raises(AssertionError, match="bytes more than planned"):
         shards.write("a", [torch.ones(rows, 3)])
-    with pytest.raises(AssertionError, match="comes where b was told"):
+    with pytest.raises(AssertionError, match="comes where b was planned"):
         shards.write("c", [torch.ones(2, 3)])
 
 

@@ -15,10 +15,10 @@ import torch
 
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import receipts, with_pixels
-from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
 from zoo.bench.training.steps import kernels, memory
 from zoo.config.schema import Recipe
-from zoo.data.sample import IGNORE, collate_padded
+from zoo.data.sample import IGNORE, Sample, collate_padded
 from zoo.engine.model import build
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
@@ -28,7 +28,7 @@ from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
-    """Figures of the setting; {"oom": True} where the GPU's memory doesn't suffice."""
+    """Metrics of the setting; {"oom": True} where the GPU's memory doesn't suffice."""
     try:
         return _measure(recipe, given)
     except torch.OutOfMemoryError as error:
@@ -57,8 +57,8 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.train.lr, weight_decay=recipe.train.weight_decay, fused=on_gpu
     )
-    warm = -(-max(LEAST_WARM, len(bins)) // len(bins)) * len(bins)
-    steps = -(-max(LEAST_TIMED, given["passes"] * len(bins)) // len(bins)) * len(bins)
+    warm = _whole_passes(LEAST_WARM, len(bins))
+    steps = _whole_passes(max(LEAST_TIMED, given["passes"] * len(bins)), len(bins))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
@@ -87,14 +87,10 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     startup.mark("first step")
     while len(times) < warm + steps:
         train_step()
-    cost = model_cost(config, 0)
-    timed = []
-    for place, ms in enumerate(times[warm:]):
-        rows = [samples[i] for i in bins[place % len(bins)]]
-        width = batches[place % len(bins)]["input_ids"].numel()
-        timed.append(Timed(ms, len(rows), sum(s.length for s in rows), width, train_flops(cost, rows)))
+    rows = [[samples[i] for i in one] for one in bins]
+    timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], config)
     return {
-        **figures(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
+        **metrics(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
         **memory(on_gpu),
         "loss": losses[-1],
         "losses": [round(loss, 4) for loss in losses],
@@ -108,6 +104,21 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         **({"profile": profile(train_step)} if given["profile"] else {}),
         "environment": environment(),
     }
+
+
+def _whole_passes(least: int, batches: int) -> int:
+    """Steps, at least so many, in which every batch comes equally often."""
+    return -(-max(least, batches) // batches) * batches
+
+
+def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], config: Any) -> list[Timed]:
+    """A record for each timed step; `rows` and `widths` (tokens with padding) are those of the batches, in turn."""
+    cost, timed = model_cost(config, 0), []
+    for place, ms in enumerate(times):
+        samples, width = rows[place % len(rows)], widths[place % len(rows)]
+        real = sum(sample.length for sample in samples)
+        timed.append(Timed(ms, len(samples), real, width, train_flops(cost, samples)))
+    return timed
 
 
 def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype) -> Any:

@@ -127,7 +127,7 @@ def _largest[K](times: dict[K, float]) -> list[tuple[K, float]]:
 
 def kind(name: str) -> str:
     """Of a kernel or an operation."""
-    return next(kind for kind, words in KINDS if re.search(words, name, re.IGNORECASE))
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 
 def _gaps(events: Sequence[Event]) -> dict[tuple[str, str], float]:

@@ -1,4 +1,4 @@
-"""What `zoo bench train` measures one after the other: ways to run the same samples, and the figures of one of them."""
+"""What `zoo bench train` measures one after the other: ways to run the same samples, and the metrics of one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WAYS = "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), pa
 LOOKAHEAD = 256
 LEAST_WARM, LEAST_TIMED = 4, 8  # steps
 
-# Dense bf16 FLOPs a second of a GPU whose name holds the words, as its maker states them (without sparsity).
+# Dense bf16 FLOPs a second of a GPU whose name holds these parts, as its maker states them (without sparsity).
 PEAKS = {
     "H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H800": 989.5e12, "H20": 148e12,
     "GH200": 989.5e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
@@ -78,7 +78,7 @@ def missing(backend: str) -> str | None:
 
 def peak_flops(gpu: str) -> float | None:
     """Dense bf16 FLOPs a second of the GPU of that name; None where it isn't known."""
-    return next((peak for words, peak in PEAKS.items() if all(w in gpu for w in words.split())), None)
+    return next((peak for parts, peak in PEAKS.items() if all(part in gpu for part in parts.split())), None)
 
 
 def train_flops(cost: ModelCost, samples: Sequence[Sample]) -> dict[str, float]:
@@ -105,7 +105,7 @@ class Timed:
     flops: dict[str, float]
 
 
-def figures(setting: Setting, steps: Sequence[Timed], gpu: str) -> dict[str, Any]:
+def metrics(setting: Setting, steps: Sequence[Timed], gpu: str) -> dict[str, Any]:
     """What a line of the table shows: medians of the steps' times, and rates over whole passes.
 
     Steps take different samples, so a rate is what all of them hold over what all would take at their median time a token.

@@ -17,7 +17,7 @@ import torch
 
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import receipts, with_pixels
-from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, figures, train_flops
+from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.media.sizes import SampleSize
@@ -34,7 +34,7 @@ from zoo.packing import deal_bins
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
-    """Figures of a setting on this rank's world; {"oom": True} where one GPU's memory doesn't suffice."""
+    """Metrics of a setting on this rank's world; {"oom": True} where one GPU's memory doesn't suffice."""
     startup = Startup("imports")
     with interrupts() as stop, world(recipe) as here:
         try:
@@ -67,12 +67,12 @@ class Lines:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
 
-    def step(self, figures: dict[str, Any]) -> None:
+    def step(self, metrics: dict[str, Any]) -> None:
         """A step's line."""
-        self.steps.append(figures)
+        self.steps.append(metrics)
 
     def say(self, text: str) -> None:
-        """Nothing: the figures say it."""
+        """Nothing: the metrics say it."""
 
     def event(self, name: str, step: int, **facts: Any) -> None:
         """Nothing: the same."""
@@ -149,7 +149,7 @@ class BenchRun(Run):
             )
         last = lines.steps[-1]
         return {
-            **figures(self.setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
+            **metrics(self.setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
             **memory(on_gpu, self.world),
             "loss": last["loss"],
             "losses": [round(line["loss"], 4) for line in lines.steps],

@@ -1,6 +1,6 @@
 """`zoo bench train`: full training steps on the same samples, packed and padded, under zoo's backends and under transformers.
 
-Each setting runs in processes of its own, so that memory and failures are its own. Its figures are printed and written
+Each setting runs in processes of its own, so that memory and failures are its own. Its metrics are printed and written
 down as soon as they are there.
 """
 
@@ -56,10 +56,10 @@ Line = dict[str, Any]
 def run(
     options: Options,
     overrides: Sequence[str] = (),
-    tell: Callable[[Line], None] = print,
+    on_line: Callable[[Line], None] = print,
     profile: bool = False,
 ) -> Line:
-    """Measure every setting; `tell` gets the figures of each, and `options.out` holds all that are there.
+    """Measure every setting; `on_line` gets the metrics of each, and `options.out` holds all that are there.
 
     With `profile` each setting's last steps are run under PyTorch's profiler (`zoo.bench.training.profile`).
 
@@ -85,7 +85,7 @@ def run(
         line = {**as_dict(setting), **_measure(setting, recipe, options, profile)}
         report["environment"] = line.pop("environment", None) or report["environment"]
         report["lines"].append(line)
-        tell(line)
+        on_line(line)
         if options.out:
             write_atomically(Path(options.out), json.dumps(report, indent=2) + "\n")
     return report
@@ -150,7 +150,7 @@ def with_layers(arch: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) -> Line:
-    """Figures of a setting, or why there are none."""
+    """Metrics of a setting, or why there are none."""
     if reason := missing(setting.backend):
         return {"skipped": reason}
     parallel = data_parallel(recipe, setting.ranks)
@@ -176,7 +176,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
             f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
         )
     except WorkerError as error:
-        return {"failed": f"exit code {error.code}; its last words stand above"}
+        return {"failed": f"exit code {error.code}; its last messages stand above"}
     return line
 
 

@@ -59,7 +59,7 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Name -> facts of a safetensors file's tensors, after checking the header against the file's size."""
+    """Name -> TensorInfo of a safetensors file's tensors, after checking the header against the file's size."""
     try:
         with open(file, "rb") as stream:
             size = stream.seek(0, 2)
@@ -83,7 +83,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _tensor_info(name: str, entry: Any, file: Path, data: int) -> tuple[TensorInfo, tuple[int, int]]:
-    """The facts of a header entry and its (begin, end) in the data, which begin at byte `data` of the file.
+    """The TensorInfo of a header entry and its (begin, end) in the data, which begin at byte `data` of the file.
 
     CheckpointError where they contradict.
     """

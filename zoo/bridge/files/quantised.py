@@ -92,15 +92,15 @@ def block_size(folder: Path) -> tuple[int, int] | None:
     found = quantisation(read_arch(folder))
     if not found:
         return None
-    told = found[0]
-    if not isinstance(told, Mapping) or any(other != told for other in found):
+    stated = found[0]
+    if not isinstance(stated, Mapping) or any(other != stated for other in found):
         raise _refusal(folder, f"in a way that is not known ({str(found)[:80]})")
-    method, block = told.get("quant_method"), told.get("weight_block_size", _DEFAULT_BLOCK)
+    method, block = stated.get("quant_method"), stated.get("weight_block_size", _DEFAULT_BLOCK)
     if method != "fp8":
         raise _refusal(folder, f"by {str(method or 'a method that it does not name')[:80]}")
     for key, known in (("activation_scheme", "dynamic"), ("scale_fmt", "float"), ("fmt", "e4m3")):
-        if told.get(key, known) not in (known, None):
-            raise _refusal(folder, f"as fp8 with {key} {str(told[key])[:80]!r} ({known!r} is read)")
+        if stated.get(key, known) not in (known, None):
+            raise _refusal(folder, f"as fp8 with {key} {str(stated[key])[:80]!r} ({known!r} is read)")
     sizes = isinstance(block, list) and len(block) == 2
     if not sizes or not all(type(n) is int and 0 < n < 2**31 for n in block):
         raise _refusal(folder, f"as fp8 with weight_block_size {str(block)[:80]} (two sizes are wanted)")
@@ -151,8 +151,8 @@ def scaled(
             found[name] = fitting
     if problems:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
-        told = f"{folder}: its FP8 weights can't be read: {'; '.join(problems[:10])}{more}"
-        raise UserError(printable(told, LONGEST))
+        problem = f"{folder}: its FP8 weights can't be read: {'; '.join(problems[:10])}{more}"
+        raise UserError(printable(problem, LONGEST))
     return found
 
 

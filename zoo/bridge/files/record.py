@@ -31,10 +31,10 @@ def foreign(folder: Path) -> str | None:
     """Why a folder is not one that zoo has written, and nobody has put anything into; None where it is."""
     if not folder.is_dir():
         return "it is no folder"
-    told = _read(folder)
-    if told is None:
+    listed = _read(folder)
+    if listed is None:
         return f"zoo did not write it (it has no {RECORD})"
-    others = [name for name in _files(folder) if name not in told]
+    others = [name for name in _files(folder) if name not in listed]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         return printable(f"zoo did not write {others[0]}{more} in it", 400)
@@ -61,10 +61,10 @@ def digest(path: Path) -> str:
 
 
 def _damaged(folder: Path, rank: int, ranks: int, wanted: bool) -> list[str]:
-    told = _read(folder)
-    if told is None:
+    listed = _read(folder)
+    if listed is None:
         return [f"{folder / RECORD} is missing or can't be read"] if wanted else []
-    sums = sorted((name, value) for name, value in told.items() if isinstance(value, str))
+    sums = sorted((name, value) for name, value in listed.items() if isinstance(value, str))
     if wanted and not sums:
         return [f"{folder / RECORD} has no sums"]
     faults = []

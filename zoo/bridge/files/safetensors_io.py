@@ -56,7 +56,7 @@ class SafetensorsFolder:
         return sorted(self._tensors)
 
     def info(self, name: str) -> TensorInfo:
-        """Facts of a tensor as it is read; of a quantised one, `file` and `offset` are those of what is stored."""
+        """Shape, dtype and place of a tensor as it is read; for a quantised one, `file` and `offset` are those that are stored."""
         return self._tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class SafetensorsFolder:
         )
 
     def _read_stored(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        """The same, as the file has them."""
+        """Rows `first` to `last` as the file has them, quantised or not."""
         info = self._stored[name]
         shape = info.shape
         if shape and (first, last) != (0, None):

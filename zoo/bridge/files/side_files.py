@@ -1,7 +1,7 @@
 """What lies beside the weights of a Hugging Face folder: copied from the source, or made where the source has none.
 
 generation_config.json is made of the tokenizer's files and the config: without one, `generate` of a model whose config
-names no end of sequence goes on to its limit.
+names no end of sequence generates up to its limit.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _special_tokens(folder: Path, fast: Mapping[str, Any]) -> dict[str, int]:
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and type(entry.get("id")) is int:
             found[entry["content"]] = entry["id"]
-    told = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
-    for number, entry in told.items() if isinstance(told, dict) else ():
+    decoder = _read(folder / "tokenizer_config.json").get("added_tokens_decoder")
+    for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         if isinstance(entry, dict) and isinstance(entry.get("content"), str) and number.isdigit():
             found.setdefault(entry["content"], int(number))
     more = _read(folder / "added_tokens.json")

@@ -65,7 +65,7 @@ class Shard:
 class ShardWriter:
     """One process's shards, each written from front to back as its tensors come in: nothing is kept in memory.
 
-    A shard's header says what is in it and stands first, so what will be written is told beforehand, and comes in
+    A shard's header says what is in it and stands first, so the tensors are planned beforehand, and come in
     that order. Tensors of wide dtypes go first, as offsets must be multiples of the dtypes' sizes.
     """
 
@@ -97,14 +97,14 @@ class ShardWriter:
         if not self._group:
             self._begin()
         planned = self._group.pop(0)
-        assert planned.name == name, f"{name} comes where {planned.name} was told"
+        assert planned.name == name, f"{name} comes where {planned.name} was planned"
         left = planned.nbytes
         with disk_errors(self.folder):
             for piece in pieces:
                 raw = piece.detach().to("cpu", planned.dtype).contiguous().view(-1).view(torch.uint8)
                 left -= raw.numel()
                 self._put(memoryview(raw.numpy()))
-            assert not left, f"{name}: {-left} bytes more than were told"
+            assert not left, f"{name}: {-left} bytes more than planned"
             if not self._group:
                 self._end()
 
@@ -237,8 +237,8 @@ class ExportWriter:
             number += 1
         with disk_errors(self.target):
             self.target.rename(kept)
-        told = f"zoo: WARNING: {self.target}: {why}, so it is not overwritten: it is now {kept}"
-        print(told, file=sys.stderr, flush=True)
+        warning = f"zoo: WARNING: {self.target}: {why}, so it is not overwritten: it is now {kept}"
+        print(warning, file=sys.stderr, flush=True)
 
     def _bring_former_back(self) -> None:
         """After an end between the two renames of `replace_target`."""

@@ -103,7 +103,7 @@ def choose(there: Iterable[Target], wanted: Sequence[str], everywhere: Sequence[
 
 
 def means(target: str, name: str) -> bool:
-    """Whether a target of a recipe means a module of that name; see `choose`."""
+    """Whether a recipe's target means the module of that name (see `choose`)."""
     experts = re.search(r"\bexperts\.\w+$", name) is not None
     if target == ALL:
         return not experts
@@ -204,8 +204,8 @@ def check_config(config: Mapping[str, Any], where: str, rank: int, alpha: float)
     for key, value in wanted.items():
         if config.get(key) != value:
             hint = {"r": "lora.rank", "lora_alpha": "lora.alpha"}.get(key)
-            mend = f"set {hint}={config.get(key)}" if hint else "only LoRA adapters are read"
-            raise UserError(f"{where}: {key} is {config.get(key)!r} there and {value!r} here; {mend}")
+            fix = f"set {hint}={config.get(key)}" if hint else "only LoRA adapters are read"
+            raise UserError(f"{where}: {key} is {config.get(key)!r} there and {value!r} here; {fix}")
     for key in ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias"):
         if config.get(key):
             raise UserError(f"{where}: {key} is {config[key]!r}, which zoo's adapters don't have")

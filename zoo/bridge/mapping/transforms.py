@@ -21,7 +21,7 @@ class Dims:
     """The numbers of an architecture that transforms need; all other sizes are read off the model's shapes."""
 
     heads: int  # query heads
-    kv_heads: int  # key/value heads: query groups in Megatron-Core's words
+    kv_heads: int  # key/value heads: Megatron-Core's query groups
     head_dim: int  # width of a head
     experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
     linear_keys: int = 0  # of a linear-attention layer: width of all its keys (and of all its queries)
@@ -31,7 +31,7 @@ class Dims:
 
     @classmethod
     def from_hf(cls, text_config: Any, *, tied: bool = False) -> Dims:
-        """Read an HF text config (object or dict); `tied` is the top-level config's word, not the text config's.
+        """Read an HF text config (object or dict); `tied` is the top-level config's value, not the text config's.
 
         `head_dim` falls back to hidden_size // num_attention_heads, as in HF's attention classes.
         """

@@ -200,7 +200,7 @@ def _wrong_list(key: str, value: Any) -> str | None:
 
 
 def _wrong_entries(key: str, value: Any) -> str | None:
-    """Of layer_types and image_grid_pinpoints, and other lists."""
+    """What is wanted in the place of layer_types, image_grid_pinpoints or another list of no numbers; None where it is right."""
     if not isinstance(value, list | tuple):
         return "a list"
     if key != "image_grid_pinpoints":
@@ -230,7 +230,7 @@ def _kind(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it; of a long one its kind."""
+    """A value as JSON has it, or the kind of a long one."""
     if isinstance(value, list | tuple | Mapping):
         return f"{_kind(value)} of {len(value)} entries"
     if isinstance(value, bool | None):

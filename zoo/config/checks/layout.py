@@ -171,13 +171,13 @@ def _next_multiple(number: int, unit: int) -> int:
 
 
 def _around(number: int, unit: int) -> str:
-    """The multiples of `unit` next to `number`, in words."""
+    """The multiples of `unit` next to `number`: "8 or 16"."""
     above = _next_multiple(number, unit)
     return f"{above - unit} or {above}" if above > unit else f"{above}"
 
 
 def _listed(numbers: list[int]) -> str:
-    """Numbers in words; the middle of a long list is left out."""
+    """Numbers as text, "1, 2 or 4"; the middle of a long list is left out."""
     shown = [str(number) for number in numbers]
     if len(shown) > 10:
         shown = [*shown[:6], "...", *shown[-2:]]

@@ -99,7 +99,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("engine.threads", "", "omp_num_threads num_threads"),
     ("run.dir", "", "output_dir logging_dir save save_dir run_name checkpoint_dir out_dir output"),
     ("run.seed", "", "random_seed data_seed"),
-    ("run.resume", "a run goes on from its run.dir by itself", "resume_from_checkpoint resume_from ckpt_path auto_resume auto_resume_from_checkpoints"),
+    ("run.resume", "a run resumes from its run.dir by itself", "resume_from_checkpoint resume_from ckpt_path auto_resume auto_resume_from_checkpoints"),
     ("run.resume", "false refuses a folder that holds a checkpoint", "overwrite_output_dir"),
     ("run.hang_timeout", "in minutes", "ddp_timeout distributed_timeout_minutes nccl_timeout"),
     ("run.deterministic", "", "full_determinism use_deterministic_algorithms deterministic_mode"),

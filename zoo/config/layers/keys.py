@@ -49,12 +49,12 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """In words: "from 0 to 1", "above 0, at most 1,000", "from 0, below 1"."""
+        """As text: "from 0 to 1", "above 0, at most 1,000", "from 0, below 1"."""
         if self.least is not None and self.most is not None:
             return f"from {_short(self.least)} to {_short(self.most)}"
         named = (("least", "from"), ("above", "above"), ("most", "at most"), ("below", "below"))
-        given = ((words, getattr(self, name)) for name, words in named)
-        return ", ".join(f"{words} {_short(bound)}" for words, bound in given if bound is not None)
+        given = ((said, getattr(self, name)) for name, said in named)
+        return ", ".join(f"{said} {_short(bound)}" for said, bound in given if bound is not None)
 
 
 def _short(bound: float) -> str:

@@ -22,7 +22,7 @@ from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
 from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
 from zoo.bridge.progress import Progress, size
-from zoo.bridge.streams import Job, carried, in_order, run, to_hf, to_zoo
+from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
 from zoo.config.locate import (
     ABOUT,
     HF_PART,
@@ -225,7 +225,7 @@ def to_zoo_jobs(
     ]
     names = {actual: published for published, actual in resolution.source.items()}
     jobs += [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
-    return Conversion(in_order(jobs), allowed)
+    return Conversion(by_width(jobs), allowed)
 
 
 def to_hf_jobs(
@@ -243,7 +243,7 @@ def to_hf_jobs(
         if entry.rule.writes(plan.dims)
     ]
     jobs += [carried(name, reader, name.removeprefix(CARRIED), to_zoo=False) for name in resolution.carried]
-    return Conversion(in_order(jobs), resolution.allowed)
+    return Conversion(by_width(jobs), resolution.allowed)
 
 
 def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet: bool) -> None:
