@@ -80,7 +80,7 @@ def test_a_show_tells_what_was_changed(capsys: pytest.CaptureFixture[str], tmp_p
     assert "#   train.lr: 0.0001 (was 0.0012)\n" in printed
     assert "#   train.steps: 7 (was 1800)\n" in printed
     (line,) = [line for line in printed.splitlines() if line.startswith("  warmup_steps:")]
-    assert line.endswith("# linear warm-up in updates, the last of them at lr; lr is not reached in fewer")
+    assert "# linear warm-up in updates" in line
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["changed"]) == {"train.lr", "train.steps"}
