@@ -14,22 +14,36 @@ from support import rank_tasks
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kills", "steps"),
+    ("ranks", "kills", "steps", "when"),
     [
-        (1, 5, 30),
-        pytest.param(4, 2, 16, marks=pytest.mark.slow),
-        pytest.param(1, 100, 500, marks=pytest.mark.slow(minutes=15)),
-        pytest.param(4, 100, 400, marks=pytest.mark.slow(minutes=15)),
+        (1, 5, 30, "any"),
+        (1, 3, 12, "mid-write"),
+        pytest.param(4, 2, 16, "any", marks=pytest.mark.slow),
+        pytest.param(4, 3, 16, "mid-write", marks=pytest.mark.slow),
+        pytest.param(1, 100, 500, "any", marks=pytest.mark.slow(minutes=15)),
+        pytest.param(4, 100, 400, "any", marks=pytest.mark.slow(minutes=15)),
+        pytest.param(4, 100, 400, "mid-write", marks=pytest.mark.slow(minutes=15)),
     ],
 )
 def test_killed_at_any_moment_a_run_goes_on_to_the_bit(
-    ranks: int, kills: int, steps: int, tmp_path: Path
+    ranks: int, kills: int, steps: int, when: str, tmp_path: Path
 ) -> None:
     script = Path(rank_tasks.__file__).with_name("kill_train.py")
-    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(ranks), str(kills), str(steps)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(script),
+        str(tmp_path),
+        str(ranks),
+        str(kills),
+        str(steps),
+        when,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 30 * kills, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["kills"] == kills and seen["steps"] == steps, seen
     assert seen["steps done again"], seen
+    assert when == "any" or seen["in mid-write"] == kills, seen
     assert seen.get("in a save") or kills < 100, seen  # few kills may all miss the saves

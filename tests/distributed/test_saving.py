@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import rank_tasks
+from support.former_saves import write_sums
 from support.pool import Pool, PoolError
 
 from zoo.config.locate import checkpoints
@@ -61,9 +62,9 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
     return run
 
 
-def steps_under(pool: Pool, name: str, folder: Path) -> list[dict[str, Any]]:
+def steps_under(pool: Pool, name: str, folder: Path, *more: str) -> list[dict[str, Any]]:
     ranks, parallel = LAYOUTS[name]
-    arguments = ([*COMMON, *parallel, f"run.dir={folder}"], RECIPE, SIZE)
+    arguments = ([*COMMON, *parallel, f"run.dir={folder}", *more], RECIPE, SIZE)
     return pool.run(ranks, rank_tasks.train, *arguments, timeout=300.0)[0]["steps"]
 
 
@@ -131,28 +132,19 @@ def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
     for folder in (first, second):
         assert not integrity.faults(folder)
         names = set(json.loads((folder / integrity.MANIFEST).read_text())["files"])
-        assert {
-            ".metadata",
-            "metadata.json",
-            "state.json",
-            "config.yaml",
-            "hf/config.json",
-            "__0_0.distcp",
-        } <= names
+        tensors = {"index.json", "rank0_0.bin", "rank1_0.bin"}
+        assert {"state.json", "config.yaml", "hf/config.json", *tensors} <= names
     ours, theirs = (folder / "hf" / "config.json" for folder in (first, second))
     assert ours.read_bytes() == theirs.read_bytes() and not ours.samefile(
         theirs
     )  # they are damaged one at a time
-    from megatron.core.dist_checkpointing.validation import verify_integrity_manifest
-
-    verify_integrity_manifest(str(second))  # megatron-core reads the sums too
     assert json.loads((second / "state.json").read_text())["ranks"] == 2
     assert not list((finished / "checkpoints").glob(".partial*"))
     assert (finished / "checkpoints" / "best").resolve() == second  # alone evaluated
 
 
 def spoil_tensors(folder: Path) -> str:
-    path = next(folder.glob("*.distcp"))
+    path = folder / "rank0_0.bin"
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)
@@ -162,7 +154,7 @@ def spoil_tensors(folder: Path) -> str:
 
 
 def cut_short(folder: Path) -> str:
-    path = next(folder.glob("*.distcp"))
+    path = folder / "rank0_0.bin"
     os.truncate(path, path.stat().st_size - 1)
     return path.name
 
@@ -181,7 +173,7 @@ def add(folder: Path) -> str:
 
 
 DAMAGE = {
-    "a bit": spoil_tensors, "cut short": cut_short, "no index": lose(".metadata"), "no sums": lose(integrity.MANIFEST),
+    "a bit": spoil_tensors, "cut short": cut_short, "no index": lose("index.json"), "no sums": lose(integrity.MANIFEST),
     "one more": add,
 }  # fmt: skip
 
@@ -225,7 +217,7 @@ def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -
     for folder in checkpoints(copied):
         cut_short(folder)
     with pytest.raises(
-        PoolError, match=r"UserError: .*no checkpoint there is whole \(.*iter_4/__0_0.distcp is damaged"
+        PoolError, match=r"UserError: .*no checkpoint there is whole \(.*iter_4/rank0_0.bin is damaged"
     ):
         go_on(pool, copied)
     assert len(checkpoints(copied)) == 2
@@ -233,7 +225,7 @@ def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -
 
 def test_other_commands_name_the_damaged_file(pool: Pool, copied: Path, tmp_path: Path) -> None:
     spoil_tensors(copied / "checkpoints" / "iter_4")
-    with pytest.raises(PoolError, match=r"UserError: .*iter_4/__0_0.distcp is damaged"):
+    with pytest.raises(PoolError, match=r"UserError: .*iter_4/rank0_0.bin is damaged"):
         pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 
 
@@ -247,32 +239,28 @@ class Trap:
         return os.mkdir, (self.path,)
 
 
+def trapped(trap: Trap) -> bytes:
+    buffer = io.BytesIO()
+    torch.save([trap], buffer)
+    return buffer.getvalue()
+
+
 def trap_index(folder: Path, trap: Trap) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+    (folder / "index.json").write_bytes(pickle.dumps(trap))
 
 
-def trap_in_index(folder: Path, trap: Trap) -> None:
-    """In the place of one value of a real index."""
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    index.planner_data = trap
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
-
-
-def trap_object(prefix: str) -> Callable[[Path, Trap], None]:
-    def change(folder: Path, trap: Trap) -> None:
-        """Add a pickle to a file of tensors, and have the index point to it."""
-        index = pickle.loads((folder / ".metadata").read_bytes())
-        (entry,) = [one for one in index.storage_data if one.fqn.startswith(prefix)][:1]
-        place = index.storage_data[entry]
-        buffer = io.BytesIO()
-        torch.save([trap], buffer)
-        path = folder / place.relative_path
-        place.offset, place.length = path.stat().st_size, len(buffer.getvalue())
-        with path.open("ab") as file:
-            file.write(buffer.getvalue())
-        (folder / ".metadata").write_bytes(pickle.dumps(index))
-
-    return change
+def trap_object(folder: Path, trap: Trap) -> None:
+    """Add a pickle to a file, and have the index point to it."""
+    content, path = trapped(trap), folder / "index.json"
+    index = json.loads(path.read_text())
+    name, size = index["files"][0][0]
+    with (folder / name).open("ab") as file:
+        file.write(content)
+    index["files"][0][0][1] = size + len(content)
+    for key in index["objects"]:
+        if key.startswith("random/"):
+            index["objects"][key] = [0, size, len(content)]
+    path.write_text(json.dumps(index))
 
 
 def trap_common(folder: Path, trap: Trap) -> None:
@@ -280,18 +268,14 @@ def trap_common(folder: Path, trap: Trap) -> None:
 
 
 def point_out(folder: Path, trap: Trap) -> None:
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    for place in index.storage_data.values():
-        place.relative_path = f"../iter_2/{place.relative_path}"
-    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    index = json.loads((folder / "index.json").read_text())
+    index["files"][0][0][0] = "../iter_2/rank0_0.bin"
+    (folder / "index.json").write_text(json.dumps(index))
 
 
 TRAPS = {
-    "index": (trap_index, "it names posix.mkdir"),
-    "in the index": (trap_in_index, "it names posix.mkdir"),
-    "common state": (trap_object("common_state"), "can't be read: its object 'common_state.* is refused"),
-    "random state": (trap_object("random"), "can't be read: its object 'random.* is refused"),
-    "tensor": (trap_object("decoder.final_layernorm.weight"), "can't be read: Weights only load failed"),
+    "index": (trap_index, "index.json"),
+    "random state": (trap_object, "can't be read: its object 'random.* is refused"),
     "common.pt": (trap_common, None),
     "out of the folder": (point_out, "it points out of the folder"),
 }
@@ -308,9 +292,150 @@ def test_nothing_that_a_checkpoint_holds_is_run(what: str, pool: Pool, copied: P
     if message is None:  # nothing reads that file
         assert go_on(pool, copied) == [1, 2, 3, 4, 5, 6]
     else:
-        with pytest.raises(PoolError, match=message):
+        with pytest.raises(PoolError, match=f"UserError: .*{message}"):
             go_on(pool, copied)
     assert not sprung.exists()
+
+
+@pytest.fixture(scope="module")
+def former(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A run's folder with a save of step 2 as earlier zoos wrote it, under a layout; not to be written to."""
+    root, done = tmp_path_factory.mktemp("former"), {}
+
+    def run(name: str) -> Path:
+        if name not in done:
+            done[name] = root / name.replace(" ", "_")
+            ranks, parallel = LAYOUTS[name]
+            overrides = [*COMMON, *parallel, f"run.dir={done[name]}", "train.steps=2"]
+            pool.run(ranks, rank_tasks.train_in_the_former_format, overrides, RECIPE, SIZE, timeout=300.0)
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("serial", "serial"), ("serial", "tp2 ep2 etp2"), ("ep2 dp4", "tp2 pp2"), ("pp2 vpp2", "cp2")],
+)
+def test_a_save_of_an_earlier_zoo_goes_on_under_any_layout(
+    saved: str,
+    loaded: str,
+    pool: Pool,
+    runs: Callable[[str], dict[str, Any]],
+    former: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    wanted = runs("serial")["steps"][2:]
+    checkpoint = former(saved) / "checkpoints" / "iter_2"
+    assert (checkpoint / ".metadata").exists() and not (checkpoint / "index.json").exists()
+    found = steps_under(pool, loaded, goes_on_from(checkpoint, tmp_path / "run"), "train.steps=4")
+    assert [step["step"] for step in found] == [3, 4]
+    for mine, want in zip(found, wanted, strict=True):
+        for key, bound in FOLLOWED.items():
+            assert abs(mine[key] - want[key]) / abs(want[key]) < bound, key
+    if saved == loaded:
+        assert [s["loss"] for s in found] == [s["loss"] for s in wanted]
+    assert (tmp_path / "run" / "checkpoints" / "iter_4" / "index.json").exists()
+
+
+def former_index(folder: Path, change: Callable[[Any], None]) -> None:
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def trap_former_index(folder: Path, trap: Trap) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+
+
+def trap_in_former_index(folder: Path, trap: Trap) -> None:
+    """In the place of one value of a real index."""
+    former_index(folder, lambda index: setattr(index, "planner_data", trap))
+
+
+def trap_former(prefix: str) -> Callable[[Path, Trap], None]:
+    def change(folder: Path, trap: Trap) -> None:
+        """Add a pickle to a file of tensors, and have the index point to it."""
+
+        def point(index: Any) -> None:
+            entry = next(one for one in index.storage_data if one.fqn.startswith(prefix))
+            place = index.storage_data[entry]
+            path = folder / place.relative_path
+            place.offset, place.length = path.stat().st_size, len(trapped(trap))
+            with path.open("ab") as file:
+                file.write(trapped(trap))
+
+        former_index(folder, point)
+
+    return change
+
+
+def point_out_of_former(folder: Path, trap: Trap) -> None:
+    def point(index: Any) -> None:
+        for place in index.storage_data.values():
+            place.relative_path = f"../iter_1/{place.relative_path}"
+
+    former_index(folder, point)
+
+
+FORMER_TRAPS = {
+    "index": (trap_former_index, "it names posix.mkdir"),
+    "in the index": (trap_in_former_index, "it names posix.mkdir"),
+    "common state": (trap_former("common_state"), "can't be read: its object 'common_state.* is refused"),
+    "random state": (trap_former("random"), "can't be read: its object 'random.* is refused"),
+    "tensor": (
+        trap_former("decoder.final_layernorm.weight"),
+        "can't be read: its object 'decoder.* is refused",
+    ),
+    "out of the folder": (point_out_of_former, "it points out of the folder"),
+}
+
+
+@pytest.mark.parametrize("what", FORMER_TRAPS)
+def test_nothing_that_a_checkpoint_of_an_earlier_zoo_holds_is_run(
+    what: str, pool: Pool, former: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = goes_on_from(former("serial") / "checkpoints" / "iter_2", tmp_path / "run")
+    checkpoint, sprung = folder / "checkpoints" / "iter_2", tmp_path / "sprung"
+    change, message = FORMER_TRAPS[what]
+    change(checkpoint, Trap(sprung))
+    write_sums(checkpoint)
+    with pytest.raises(PoolError, match=f"UserError: .*{message}"):
+        steps_under(pool, "serial", folder, "train.steps=4")
+    assert not sprung.exists()
+
+
+def test_a_damaged_checkpoint_of_an_earlier_zoo_is_found(
+    former: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = goes_on_from(former("serial") / "checkpoints" / "iter_2", tmp_path / "run")
+    checkpoint = folder / "checkpoints" / "iter_2"
+    assert not integrity.faults(checkpoint)
+    path = next(checkpoint.glob("*.distcp"))
+    os.truncate(path, path.stat().st_size - 1)
+    assert [f"{path} is damaged" in fault for fault in integrity.faults(checkpoint)] == [True]
+
+
+def test_weights_alone_are_a_checkpoint_too(pool: Pool, tmp_path: Path) -> None:
+    """The moments of a run that is resumed from it begin at zero, and that is said; its weights are those of the save."""
+    folder = tmp_path / "run"
+    overrides = [*SMALL, "train.save=weights", f"run.dir={folder}"]
+    whole = pool.run(2, rank_tasks.train, overrides, timeout=300.0)[0]["steps"]
+    for checkpoint in checkpoints(folder):
+        index = json.loads((checkpoint / "index.json").read_text())
+        assert index["tensors"] and not [key for key in index["tensors"] if key.startswith("optimizer.")]
+        assert json.loads((checkpoint / "state.json").read_text())["optimizer"] is False
+    shutil.rmtree(folder / "checkpoints" / "iter_4")
+    again = pool.run(1, rank_tasks.train, overrides, timeout=300.0)[0]["steps"]
+    assert [step["step"] for step in again] == [1, 2, 3, 4]
+    assert again[2]["loss"] == pytest.approx(whole[2]["loss"], rel=1e-5)  # before an update without moments
+
+
+def test_saves_by_the_clock(pool: Pool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    overrides = [*SMALL, "train.save_every=0", "train.save_minutes=1e-9", "train.keep=9", f"run.dir={folder}"]
+    pool.run(2, rank_tasks.train, overrides, timeout=300.0)
+    assert [path.name for path in checkpoints(folder)] == ["iter_1", "iter_2", "iter_3", "iter_4"]
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -323,6 +448,6 @@ def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
     answers = pool.run(2, rank_tasks.train_with_small_files, overrides, culprit, 500_000, timeout=120.0)
     assert {kind for kind, _, _ in answers} == {"OSError"}
     for _, name, step in answers:
-        assert str(name).endswith(f"/checkpoints/.partial-iter_3/__{culprit}_0.distcp") and 3 < step < 60
+        assert str(name).endswith(f"/checkpoints/.partial-iter_3/rank{culprit}_0.bin") and 3 < step < 60
     assert answers[0] == answers[1]
     assert not list((folder / "checkpoints").iterdir())

@@ -24,10 +24,6 @@ def mounted(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def remount(folder: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
-
-
 class Disk:
     """An ext4 file system of 200 MB in a file, mounted, that can be lost as a disk or its server is."""
 

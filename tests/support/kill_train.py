@@ -1,8 +1,9 @@
-"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS [SEED]`; prints what it saw as JSON.
+"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS [WHEN]`; prints what it saw as JSON.
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
-everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. Losses and the rows that were trained on must
+everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), or `mid-write`: as soon
+as a save has written some of its bytes and not all, which it is made to do slowly. Losses and the rows that were trained on must
 be the same, and every checkpoint that is to be seen at any moment must be whole.
 """
 
@@ -27,7 +28,9 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.locate import checkpoints
 from zoo.data.loading.loader import BatchLoader
 from zoo.engine.checkpoint import integrity
+from zoo.engine.checkpoint.progress import saving
 from zoo.engine.checkpoint.selection import DAMAGED
+from zoo.engine.checkpoint.storage import disk
 from zoo.engine.launch import rank_main
 from zoo.engine.launch.rank_group import free_port
 from zoo.registry import families
@@ -101,6 +104,17 @@ def note_rows(trace: Path) -> None:
     BatchLoader.next_step = next_step  # type: ignore[method-assign]
 
 
+def write_slowly() -> None:
+    """Have saves of the forks write a block at a time."""
+    write = os.pwrite
+
+    def slow(handle: int, data: Any, at: int) -> int:
+        time.sleep(0.001)
+        return write(handle, data, at)
+
+    disk.CHUNK, os.pwrite = disk.BLOCK, slow
+
+
 def ended(children: list[int]) -> bool:
     """Whether the ranks have ended, which they must have done well."""
     codes = []
@@ -152,13 +166,23 @@ def finish(config: Path, trace: Path, ranks: int) -> float:
     return time.monotonic() - began
 
 
-def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dict[str, Any]:
+def wait_for_writing(run_dir: Path, children: list[int], born: float) -> None:
+    """Until a save has written a part of its bytes, which differs from time to time."""
+    share = random.uniform(0.0, 0.9)
+    while (found := saving(run_dir)) is None or not share * found.total < found.written < found.total:
+        assert not ended(children) and time.monotonic() - born < STALE, "no save was met"
+        time.sleep(0.001)
+
+
+def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any") -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
     for part in ("config", "model", "step", "bridge", "processor"):
         families()["qwen3_vl"].load(part)
-    random.seed(seed)
+    random.seed(0)
+    if when == "mid-write":
+        write_slowly()
     whole, killed = folder / "whole", folder / "killed"
     config = recipe_of(folder, whole, ranks, steps)
     seconds = finish(config, folder / "whole_rows", ranks)
@@ -174,7 +198,9 @@ def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dic
         size = log.stat().st_size if log.exists() else 0
         born = time.monotonic()
         children = start(config, trace, ranks)
-        if random.random() < 0.2:  # while it starts
+        if when == "mid-write":
+            wait_for_writing(killed, children, born)
+        elif random.random() < 0.2:  # while it starts
             time.sleep(random.uniform(0, begun))
         else:  # some steps later, with saves all the time
             while not (log.exists() and log.stat().st_size != size):
@@ -184,13 +210,14 @@ def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dic
             time.sleep(random.uniform(0, 0.15 * begun + 0.5))
         if ended(children):
             break
-        saving = any((killed / "checkpoints").glob(".partial-iter_*"))
+        in_save, writing = any((killed / "checkpoints").glob(".partial-iter_*")), saving(killed)
         kill(children)
         for checkpoint in checkpoints(killed):
             assert not integrity.faults(checkpoint), integrity.faults(checkpoint)
         after = len(steps_of(killed))
         seen["kills"] += 1
-        seen["in a save" if saving else "with a new step" if after != before else "before a new step"] += 1
+        seen["in mid-write"] += writing is not None and 0 < writing.written < writing.total
+        seen["in a save" if in_save else "with a new step" if after != before else "before a new step"] += 1
     finish(config, trace, ranks)
     assert not list((killed / "checkpoints").glob(f"{DAMAGED}*"))
     assert not list((killed / "checkpoints").glob(".partial*")), "something is left behind"
@@ -215,4 +242,4 @@ def main(folder: Path, ranks: int, kills: int, steps: int, seed: int = 0) -> dic
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), *map(int, sys.argv[2:]))))
+    print(json.dumps(main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:])))

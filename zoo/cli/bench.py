@@ -46,9 +46,14 @@ beside a plain copy of its files.
   recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
   folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
 
-saves shows what the saves of a run cost its steps, from its log.
+saves measures a disk, and what zoo's saves and loads of a model reach there: bytes, stall, rates beside the disk's own,
+host memory, and steps beside a save. With run= it shows what the saves of that run cost its steps, from its log.
 
-  run=runs/demo                          the folder of the run
+  recipe=qwen3_vl_sft size=2b nproc=1    what is trained on synthetic rows and saved; layers=8 takes so many of its decoder
+  folder=. disk_mb=4096                  where, with room for three checkpoints; MB that dd writes and reads there
+  saves=2 steps=4 longest=256            how many saves; steps before and beside each; most tokens of a sample
+  engine.precision=bf16 parallel.tp=2    any key of the recipe that has a dot
+  run=runs/demo                          the folder of a run, in the place of all that
 
 soak watches a long run of small steps, with evaluations and saves, for memory, open files and step times that grow.
 
@@ -189,8 +194,19 @@ def _train(arguments: Sequence[str], flags: set[str]) -> str:
 def _saves(arguments: Sequence[str], flags: set[str]) -> str:
     from zoo.bench import saves as bench_saves
 
+    if not any(argument.startswith("run=") for argument in arguments):
+        return _save_rates(arguments, flags)
     found = bench_saves.run(bench_saves.Options(**_values(arguments, bench_saves.Options)))
     return bench_saves.as_json(found) if "--json" in flags else bench_saves.table(found)
+
+
+def _save_rates(arguments: Sequence[str], flags: set[str]) -> str:
+    from zoo.bench import save_rates
+
+    overrides = [text for text in arguments if "." in text.partition("=")[0]]
+    own = _values([text for text in arguments if text not in overrides], save_rates.Options)
+    found = save_rates.run(save_rates.Options(**own), overrides)
+    return save_rates.as_json(found) if "--json" in flags else save_rates.table(found)
 
 
 def _soak(arguments: Sequence[str], flags: set[str]) -> str:

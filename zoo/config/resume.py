@@ -21,7 +21,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "names, whose contents are compared themselves": ("recipe", "size", "hardware"),
     "length": ("train.steps", "train.epochs", "train.max_minutes"),
     "saving, evaluation and export": (
-        "train.eval_every", "train.eval_rows", "train.save_every", "train.keep", "train.keep_best", "export",
+        "train.eval_every", "train.eval_rows", "train.save", "train.save_every", "train.save_minutes", "train.keep", "train.keep_best", "export",
     ),
     "logging": ("train.log_every", "log.tensorboard", "log.wandb", "log.slow_step"),
     "paths": ("run.dir", "data.root", "data.outside_root", "data.urls"),

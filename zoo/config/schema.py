@@ -131,7 +131,9 @@ class TrainConfig:
     mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
     eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
+    save: str = choice("full", "full", "weights")  # full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins AdamW's moments anew
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
+    save_minutes: float | None = number(None, above=0, most=1e8)  # minutes between checkpoints, beside those of save_every
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
     keep_best: str | None = choice("loss", "loss", "exact_match")  # loss | exact_match: the checkpoint that is best at it on held-out rows is kept too
     log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)

@@ -48,9 +48,7 @@ def sleep(seconds: float) -> Callable[[], None]:
 PRODUCE = (
     "zoo.data.loading.loader:BatchLoader._produce"  # called once a step, from the thread that prepares data
 )
-WRITER = (
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data"
-)
+WRITER = "zoo.engine.checkpoint.storage.disk:write"  # called once a save
 FAULTS = {
     "hang": Fault(PRODUCE, lambda: time.sleep(10_000)),
     "raise": Fault(PRODUCE, fail),

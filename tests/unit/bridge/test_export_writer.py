@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
+from zoo.bridge.files import writer as export_writer
 from zoo.bridge.files.record import RECORD, check
 from zoo.errors import UserError
 
@@ -43,6 +45,32 @@ def test_shards_keep_to_their_size(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 5 * 24}
     assert SafetensorsFolder(tmp_path / "out").names() == list("abcde")
+
+
+def test_the_disk_holds_every_file_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards on their way too, while the next tensors are written."""
+    calls: list[str] = []
+    flush, force, rename = os.fdatasync, os.fsync, Path.rename
+
+    def note(what: str, handle: int) -> None:
+        calls.append(f"{what} {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
+
+    def renamed(self: Path, target: Path) -> Path:
+        calls.append(f"rename {self.name} {target.name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(export_writer, "_FLUSH", 40)
+    monkeypatch.setattr(os, "fdatasync", lambda handle: (note("flush", handle), flush(handle)))
+    monkeypatch.setattr(os, "fsync", lambda handle: (note("sync", handle), force(handle)))
+    monkeypatch.setattr(Path, "rename", renamed)
+    export(tmp_path / "out", "abc", 50)
+    final = calls.index("rename .out.partial out")
+    assert "flush rank00000-part00001.tmp" in calls[:final]
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", RECORD, ".out.partial"):
+        assert f"sync {name}" in calls[:final], calls
+    assert calls[final + 1] == f"sync {tmp_path.name}"
 
 
 def test_a_tensor_over_the_shard_size_gets_its_own(tmp_path: Path) -> None:

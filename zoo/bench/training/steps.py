@@ -67,7 +67,7 @@ class Lines:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
 
-    def step(self, metrics: dict[str, Any]) -> None:
+    def step(self, metrics: dict[str, Any], beside: object = None) -> None:
         """A step's line."""
         self.steps.append(metrics)
 

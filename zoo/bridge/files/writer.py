@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from io import FileIO
@@ -25,9 +27,11 @@ from torch import Tensor
 from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.bridge.files.record import foreign, write_record
 from zoo.errors import UserError, file_error
+from zoo.files import sync
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use
+_FLUSH = 2**28  # bytes after which a shard is sent to the disk, while the next are written
 
 
 @contextmanager
@@ -87,6 +91,9 @@ class ShardWriter:
         self.shards: list[Shard] = []
         self._prefix = f"{label}{rank:05d}"
         self._stream: FileIO | None = None
+        self._flusher = ThreadPoolExecutor(1, "zoo-flush")
+        self._flushed: Future[None] | None = None
+        self._unflushed = 0
         self._sum = hashlib.sha256() if sums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
@@ -110,6 +117,7 @@ class ShardWriter:
 
     def close(self) -> None:
         """Let go of a shard that was not finished."""
+        self._flusher.shutdown()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -118,8 +126,18 @@ class ShardWriter:
         assert self._stream is not None
         if self._sum is not None:
             self._sum.update(data)
+        self._unflushed += len(data)
         while len(data):
             data = data[self._stream.write(data) :]
+        if self._unflushed >= _FLUSH:  # else the kernel keeps gigabytes back for the end
+            self._wait_for_flush()
+            self._flushed = self._flusher.submit(os.fdatasync, self._stream.fileno())
+            self._unflushed = 0
+
+    def _wait_for_flush(self) -> None:
+        if self._flushed is not None:
+            self._flushed.result()
+            self._flushed = None
 
     def _begin(self) -> None:
         self._group = self._waiting.pop()
@@ -141,7 +159,11 @@ class ShardWriter:
         self.shards.append(Shard(file, {tensor.name: tensor.nbytes for tensor in self._group}))
 
     def _end(self) -> None:
-        self.close()
+        assert self._stream is not None
+        self._wait_for_flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        self._stream, self._unflushed = None, 0
         if self._sum is not None:
             self.shards[-1] = replace(self.shards[-1], digest=self._sum.hexdigest())
             self._sum = hashlib.sha256()
@@ -221,14 +243,20 @@ class ExportWriter:
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
 
     def replace_target(self, sums: Mapping[str, str] | None = None) -> None:
-        """Rename the partial folder; a former target is moved aside first and removed after.
+        """Have the disk hold all files and rename the partial folder; a former target is moved aside first and removed after.
 
         `sums`: SHA-256 of files, for the record of what was written.
         """
         write_record(self.partial, sums or {})
+        with disk_errors(self.partial):
+            for path in [*self.partial.rglob("*"), self.partial]:
+                if not path.is_symlink():
+                    sync(path)
         if self.target.exists():
             self.target.rename(self.former)
         self.partial.rename(self.target)
+        with disk_errors(self.target):
+            sync(self.target.parent)
         self._remove_former()
 
     def _move_aside(self, why: str) -> None:

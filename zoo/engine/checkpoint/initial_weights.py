@@ -47,7 +47,7 @@ def weight_bytes(assembly: Assembly) -> int:
 def load_run(
     chunks: list[Any], run: Place, assembly: Assembly, recipe: Recipe, world: World
 ) -> lora.Adapters | None:
-    """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and they are told."""
+    """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
     settings = sharded.read_origin(run).get("lora")
     if settings is None:
         sharded.load_weights(chunks, run.folder, world)
@@ -55,7 +55,7 @@ def load_run(
     base = replace(assembly, source=sharded.started_from(run))
     init_weights(chunks, base, recipe, world)
     adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings}), world)
-    sharded.load_adapters(adapters, run.folder)
+    sharded.load_adapters(adapters, run.folder, world)
     adapters.merge()
     return adapters
 

@@ -1,7 +1,7 @@
 """Files of a checkpoint on the disk: written through to it, summed up in `integrity.json`, and checked against that.
 
-`integrity.json` has the form of megatron-core's own manifest, so its `load(verify_integrity=True)` reads it too. Imports
-no torch.
+`integrity.json` names the algorithm of its sums: XXH3, which finds damage at the rate of memory, or SHA-256 in checkpoints
+of earlier zoos. Neither is a seal: whoever changes a file can change its sum. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zoo.engine.checkpoint.storage import disk
+from zoo.errors import UserError
 from zoo.files import replaced, sync, write_atomically
 
 MANIFEST = "integrity.json"
-_ALGORITHM = "sha256"
+ALGORITHM = "xxh3_128"
+_FORMER = "sha256"
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+def digest(path: Path, algorithm: str = ALGORITHM) -> str:
+    """The sum of a file, in hexadecimal."""
+    if algorithm == ALGORITHM:
+        return disk.digest(path)
     with path.open("rb") as file:
-        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def files_of(folder: Path) -> list[str]:
@@ -64,7 +70,7 @@ def write_manifest(folder: Path, known: Mapping[str, str], tick: Callable[[], No
     for name in files_of(folder):
         tick()
         sums[name] = known.get(name) or digest(folder / name)
-    write_atomically(folder / MANIFEST, json.dumps({"algorithm": _ALGORITHM, "files": sums}, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": sums}, indent=1) + "\n")
 
 
 def publish(partial: Path, target: Path) -> None:
@@ -89,36 +95,45 @@ def damaged(
     folder: Path, rank: int = 0, ranks: int = 1, concerns: Callable[[str], bool] = lambda name: True
 ) -> dict[str, str]:
     """The same by file, of the files that it `concerns`; what is wrong with the manifest stands under its own name."""
+    try:
+        wanted, algorithm = _read_manifest(folder)
+    except UserError as error:
+        return {MANIFEST: str(error)}
+    names = sorted(filter(concerns, {*wanted, *files_of(folder)}))[rank::ranks]
+    with ThreadPoolExecutor(disk.READERS, "zoo-save-check") as pool:
+        found = pool.map(lambda name: _fault(folder, name, wanted.get(name), algorithm), names)
+        return {name: fault for name, fault in zip(names, found, strict=True) if fault}
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, str], str]:
+    """Sums by file, and their algorithm; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        wanted = dict(told["files"])
-        algorithm = told["algorithm"]
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sums, algorithm = dict(content["files"]), content["algorithm"]
     except FileNotFoundError:
-        return {MANIFEST: f"{path} is missing"}
+        raise UserError(f"{path} is missing") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return {MANIFEST: f"{path} can't be read ({error})"}
-    if algorithm != _ALGORITHM:
-        return {MANIFEST: f"{path} has sums by {algorithm!r}; wanted {_ALGORITHM}"}
-    names = sorted(filter(concerns, {*wanted, *files_of(folder)}))
-    return {name: fault for name in names[rank::ranks] if (fault := _fault(folder, name, wanted.get(name)))}
+        raise UserError(f"{path} can't be read ({error})") from None
+    if algorithm not in (ALGORITHM, _FORMER):
+        raise UserError(f"{path} has sums by {algorithm!r}; wanted {ALGORITHM} or {_FORMER}")
+    return sums, algorithm
 
 
 def strangers(folder: Path) -> list[str]:
-    """Files of a checkpoint's folder that were not written with it; all where there is no manifest to tell."""
-    try:
-        told = set(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
-        told = set()
-    return [name for name in files_of(folder) if name not in told]
+    """Files of a checkpoint's folder that were not written with it; all of its files where there is no manifest."""
+    known: dict[str, str] = {}
+    with contextlib.suppress(UserError):
+        known, _ = _read_manifest(folder)
+    return [name for name in files_of(folder) if name not in known]
 
 
 def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     """Put the copy that has the sum of a checkpoint's manifest in the place of a damaged file; that copy, or None."""
-    wanted = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"].get(name)
+    sums, algorithm = _read_manifest(folder)
     for copy in copies:
         with contextlib.suppress(OSError):
-            if copy.is_file() and digest(copy) == wanted:
+            if copy.is_file() and digest(copy, algorithm) == sums.get(name):
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 with replaced(folder / name) as partial:
                     shutil.copyfile(copy, partial)
@@ -127,7 +142,7 @@ def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     return None
 
 
-def _fault(folder: Path, name: str, wanted: str | None) -> str | None:
+def _fault(folder: Path, name: str, wanted: str | None, algorithm: str) -> str | None:
     path = folder / name
     if wanted is None:
         return f"{path} does not belong there: {MANIFEST} does not name it"
@@ -136,10 +151,10 @@ def _fault(folder: Path, name: str, wanted: str | None) -> str | None:
     if not path.is_file():
         return f"{path} is missing"
     try:
-        found = digest(path)
+        found = digest(path, algorithm)
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
-    return None if found == wanted else f"{path} is damaged: its SHA-256 is not the one in {MANIFEST}"
+    return None if found == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"
 
 
 def remove(folders: Iterable[Path]) -> None:

@@ -47,7 +47,7 @@ def load_base(
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
     Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
-    told before any weight is read.
+    reported before any weight is read.
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)

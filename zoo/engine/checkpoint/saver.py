@@ -18,9 +18,11 @@ import torch
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity, snapshot
+from zoo.engine.checkpoint.contents import Trainable
+from zoo.engine.checkpoint.progress import PARTIAL, Saving, saving
 from zoo.engine.checkpoint.selection import tidy
-from zoo.engine.checkpoint.sharded import Trainable
-from zoo.engine.checkpoint.writer import PARTIAL, Channel, Order, write
+from zoo.engine.checkpoint.storage.host_copy import HostCopy
+from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.distributed.world import TIMEOUT, World
 
 LEAVE_SECONDS = 10.0  # how long a run that fails waits for a save that is being written
@@ -52,28 +54,42 @@ class Saver:
         self._recipe, self._world, self._hf = recipe, world, integrity.Kept(save_files)
         self._run_dir = Path(recipe.run.dir)
         self._folder = self._run_dir / "checkpoints"
-        self._staging = snapshot.Staging(world.device)
+        self._copied = HostCopy(world.device)
         self._channel: Channel | None = None
         self._writing: _Writing | None = None
-        self._validated = False
 
     def start(self, trainable: Trainable, state: dict[str, Any]) -> Saved | None:
         """Copy the state of `state["step"]`, and write it beside what comes. An earlier save is waited for.
 
-        Returns that earlier one, where it was not yet told of. Raises what has failed while it was written.
+        Returns that earlier one, if it was not yet reported. Raises what has failed while it was written.
         """
         began = time.monotonic()
         former = self.wait()
         if self._channel is None:
-            self._channel = Channel.open(trainable.optimizer, TIMEOUT, self._tick)
+            self._channel = Channel(TIMEOUT, self._tick)
             if self._world.is_main:  # what a killed run has left
                 integrity.remove(self._folder.glob(PARTIAL + "*"))
-        copied = snapshot.take(trainable, self._world, self._staging)
-        state = {**state, "ranks": self._world.size}
+        full = self._recipe.train.save == "full"
+        copied = snapshot.take(trainable, self._world, self._copied, optimizer=full)
+        own = {"ranks": self._world.size, "scheduler": trainable.scheduler.state_dict(), "optimizer": full}
+        state = {**state, **own}
         order = Order(self._run_dir, state, self._recipe, self._hf, self._tick)
-        self._writing = _Writing(copied, order, self._channel, not self._validated, began, self._world.device)
-        self._validated = True
+        self._writing = _Writing(copied, order, self._channel, began, self._world.device)
         return former
+
+    def before_update(self) -> None:
+        """Before anything changes weights or optimizer state: a copy that is under way ends first."""
+        if self._writing is not None:
+            self._copied.before_update()
+
+    @property
+    def held_bytes(self) -> int:
+        """Host memory that this rank's copy takes."""
+        return self._copied.size
+
+    def under_way(self) -> Saving | None:
+        """How far the save that is being written is."""
+        return saving(self._run_dir) if self._writing is not None else None
 
     def poll(self) -> Saved | None:
         """The save that was published since, if one was; raises what has failed. Asked after each step."""
@@ -83,8 +99,11 @@ class Saver:
         ended, failed = flags if self._world.size == 1 else self._world.sum(flags)
         return self.wait() if failed or ended == self._world.size else None
 
-    def wait(self) -> Saved | None:
-        """The same, when it is done."""
+    def wait(self, show: Callable[[], None] = lambda: None) -> Saved | None:
+        """The same, when it is done; `show` is called every second meanwhile."""
+        while self._writing is not None and not self._writing.ended:
+            self._writing.join(1.0)
+            show()
         writing, self._writing = self._writing, None
         return writing.result() if writing is not None else None
 
@@ -102,6 +121,8 @@ class Saver:
         """On the way out of a run that has failed, give what is being written a little time."""
         if kind is not None and self._writing is not None:
             self._writing.join(LEAVE_SECONDS)
+        if self._writing is None or self._writing.ended:
+            self._copied.release()
 
 
 class _Writing:
@@ -112,7 +133,6 @@ class _Writing:
         copied: snapshot.Snapshot,
         order: Order,
         channel: Channel,
-        validate: bool,
         began: float,
         device: torch.device,
     ) -> None:
@@ -120,16 +140,16 @@ class _Writing:
         self._began, self._copied = began, time.monotonic()
         self._ended: float | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(copied, channel, validate), name="zoo-save", daemon=True
+            target=self._run, args=(copied, channel), name="zoo-save", daemon=True
         )
         self._error: Exception | None = None
         self._thread.start()
 
-    def _run(self, copied: snapshot.Snapshot, channel: Channel, validate: bool) -> None:
+    def _run(self, copied: snapshot.Snapshot, channel: Channel) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread has the first one
-            write(copied, self._order, channel, validate)
+            write(copied, self._order, channel)
         except Exception as error:
             self._error = error
         self._ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and which are kept."""
+"""Which checkpoint a run resumes from, and which are kept."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_beside_weights(place: Place) -> None:
     if place.kind != "run":
         return
 
-    def mend() -> tuple[dict[str, str], dict[str, Path]]:
+    def repair() -> tuple[dict[str, str], dict[str, Path]]:
         found = integrity.damaged(place.folder, concerns=is_beside_weights)
         found.pop(integrity.MANIFEST, None)  # named when the weights are read
         restored = restore(place.folder, found) if found else {}
@@ -94,10 +94,10 @@ def check_beside_weights(place: Place) -> None:
             _warn(f"{found.pop(name)}; it was taken from {copy}")
         return found, restored
 
-    left, _ = _on_first(mend)
+    left, _ = _on_first(repair)
     if left:
         raise UserError(
-            f"{_told(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
+            f"{_summary(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
             "needs the weights alone, and its next checkpoint has these files anew; or take another checkpoint"
         )
 
@@ -121,16 +121,16 @@ def refuse_faults(checkpoint: Path) -> None:
     """Raises UserError where a checkpoint's files are not those that were written."""
     found = faults(checkpoint)
     if found:
-        raise UserError(f"{_told(list(found.values()))}; take another checkpoint")
+        raise UserError(f"{_summary(list(found.values()))}; take another checkpoint")
 
 
-def _told(found: list[str]) -> str:
+def _summary(found: list[str]) -> str:
     return found[0] + (f" (and {len(found) - 1} more faults)" if len(found) > 1 else "")
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to go on from, None where a run has none yet; and what was passed over, name -> why."""
+    """The checkpoint to resume from, None where a run has none yet; and what was passed over, name -> why."""
 
     folder: Path | None
     passed_over: dict[str, str] = field(default_factory=dict)
@@ -150,9 +150,9 @@ def choose(run_dir: Path) -> Chosen:
         if all(is_beside_weights(name) and "does not belong" not in fault for name, fault in found.items()):
             if passed_over:
                 _put_away(run_dir, passed_over, checkpoint)
-            side_files = _on_first(partial(_settle, checkpoint, found))
+            side_files = _on_first(partial(_repair_beside_weights, checkpoint, found))
             return Chosen(checkpoint, passed_over, side_files)
-        passed_over[checkpoint.name] = _told(list(found.values()))
+        passed_over[checkpoint.name] = _summary(list(found.values()))
     if passed_over:
         newest = next(iter(passed_over.values()))
         raise UserError(
@@ -161,11 +161,11 @@ def choose(run_dir: Path) -> Chosen:
     return Chosen(None)
 
 
-def _settle(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
-    """Restore what is damaged beside the weights of the checkpoint to go on from, and say what became of it."""
+def _repair_beside_weights(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
+    """Restore what is damaged beside the weights of the checkpoint to resume from, and say what became of it."""
     step = step_of(checkpoint)
     if checkpoint.name != f"iter_{step}":
-        _warn(f"{checkpoint} holds step {step}, and the run goes on from there")
+        _warn(f"{checkpoint} holds step {step}, and the run resumes from there")
     outcomes = {}
     restored = restore(checkpoint, found) if found else {}
     for name, fault in found.items():
@@ -173,7 +173,7 @@ def _settle(checkpoint: Path, found: Mapping[str, str]) -> dict[str, str]:
             outcomes[name] = f"{fault}; it was taken from {restored[name]}"
         else:
             outcomes[name] = (
-                f"{fault}; no whole copy of it was found. The weights are whole and the run goes on from them; this checkpoint "
+                f"{fault}; no whole copy of it was found. The weights are whole and the run resumes from them; this checkpoint "
                 "can't be converted by itself, later ones have the file anew"
             )
         _warn(outcomes[name])
@@ -192,7 +192,7 @@ def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> N
     if not dist.is_initialized() or dist.get_rank() == 0:
         for name, why in passed_over.items():
             folder = run_dir / "checkpoints" / name
-            _warn(f"{why}; it is now {DAMAGED}{name}, and the run goes on from {checkpoint.name}")
+            _warn(f"{why}; it is now {DAMAGED}{name}, and the run resumes from {checkpoint.name}")
             integrity.remove([folder.with_name(DAMAGED + name)])
             with contextlib.suppress(OSError):
                 os.replace(folder, folder.with_name(DAMAGED + name))
@@ -204,20 +204,20 @@ def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> N
 
 
 def best_of(run_dir: Path, metric: str | None) -> Path | None:
-    """Of a run's checkpoints that were evaluated, the one that is best at a held-out figure; of equals, the newest.
+    """Of a run's checkpoints that were evaluated, the one that is best at a held-out metric; of equals, the newest.
 
-    Figures count that are of the same rows as the last ones: others can't be compared with them.
+    Metrics count that are of the same rows as the last ones: others can't be compared with them.
     """
     if metric is None:
         return None
-    figures = evaluations_by_step(run_dir)
-    latest = figures[max(figures)].get("data") if figures else None
-    figures = {step: found for step, found in figures.items() if found.get("data") == latest}
+    evaluations = evaluations_by_step(run_dir)
+    latest = evaluations[max(evaluations)].get("data") if evaluations else None
+    evaluations = {step: found for step, found in evaluations.items() if found.get("data") == latest}
     sign = -1.0 if metric in _SMALLER_IS_BETTER else 1.0
     best: tuple[float, int, Path] | None = None
     for checkpoint in checkpoints(run_dir):
         step = step_of(checkpoint)
-        value = figures.get(step, {}).get(metric)
+        value = evaluations.get(step, {}).get(metric)
         if value is not None and value == value and (best is None or (sign * value, step) >= best[:2]):
             best = (sign * value, step, checkpoint)
     return best[2] if best else None
@@ -229,7 +229,7 @@ def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
     found = checkpoints(run_dir)
     if best is not None:
         link, new = best.with_name(BEST), best.with_name(f".partial-{BEST}")
-        with contextlib.suppress(OSError):  # a file system without links; the log tells the best one too
+        with contextlib.suppress(OSError):  # a file system without links; the log names the best one too
             new.unlink(missing_ok=True)
             if (
                 not link.is_symlink() and link.is_dir()

@@ -361,25 +361,20 @@ def allocate_optimizer_state(optimizer: Any) -> None:
     The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
     """
     for one in optimizer.chained_optimizers:
-        if not one.optimizer.state:
+        if not one.is_stub_optimizer and not one.optimizer.state:
             private.allocate_moments(one)
 
 
-def load_optimizer_state(optimizer: Any, loaded: dict[Any, Any], step: int) -> None:
-    """Moments and fp32 weights from the checkpoint, learning rate and the like as the recipe has them now.
+def set_optimizer_step(optimizer: Any, step: int) -> None:
+    """Say how many updates an allocated optimizer has seen; learning rate and the like stay as the recipe has them now.
 
-    In the place of `optimizer.load_state_dict(loaded)`, which can't load into other hyper-parameters or another number
-    of chained optimizers (one for the experts where they are sharded otherwise). With torch's AdamW, megatron-core
-    0.19.2 hands one step counter to all parameters, which each of them would advance, and expects it among the tensors.
+    With torch's AdamW, megatron-core 0.19.2 hands one step counter to all parameters, which each of them would advance.
     """
-    chained = optimizer.chained_optimizers
-    parts = [loaded] if len(chained) == 1 else [loaded[i] for i in range(len(chained))]
-    for one, part in zip(chained, parts, strict=True):
+    for one in optimizer.chained_optimizers:
+        if one.is_stub_optimizer:
+            continue
         groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
         one.load_state_dict({"optimizer": {"param_groups": groups}})
-        states = one.optimizer.state.values()
-        counters = [state.pop("step", None) for state in states]
-        one.load_parameter_state_from_fully_reshardable(part["param_state"])
-        for state, counter in zip(states, counters, strict=True):
-            if counter is not None:
-                state["step"] = counter.clone()
+        for state in one.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()

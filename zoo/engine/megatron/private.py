@@ -6,7 +6,6 @@ tests/unit/engine/megatron/test_private.py compares their signatures with those 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,28 +23,9 @@ def weight_and_moments(optimizer: Any, parameter: Any) -> dict[str, Any]:
     return tensors
 
 
-def with_weights_and_moments(optimizer: Any, tensors: dict[Any, dict[str, Any]]) -> Any:
-    """A copy of an optimizer that reads these `weight_and_moments`, by parameter, in the place of its own."""
-    other = copy.copy(optimizer)
-    other._get_main_param_and_optimizer_states = tensors.__getitem__
-    return other
-
-
-def synchronize_steps(chained_optimizer: Any) -> None:
-    """Give all chained optimizers the same step count."""
-    chained_optimizer._synchronize_steps()
-
-
 def allocate_moments(optimizer: Any) -> None:
     """Take a step of torch's AdamW on gradients of zero, so that every parameter has moments."""
     optimizer._init_optimizer_states_with_dummy_values()
-
-
-def by_sharded_key(sharded: dict[str, Any]) -> dict[str, Any]:
-    """A state dict by the keys of its sharded entries, with this rank's main replicas alone."""
-    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-
-    return torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
 
 
 @contextmanager

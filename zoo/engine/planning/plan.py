@@ -6,6 +6,7 @@ starts ranks (zoo.engine.planning.plan_process), and the first rank refuses a mo
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,39 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
     if not found.fits:
         raise ConfigError(_misfit(found, gpu_count() > 0))
+    copy = (checkpoint_bytes(recipe) or 0) / ranks
+    _refuse_small_host(copy, 0.0 if gpu_count() else found.worst.total, local_ranks)
+    _refuse_small_disk(recipe, checkpoint_bytes(recipe) or 0)
+
+
+def _refuse_small_host(copy: float, beside: float, local_ranks: int) -> None:
+    """A save copies what a rank holds to the host's memory, which on a CPU holds the rest (`beside`) too."""
+    there = host_memory(local_ranks, PROCESS)
+    if there and copy + beside > there:
+        raise ConfigError(
+            f"a save copies {size(copy)} of each rank to the host's memory, where a rank has {size(there)} to give"
+            + (f" and training takes {size(beside)}" if beside else "")
+            + "; use more hosts or ranks, or train.save=weights"
+        )
+
+
+def _refuse_small_disk(recipe: Recipe, one: int) -> None:
+    """A disk that can't hold the checkpoints that are to be kept, and the one that is written beside them."""
+    train, folder = recipe.train, Path(recipe.run.dir or ".")
+    several = train.save_every or train.save_minutes
+    saves = train.steps // train.save_every + 1 if train.steps and train.save_every else train.keep + 1
+    count = min(saves, train.keep + 1) if several else 1
+    place = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), None)
+    if place is None:
+        return
+    there = sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file())
+    free = shutil.disk_usage(place).free
+    if count * one > free + there:
+        raise ConfigError(
+            f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
+            f"and the one that is written), and the disk has {size(free)} left; free some, set train.keep lower, take "
+            f"train.save=weights, or another run.dir"
+        )
 
 
 def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:
@@ -141,7 +175,8 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
         return None
     parameters, half = model_of(planned).parameters, recipe.engine.precision == "bf16"
     kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
-    return kept * (2 if half else 4) + parameters.trained * (12 if half else 8)
+    states = 0 if recipe.train.save == "weights" else parameters.trained * (12 if half else 8)
+    return kept * (2 if half else 4) + states
 
 
 def _least_row(recipe: Recipe) -> Row:

@@ -108,13 +108,13 @@ class RunLog:
 
             self.wandb = wandb.init(project=self.recipe.log.wandb, dir=str(self.folder), resume="allow")
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """One optimizer step: a line in train.jsonl, the trackers, the progress line."""
+    def step(self, metrics: dict[str, Any], beside: object = None) -> None:
+        """One optimizer step: a line in train.jsonl, the trackers, the progress line; `beside`: a save under way, say."""
         if not self.main:
             return
         self._line(metrics)
         self._track("train", metrics)
-        self.progress.step(metrics)
+        self.progress.step(metrics, "" if beside is None else str(beside))
 
     def evaluation(self, step: int, metrics: dict[str, Any], data: list[str]) -> None:
         """One evaluation; `data`: the entries of data.eval."""
@@ -188,12 +188,12 @@ class Progress:
         self.start = time.monotonic()
         self.shown = ""
 
-    def step(self, metrics: dict[str, Any]) -> None:
-        """Show a step's metrics: `step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`."""
+    def step(self, metrics: dict[str, Any], beside: str = "") -> None:
+        """Show a step's metrics (`step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`) and `beside`."""
         with _terminal_may_go():
-            self._step(metrics)
+            self._step(metrics, beside)
 
-    def _step(self, metrics: dict[str, Any]) -> None:
+    def _step(self, metrics: dict[str, Any], beside: str) -> None:
         step = metrics["step"]
         rate = (time.monotonic() - self.start) / max(step - self.first, 1)
         tokens = metrics["real_tokens"] / max(metrics["step_ms"], 1e-3) * 1e3
@@ -205,6 +205,7 @@ class Progress:
             (f"pad {metrics['pad_fraction']:.1%}", 4),
             (f"data {metrics['data_wait']:.0%}", 3),
             (f"ETA {clock(rate * (self.total - step))}", 0),
+            *([(beside, 1)] if beside else []),
         ]
         text = "  ".join(part for part, _ in parts)
         if self.live:

@@ -13,6 +13,7 @@ from typing import Any
 
 from zoo.config.compose import is_saved_recipe
 from zoo.config.locate import checkpoints, step_of
+from zoo.engine.checkpoint.progress import saving
 from zoo.engine.report.result import read_summary
 from zoo.engine.report.run_log import clock
 from zoo.engine.watchdog.health import read_health
@@ -43,6 +44,7 @@ class RunStatus:
     save_step: int | None = None  # of the newest checkpoint
     save_age: float | None = None  # seconds
     checkpoint: str | None = None
+    saving: str | None = None  # how far the save is that is being written
     eval: dict[str, Any] | None = None  # step, loss, exact_match of the last one
     starts: int = 0  # how often it was started and resumed
     skipped_steps: int = 0
@@ -87,6 +89,7 @@ def read_status(path: str | Path) -> RunStatus:
     seconds = _seconds_a_step(recent)
     total, step = _total(records, summary), max(steps, default=0)
     saved = checkpoints(folder)
+    under_way = saving(folder)
     evals = [r for r in records if r.get("event") == "eval"]
     return RunStatus(
         run_dir=str(folder),
@@ -103,6 +106,7 @@ def read_status(path: str | Path) -> RunStatus:
         save_step=step_of(saved[-1]) if saved else None,
         save_age=max(0.0, time.time() - saved[-1].stat().st_mtime) if saved else None,
         checkpoint=str(saved[-1]) if saved else None,
+        saving=f"step {under_way.step}, {under_way}" if live and under_way else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
         starts=sum(r.get("event") in ("start", "resume") for r in records),
         skipped_steps=sum(r.get("event") == "skip" for r in records),
@@ -183,6 +187,7 @@ def describe(status: RunStatus) -> str:
         ("loss", _loss(status)),
         ("eval", _eval(status.eval)),
         ("last save", _saved(status)),
+        ("saving", (status.saving or "").replace("saving ", "")),
         ("health", _health(status)),
         *(("", line) for line in _trouble(status)),
     ]

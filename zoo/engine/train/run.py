@@ -15,9 +15,9 @@ from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
 from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
+from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.saver import Saved, Saver
 from zoo.engine.checkpoint.selection import repaired_source
-from zoo.engine.checkpoint.sharded import Trainable
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
@@ -58,6 +58,8 @@ class Run:
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
+        self.saved_at = time.monotonic()
+        self.save_due = self.late_save_logged = False  # due by train.save_minutes
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = self.preempted = False
@@ -100,7 +102,15 @@ class Run:
             chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
         self.train_step = TrainStep(
-            recipe, world, self.step, self.trainable, self.loader, self.detector, self.phases, self.times
+            recipe,
+            world,
+            self.step,
+            self.trainable,
+            self.loader,
+            self.detector,
+            self.phases,
+            self.times,
+            self.saver.before_update,
         )
         self.startup.mark("optimizer")
 
@@ -125,7 +135,7 @@ class Run:
             metrics = self._steps(started)
             seconds = time.monotonic() - started
             self.phases.enter("save")
-            self._note_saved(self.saver.wait())
+            self._note_saved(self.saver.wait(self._show_saving))
             if self.saved is None or step_of(self.saved) != self.done:
                 self._save(wait=True)
             if not self.interrupted:
@@ -175,16 +185,19 @@ class Run:
                 metrics = self._evaluate()  # before the save: a run resumed from there has had it
                 if self.interrupted:
                     break
-            if train.save_every and self.done % train.save_every == 0 and self.done < self.total_steps:
+            due = self.save_due or (train.save_every and self.done % train.save_every == 0)
+            if due and self.done < self.total_steps:
                 self._save()
         return metrics
 
     def _ends(self, out_of_time: bool = False) -> bool:
         """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
         stop = self.stop
-        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time)]
-        asked, preempted, late = flags if self.world.size == 1 else self.world.sum(flags)
-        self.interrupted, self.preempted = asked > 0, preempted > 0
+        minutes = self.recipe.train.save_minutes
+        due = minutes is not None and time.monotonic() - self.saved_at > minutes * 60
+        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time), float(due)]
+        asked, preempted, late, dues = flags if self.world.size == 1 else self.world.sum(flags)
+        self.interrupted, self.preempted, self.save_due = asked > 0, preempted > 0, dues > 0
         return asked + late > 0
 
     def _train_step(self) -> None:
@@ -238,7 +251,7 @@ class Run:
             **({} if result.bad is None else {"skipped": result.bad.cause}),
             **expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches),
         }
-        self.log.step(record)
+        self.log.step(record, self.saver.under_way() if self.world.is_main else None)
         self.phases.step = self.done
         slow = self.times.slow_step(seconds, result.parts)
         if slow is not None:
@@ -272,7 +285,7 @@ class Run:
     def _save(self, wait: bool = False) -> None:
         """Save while the next steps run, or, with `wait`, before anything else."""
         self.phases.enter("save")
-        began = time.monotonic()
+        began = self.saved_at = time.monotonic()
         self.log.note("saving ...")
         ahead = self.train_step.ahead
         state = {
@@ -286,7 +299,7 @@ class Run:
         }
         self._note_saved(self.saver.start(self.trainable, state))
         if wait:
-            self._note_saved(self.saver.wait())
+            self._note_saved(self.saver.wait(self._show_saving))
         self.times.save += time.monotonic() - began
 
     def _note_saved(self, saved: Saved | None) -> None:
@@ -295,6 +308,15 @@ class Run:
             self.saved = saved.folder
             waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
             self.log.event("save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote)
+            late = messages.late_save(saved.stall_seconds + saved.write_seconds, self.recipe)
+            if late is not None and not self.late_save_logged:
+                self.late_save_logged = True
+                self.log.say(late)
+
+    def _show_saving(self) -> None:
+        """Show how much of the save that the run waits for is written."""
+        if self.world.is_main and (saving := self.saver.under_way()) is not None:
+            self.log.note(f"{saving} ...")
 
     def _export_or_stop(self) -> bool:
         """Export; an interrupt ends it at once, on each rank by itself. Returns whether it was complete."""
@@ -336,6 +358,10 @@ class Run:
         )
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
+            if not (self.state or {}).get("optimizer", True):
+                self.log.say(
+                    "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
+                )
         for change in self.changes:
             self.log.event("changed", self.done, key=change.key, old=change.old, new=change.new)
             self.log.say(f"the recipe differs from the checkpoint's, as allowed: {change}")

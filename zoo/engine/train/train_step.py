@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint.sharded import Trainable
+from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.distributed.world import World
 from zoo.engine.model import lora
 from zoo.engine.report.step_timer import StepTimes
@@ -58,8 +58,10 @@ class TrainStep:
         detector: BadStepDetector,
         phases: Progress,
         times: StepTimes,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
-        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`."""
+        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each."""
+        self.before_update = before_update
         self.recipe, self.world, self.step, self.trainable = recipe, world, step, trainable
         self.loader, self.detector, self.phases, self.times = loader, detector, phases, times
         self.number = 0  # of the step at hand
@@ -84,6 +86,7 @@ class TrainStep:
             self.phases.enter("data")
             self.ahead = self.fetch()  # while the GPU works
         self.phases.enter("update")
+        self.before_update()
         totals, bad = self._update(sums, counts)
         self.phases.enter("figures")
         seconds = time.monotonic() - began

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from zoo.bench.saves import Options, report, run
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
-from zoo.engine.checkpoint import integrity
+from zoo.engine.checkpoint import integrity, progress
 from zoo.engine.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
+from zoo.engine.report.messages import late_save
 from zoo.errors import UserError
 
 
@@ -55,7 +57,7 @@ def test_sums_find_every_change(tmp_path: Path) -> None:
     for content in (b"", b"{} ", b"[]"):
         (folder / "state.json").write_bytes(content)
         assert integrity.faults(folder) == [
-            f"{folder}/state.json is damaged: its SHA-256 is not the one in integrity.json"
+            f"{folder}/state.json is damaged: its checksum is not the one in integrity.json"
         ]
     (folder / "state.json").write_bytes(original)
     (folder / "more").write_text("")
@@ -176,7 +178,7 @@ def test_where_it_is_whole_nowhere_the_run_goes_on_and_a_conversion_says_so(tmp_
         (folder / "hf" / "tokenizer.json").write_text("wards")
     found = choose(tmp_path)
     assert found.folder is not None and found.folder.name == "iter_4" and not found.passed_over
-    assert "The weights are whole and the run goes on from them" in found.side_files["hf/tokenizer.json"]
+    assert "The weights are whole and the run resumes from them" in found.side_files["hf/tokenizer.json"]
     located = look(str(tmp_path))
     assert located is not None
     with pytest.raises(
@@ -275,3 +277,26 @@ def test_the_cost_of_saves() -> None:
         report(lines[:3])
     with pytest.raises(UserError, match=r"no train\.jsonl there"):
         run(Options("nowhere"))
+
+
+def test_how_far_a_save_is_stands_beside_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoints" / ".partial-iter_40"
+    folder.mkdir(parents=True)
+    assert progress.saving(tmp_path) is None
+    monkeypatch.setattr(progress.time, "time", lambda: 1000.0)
+    progress.begin(folder, 40, 30_000_000)
+    (folder / "rank0_0.bin").write_bytes(bytes(8_000_000))
+    (folder / "rank1_0.bin").write_bytes(bytes(4_000_000))
+    monkeypatch.setattr(progress.time, "time", lambda: 1002.0)
+    found = progress.saving(tmp_path)
+    assert found is not None and (found.step, str(found)) == (40, "saving 12 of 30.0 MB, 6.0 MB/s")
+    progress.end(folder)
+    assert progress.saving(tmp_path) is None
+
+
+def test_a_save_that_a_signal_would_cut_short_is_logged() -> None:
+    recipe: Any = SimpleNamespace(run=SimpleNamespace(save_within=110.0))
+    assert late_save(101.0, recipe) is None
+    said = late_save(160.0, recipe)
+    assert said is not None and "a save takes 160 s" in said and "after 110 s (run.save_within)" in said
+    assert "run.save_within=320" in said

@@ -10,9 +10,7 @@ from typing import Any
 
 import megatron.core
 import pytest
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import mappings, random
 
 REPO = Path(__file__).parents[4]
@@ -21,11 +19,6 @@ SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (DistributedOptimizer._get_model_param_range_map, "self, param"),
     (DistributedOptimizer._init_optimizer_states_with_dummy_values, "self"),
     (DistributedOptimizer._get_main_param_and_optimizer_states, "self, model_param"),
-    (ChainedOptimizer._synchronize_steps, "self"),
-    (
-        torch_dist._replace_state_dict_keys_with_sharded_keys,
-        "sharded_state_dict, keep_only_main_replica=False",
-    ),
     (random._get_cuda_rng_state, "device='cuda', clone=False, graph_safe=False"),
     (random._set_cuda_rng_state, "new_state, device=-1, graph_safe=False"),
     (mappings._gather_along_first_dim, "input_, group, output_split_sizes=None, use_global_buffer=False"),

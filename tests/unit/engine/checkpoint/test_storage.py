@@ -1,0 +1,403 @@
+"""Pieces of tensors on a disk: cut, copied, written, indexed and read back under another cut; without a model."""
+
+import errno
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from zoo.engine.checkpoint.storage import disk
+from zoo.engine.checkpoint.storage.host_copy import HostCopy
+from zoo.engine.checkpoint.storage.index import INDEX, Index, RankTable, write_index
+from zoo.engine.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
+from zoo.engine.checkpoint.storage.reading import fill
+from zoo.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.data())
+def test_a_flat_range_is_few_rectangles_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    end = data.draw(st.integers(start, count))
+    numbers = torch.arange(count).view(shape)
+    found = []
+    for offsets, sizes in rectangles(shape, start, end):
+        part = numbers[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+        assert list(part.shape) == list(sizes)
+        found += part.flatten().tolist()
+    assert found == list(range(start, end))
+    assert len(list(rectangles(shape, start, end))) <= max(1, 2 * len(shape) - 1)
+
+
+def described(key: str, tensor: Tensor, *cuts: tuple[int, int, int], lead: int = 0) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(key, tensor, *cuts, prepend_axis_num=lead)
+
+
+def two_halves(key: str, tensor: Tensor) -> Any:
+    """A factory as the experts and the gated delta net have them: two tensors, cut along the second axis."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def build(name: str, given: Tensor, replica: Any, _: Any) -> list[Any]:
+        return [described(f"{name}_{i}", part) for i, part in enumerate(given.chunk(2, dim=1))]
+
+    return ShardedTensorFactory(key, tensor, build, lambda parts: torch.cat(parts, dim=1))
+
+
+def test_a_factory_is_asked_without_data() -> None:
+    weight = torch.arange(24.0).view(3, 4, 2)
+    pieces = list(whole(boxes(two_halves("w", weight)), weight))
+    assert [(one.key, one.sizes) for one in pieces] == [("w_0", (3, 2, 2)), ("w_1", (3, 2, 2))]
+    assert torch.equal(torch.cat([one.data for one in pieces], dim=1), weight)
+    for start, end in ((0, 24), (3, 17), (5, 6), (7, 23)):
+        wanted = {name: torch.full((3, 2, 2), -1.0) for name in ("w_0", "w_1")}
+        for piece in flat(boxes(two_halves("w", weight)), (3, 4, 2), weight.view(-1)[start:end], start):
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.sizes, strict=True))
+            wanted[piece.key][place] = piece.data
+        found = torch.cat(list(wanted.values()), dim=1).flatten()
+        assert torch.equal(found[start:end], weight.flatten()[start:end]) and (found == -1).sum() == 24 - (
+            end - start
+        )
+
+
+def test_a_factory_that_makes_no_views_is_refused() -> None:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def build(name: str, given: Tensor, replica: Any, _: Any) -> list[Any]:
+        return [described(name, given.t().contiguous())]
+
+    factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda parts: parts[0])
+    with pytest.raises(NotImplementedError, match="w: its tensor w is no rectangle"):
+        boxes(factory)
+
+
+def save(folder: Path, by_rank: list[list[Piece]], objects: list[dict[str, bytes]] | None = None) -> Index:
+    """Each rank's pieces written as a run writes them."""
+    folder.mkdir(exist_ok=True)
+    tables = []
+    for rank, pieces in enumerate(by_rank):
+        copied = HostCopy(CPU)
+        copied.take(pieces, objects[rank] if objects else {})
+        files = [(f"rank{rank}_{i}.bin", size) for i, size in enumerate(disk.parts(copied.size))]
+        disk.write(folder, files, copied.view(), lambda count: None)
+        tables.append(RankTable(files, copied.pieces, copied.objects))
+    write_index(folder, tables)
+    return Index(folder)
+
+
+def grid(tensor: Tensor, key: str, counts: list[int]) -> list[Piece]:
+    """A tensor cut into so many parts along each axis, whose sizes need not be equal."""
+    cuts = [
+        [size * i // count for i in range(count + 1)]
+        for size, count in zip(tensor.shape, counts, strict=True)
+    ]
+    found = []
+    for corner in itertools.product(*(itertools.pairwise(cut) for cut in cuts)):
+        part = tensor[tuple(slice(a, b) for a, b in corner)]
+        found.append(Piece(key, tuple(tensor.shape), tuple(a for a, _ in corner), tuple(part.shape), part))
+    return [piece for piece in found if piece.data.numel()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_one_cut_writes_any_other_reads(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("written")
+    ranks = data.draw(st.integers(1, 3))
+    written: list[list[Piece]] = [[] for _ in range(ranks)]
+    tensors = {}
+    for number in range(data.draw(st.integers(1, 3))):
+        shape = data.draw(st.lists(st.integers(1, 9), max_size=3))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
+        key = f"tensor {number}"
+        tensors[key] = torch.randn(shape).mul(100).to(dtype)
+        cuts = sorted(
+            [0, *(data.draw(st.integers(0, math.prod(shape))) for _ in range(ranks - 1)), math.prod(shape)]
+        )
+        for rank, (start, end) in enumerate(itertools.pairwise(cuts)):
+            part = tensors[key].view(-1)[start:end]
+            written[rank] += flat(boxes(described(key, tensors[key])), tuple(shape), part, start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk, "SMALL", 4096)  # several files a rank
+        patch.setattr("zoo.engine.checkpoint.storage.index._SPAN", data.draw(st.sampled_from([8, 64, 2**20])))
+        index = save(folder, written)
+        back = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
+        counts = {
+            key: [data.draw(st.integers(1, 3)) for _ in tensor.shape] for key, tensor in tensors.items()
+        }
+        fill([piece for key, tensor in back.items() for piece in grid(tensor, key, counts[key])], index)
+    assert all(torch.equal(back[key], tensor) for key, tensor in tensors.items())
+
+
+def test_values_are_converted_to_what_asks_for_them(tmp_path: Path) -> None:
+    tensor = torch.randn(5, 7)
+    index = save(tmp_path, [list(whole(boxes(described("w", tensor)), tensor))])
+    asked = torch.empty(5, 7, dtype=torch.bfloat16)
+    fill(grid(asked, "w", [2, 3]), index)
+    assert torch.equal(asked, tensor.bfloat16())
+
+
+def test_a_tensor_that_is_missing_or_of_another_shape_is_named(tmp_path: Path) -> None:
+    tensor = torch.randn(5, 7)
+    index = save(tmp_path, [grid(tensor, "w", [1, 1])])
+    with pytest.raises(
+        UserError,
+        match=r"2 of 2 tensors are missing .* the first v, wanted \[5, 7\], of which it has no such",
+    ):
+        fill([*grid(tensor, "v", [1, 1]), *grid(torch.randn(5, 8), "w", [1, 1])], index)
+    with pytest.raises(UserError, match=r"1 of 1 .* the first w, wanted \[5, 8\], of which it has \[5, 7\]"):
+        fill(grid(torch.randn(5, 8), "w", [1, 1]), index)
+
+
+def test_pieces_that_make_up_no_whole_tensor_are_not_published(tmp_path: Path) -> None:
+    tensor = torch.randn(6, 2)
+    with pytest.raises(AssertionError, match="w: the ranks hold 8 elements"):
+        save(tmp_path, [grid(tensor, "w", [3, 1])[:2]])
+    assert not (tmp_path / INDEX).exists()
+
+
+def test_a_read_takes_the_bytes_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that asks for a quarter of the rows reads a quarter of the bytes, and none twice."""
+    tensor = torch.randn(64, 1024)
+    index = save(tmp_path, [grid(tensor, "w", [2, 1])])
+    read: list[int] = []
+    plain = disk.Files.read
+
+    def counted(self: Any, path: Path, offset: int, buffer: Any) -> None:
+        read.append(len(memoryview(buffer).cast("B")))
+        plain(self, path, offset, buffer)
+
+    monkeypatch.setattr(disk.Files, "read", counted)
+    wanted = torch.empty(16, 1024)
+    fill([Piece("w", (64, 1024), (24, 0), (16, 1024), wanted)], index)
+    assert torch.equal(wanted, tensor[24:40]) and sum(read) == wanted.nbytes
+
+
+def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
+    from zoo.engine.checkpoint.contents import packed
+
+    class Trap:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.mkdir, (str(tmp_path / "sprung"),)
+
+    value = {"a": [1, (2, 3.5)], "t": torch.arange(3)}
+    index = save(tmp_path / "folder", [[], []], [{"one": packed(value)}, {"two": packed(Trap())}])
+    found = index.object("one")
+    assert found["a"] == value["a"] and torch.equal(found["t"], value["t"])
+    assert index.object("three") is None
+    with pytest.raises(UserError, match="its object 'two' is refused"):
+        index.object("two")
+    assert not (tmp_path / "sprung").exists()
+
+
+def change(path: tuple[Any, ...], value: Any) -> Callable[[Any], None]:
+    def apply(content: Any) -> None:
+        for part in path[:-1]:
+            content = content[part]
+        content[path[-1]] = value
+
+    return apply
+
+
+PIECE = ("tensors", "w", "pieces", 0)
+SPOILED = {
+    "another format": change(("format",), "torch_dist"),
+    "a later version": change(("version",), 2),
+    "out of the folder": change(("files", 0, 0, 0), "../state.json"),
+    "an absolute name": change(("files", 0, 0, 0), "/etc/passwd"),
+    "beyond its files": change((*PIECE, 1), 2**40),
+    "a negative place": change((*PIECE, 1), -4),
+    "outside of the tensor": change((*PIECE, 2), [1, 0]),
+    "negative sizes": change((*PIECE, 3), [-1, 5]),
+    "no rank": change((*PIECE, 0), 7),
+    "no dtype": change(("tensors", "w", "dtype"), "posix.mkdir"),
+    "no shape": change(("tensors", "w", "shape"), "45"),
+    "no tensors": change(("tensors",), []),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_an_index_that_is_none_is_refused(what: str, tmp_path: Path) -> None:
+    save(tmp_path, [grid(torch.randn(4, 5), "w", [1, 1])])
+    content = json.loads((tmp_path / INDEX).read_text())
+    SPOILED[what](content)
+    (tmp_path / INDEX).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"index\.json is not the index of a checkpoint"):
+        Index(tmp_path)
+
+
+def test_the_copy_takes_the_rank_s_own_bytes_and_no_more_the_second_time() -> None:
+    tensors = [torch.randn(1000, 1000), torch.randn(30, 7)]
+    pieces = [piece for i, tensor in enumerate(tensors) for piece in grid(tensor, f"{i}", [2, 1])]
+    copied = HostCopy(CPU)
+    copied.take(pieces, {"object": b"x" * 10})
+    held = sum(tensor.nbytes for tensor in tensors)
+    assert held <= copied.size <= 1.01 * held
+    place = copied._bytes.data_ptr()
+    tensors[0].zero_()
+    assert any(copied.view()[:1000]), "a copy, not the tensors"
+    copied.take(pieces, {"object": b"y" * 10})
+    assert copied._bytes.data_ptr() == place and not any(copied.view()[:1000])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [4096, 3 * disk.CHUNK + 4096])
+def test_files_hold_the_memory_and_their_sums(
+    direct: bool, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not direct:
+        monkeypatch.setattr(disk, "FLUSH", disk.CHUNK)
+        plain = os.open
+
+        def refused(path: Any, flags: int, *more: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "not here")
+            return plain(path, flags, *more)
+
+        monkeypatch.setattr(os, "open", refused)
+    copied, done = HostCopy(CPU), []
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    copied.take(grid(data, "w", [1]), {})
+    files = [("a", size // 2 // 4096 * 4096), ("b", size - size // 2 // 4096 * 4096)]
+    sums = disk.write(tmp_path, files, copied.view(), done.append)
+    content = b"".join((tmp_path / name).read_bytes() for name, _ in files)
+    assert content == bytes(copied.view()) and sum(done) == size
+    assert sums == {name: disk.digest(tmp_path / name) for name, _ in files}
+
+
+def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems do: they open the file so and refuse the write."""
+    plain, calls = os.pwrite, []
+
+    def refuse(handle: int, data: Any, at: int) -> int:
+        calls.append(at)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "not so")
+        return plain(handle, data[:1000], at) if len(calls) == 2 else plain(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    copied = HostCopy(CPU)
+    copied.take(grid(torch.arange(2048), "w", [1]), {})
+    disk.write(tmp_path, [("a", copied.size)], copied.view(), lambda count: None)
+    assert calls == [0, 0, 1000] and (tmp_path / "a").read_bytes() == bytes(copied.view())
+
+
+def test_the_error_of_the_thread_that_failed_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = os.pwrite
+
+    def full(handle: int, data: Any, at: int) -> int:
+        if os.readlink(f"/proc/self/fd/{handle}").endswith("c"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    copied = HostCopy(CPU)
+    copied.take(grid(torch.zeros(4 * 4096, dtype=torch.uint8), "w", [1]), {})
+    with pytest.raises(OSError, match="No space left") as raised:
+        disk.write(tmp_path, [(name, 4096) for name in "abcd"], copied.view(), lambda count: None)
+    assert raised.value.filename == str(tmp_path / "c")
+
+
+@given(st.integers(1, 2**36))
+def test_files_share_the_bytes_evenly(blocks: int) -> None:
+    total = blocks * disk.BLOCK // 2**10 // disk.BLOCK * disk.BLOCK + disk.BLOCK
+    sizes = disk.parts(total)
+    assert sum(sizes) == total and all(size % disk.BLOCK == 0 and size <= disk.PART for size in sizes)
+    assert max(sizes) - min(sizes) <= disk.BLOCK * len(sizes)
+
+
+class Cuda:
+    """In the place of torch.cuda's streams and events, on tensors of the host: what is done in which order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.said: list[str] = []
+        self.streams = ["main"]
+        cuda = self
+
+        class Stream:
+            def __init__(self, device: Any = None, name: str = "copies") -> None:
+                self.name = name
+
+            def wait_stream(self, other: Any) -> None:
+                cuda.said.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: Any) -> None:
+                cuda.said.append(f"{self.name} waits for the event of {event.name}")
+
+            def __enter__(self) -> None:
+                cuda.streams.append(self.name)
+
+            def __exit__(self, *_: object) -> None:
+                cuda.streams.pop()
+
+        class Event:
+            def record(self, stream: Stream) -> None:
+                self.name = stream.name
+                cuda.said.append(f"event of {stream.name}")
+
+            def synchronize(self) -> None:
+                cuda.said.append(f"the host waits for the event of {self.name}")
+
+        main, pinned = Stream(name="main"), []
+        self.pinned = pinned
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda place, size, flags: pinned.append(size) or 0,
+            cudaHostUnregister=lambda place: pinned.clear() or 0,
+        )
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        copy = Tensor.copy_
+
+        def noted(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
+            cuda.said.append(f"{cuda.streams[-1]} copies {other.numel()}, {non_blocking}")
+            return copy(self, other)
+
+        monkeypatch.setattr(Tensor, "copy_", noted)
+
+
+def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a forward or backward pass may change is copied before it, in the step's own stream."""
+    cuda = Cuda(monkeypatch)
+    weight, buffer = torch.randn(10), torch.randn(3)
+    pieces = [
+        Piece("w", (10,), (0,), (10,), weight),
+        Piece("b", (3,), (0,), (3,), buffer, steady=False),
+    ]
+    copied = HostCopy(torch.device("cuda"))
+    copied.take(pieces, {})
+    assert cuda.said == [
+        "copies waits for main", "main copies 3, True", "event of main", "copies copies 10, True", "event of copies",
+    ]  # fmt: skip
+    assert cuda.pinned == [4096] and bytes(copied.view()[:40]) == weight.numpy().tobytes()
+    cuda.said.clear()
+    copied.before_update()
+    copied.wait()
+    assert cuda.said == [
+        "main waits for the event of main", "main waits for the event of copies",
+        "the host waits for the event of main", "the host waits for the event of copies",
+    ]  # fmt: skip
+    copied.release()
+    assert not cuda.pinned

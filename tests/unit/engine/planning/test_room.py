@@ -1,0 +1,56 @@
+"""What a run's saves take is refused before training: host memory of the copy, and the disk of what is kept."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zoo.engine.planning import plan
+from zoo.errors import ConfigError
+
+
+def recipe(folder: Path, **train: Any) -> Any:
+    settings = {"keep": 2, "save_every": 100, "save_minutes": None, "steps": 1000, **train}
+    return SimpleNamespace(train=SimpleNamespace(**settings), run=SimpleNamespace(dir=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("train", "count"),
+    [({}, 3), ({"keep": 5}, 6), ({"steps": 150}, 2), ({"save_every": 0}, 1), ({"save_every": 0, "save_minutes": 5.0}, 3)],
+)  # fmt: skip
+def test_a_disk_that_is_too_small_for_what_is_kept(
+    train: dict[str, Any], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "not" / "there" / "yet"
+    for free, fits in ((count * 10**9, True), (count * 10**9 - 1, False)):
+        monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if fits:
+            plan._refuse_small_disk(recipe(folder, **train), 10**9)
+        else:
+            with pytest.raises(ConfigError, match=rf"takes about 1\.0 GB, {count} of them are there at once"):
+                plan._refuse_small_disk(recipe(folder, **train), 10**9)
+
+
+def test_checkpoints_that_are_there_take_no_further_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=2000))
+    with pytest.raises(ConfigError):
+        plan._refuse_small_disk(recipe(tmp_path), 1000)
+    (tmp_path / "checkpoints" / "iter_2").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "iter_2" / "rank0_0.bin").write_bytes(bytes(1000))
+    plan._refuse_small_disk(recipe(tmp_path), 1000)
+
+
+def test_a_host_that_is_too_small_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "host_memory", lambda ranks, process: 20 * 10**9 // ranks)
+    plan._refuse_small_host(9e9, 0.0, 2)
+    with pytest.raises(
+        ConfigError, match=r"copies 11\.0 GB of each rank .* has 10\.0 GB to give; use more hosts"
+    ):
+        plan._refuse_small_host(11e9, 0.0, 2)
+    with pytest.raises(ConfigError, match=r"and training takes 17\.0 GB; "):
+        plan._refuse_small_host(4e9, 17e9, 1)
+    monkeypatch.setattr(plan, "host_memory", lambda ranks, process: 0)  # not known
+    plan._refuse_small_host(4e9, 17e9, 1)

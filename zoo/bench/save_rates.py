@@ -1,0 +1,242 @@
+"""`zoo bench saves recipe=... size=...`: a disk's own rates, and in the same call what zoo's saves and loads reach there.
+
+The disk is written and read by `dd`, several at once, past the page cache. Then a model with random weights is trained
+on synthetic rows, and saved beside its steps by the code of a run; each save and the load say their bytes and seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+
+from zoo.bench.options import Bounded
+from zoo.bench.training.steps import BenchRun, Lines
+from zoo.bench.training.train import with_layers
+from zoo.bridge.progress import size as in_words
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.config.layers.keys import number
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import integrity, selection, sharded
+from zoo.engine.checkpoint.storage.disk import THREADS
+from zoo.engine.distributed.signals import interrupts
+from zoo.engine.distributed.world import world
+from zoo.engine.launch.launcher import run_task
+from zoo.engine.report.startup_time import Startup
+from zoo.errors import UserError
+
+BLOCK = 2**24  # bytes of one call of dd
+SETTING = {"way": "packed", "number": 1, "width": None, "backend": "torch", "ranks": 1}
+
+
+@dataclass(frozen=True)
+class Options(Bounded):
+    """What is saved, and where. Keys with a dot are the recipe's own."""
+
+    recipe: str = "qwen3_vl_sft"
+    size: str = "2b"
+    layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
+    nproc: int = number(1, 1, 4096)
+    folder: str = "."  # on the disk that is measured; needs room for three checkpoints
+    saves: int = number(2, 1, 100)
+    steps: int = number(4, 1, 10**6)  # before the first save, and at least beside each
+    longest: int = number(256, 64, 10**6)  # most tokens of a sample; a step has one a data-parallel rank
+    disk_mb: int = number(4096, 64, 10**7)  # MB that dd writes and reads
+
+
+def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Bytes, seconds and rates of the disk, of each save and of the load. UserError for options that make no sense."""
+    recipe = _recipe(options, overrides)
+    with tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=options.folder) as name:
+        folder = Path(name)
+        report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
+        report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
+        recipe = recipe.replace({"run.dir": str(folder / "run")})
+        given = {
+            "setting": {**SETTING, "ranks": options.nproc},
+            "samples": options.steps,
+            "passes": 1,
+            "longest": options.longest,
+            "saves": options.saves,
+            "steps": options.steps,
+        }
+        found = run_task("zoo.bench.save_rates:measure", recipe, options.nproc, given, fresh=True)
+    return report | found
+
+
+def _recipe(options: Options, overrides: Sequence[str]) -> Recipe:
+    fixed = [
+        f"size={options.size}", "model.init=random", "parallel.plan=[]", "log.tensorboard=false", "export=false",
+        "run.dir=bench", "train.keep=1", "train.keep_best=null", f"packing.budget={options.longest}", "train.steps=1000",
+        f"train.global_batch={options.nproc}",
+    ]  # fmt: skip
+    recipe = load_recipe(options.recipe, [*fixed, *overrides])
+    if not options.layers:
+        return recipe
+    return recipe.replace({"model.arch": with_layers(dict(recipe.model.arch), options.layers)})
+
+
+def disk_rates(folder: Path, count: int) -> dict[str, float]:
+    """Bytes a second of a folder's disk, written and read by several `dd` at once, and of one thread's checksums."""
+    each = max(1, count // THREADS // BLOCK)
+    files = [folder / f"dd{number}" for number in range(THREADS)]
+    if shutil.disk_usage(folder).free < 2 * each * BLOCK * THREADS:
+        raise UserError(f"{folder.parent}: too little room for disk_mb={count // 10**6}; give folder=...")
+    source = [f"bs={BLOCK}", f"count={each}"]
+    written = _timed(
+        [["if=/dev/zero", f"of={file}", *source, "conv=fsync"] for file in files], "oflag=direct"
+    )
+    read = _timed([[f"if={file}", "of=/dev/null", *source] for file in files], "iflag=direct")
+    for file in files:
+        file.unlink()
+    memory = bytes(2**28)
+    began = time.monotonic()
+    xxhash.xxh3_128_hexdigest(memory)
+    total = each * BLOCK * THREADS
+    return {
+        "bytes": total,
+        "write": total / written,
+        "read": total / read,
+        "hash": len(memory) / (time.monotonic() - began),
+    }
+
+
+def _timed(commands: Sequence[Sequence[str]], direct: str) -> float:
+    """Seconds of several `dd` at once; without the page cache where the file system does that."""
+    for more in ([direct], []):
+        began = time.monotonic()
+        running = [
+            subprocess.Popen(["dd", *one, *more, "status=none"], stderr=subprocess.DEVNULL)
+            for one in commands
+        ]
+        if not any([process.wait() for process in running]):
+            return time.monotonic() - began
+    raise UserError("dd can't write to that folder")
+
+
+def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
+    """On every rank: train, save, load."""
+    startup = Startup("imports")
+    with interrupts() as stop, world(recipe) as here:
+        return SavesRun(recipe, here, stop, startup, given).measure()
+
+
+class SavesRun(BenchRun):
+    """A run on synthetic rows that saves beside its steps."""
+
+    def measure(self) -> dict[str, Any]:
+        """Steps, saves beside further steps, and a load; the slowest rank's times."""
+        self._build()
+        lines = Lines()
+        self.log = lines  # type: ignore[assignment]
+        if self.world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            save_recipe(self.recipe, self.folder / "config.yaml")
+        dist.barrier()
+        for _ in range(self.given["steps"] + 1):
+            self._train_step()
+        plain = median(line["step_ms"] for line in lines.steps[1:])  # the first one warms up
+        saves = [self._measured_save(lines) for _ in range(self.given["saves"])]
+        assert self.saved is not None
+        loading = self._measured_load()
+        self.saver.close()
+        parameters = sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters())
+        return {"parameters_of_rank": parameters, "step_ms": plain, "saves": saves, "load": loading}
+
+    def _measured_save(self, lines: Lines) -> dict[str, float]:
+        before, first = _memory("VmRSS"), len(lines.steps)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        dist.barrier()
+        began = time.monotonic()
+        state = {"step": self.done, "weights": sharded.origin(self.recipe)}
+        self.saver.start(self.trainable, state)
+        stall, done = time.monotonic() - began, None
+        while done is None:
+            self._train_step()
+            done = self.saver.poll()
+            peak = _memory("VmHWM")
+        beside = [line["step_ms"] for line in lines.steps[first:]]
+        self.saved = done.folder
+        held = float(self.saver.held_bytes)
+        return {
+            "bytes": self._whole_bytes(done.folder),
+            "bytes_of_rank": self._most(held),
+            "stall_s": self._most(stall),
+            "write_s": self._most(done.write_seconds),
+            "step_ms": self._most(median(beside)),
+            "memory": self._most(peak - before),
+        }
+
+    def _measured_load(self) -> dict[str, float]:
+        """All sums, and then what each rank needs; files were written past the page cache."""
+        assert self.saved is not None
+        dist.barrier()
+        began = time.monotonic()
+        assert not selection.faults(self.saved)
+        checked = time.monotonic() - began
+        Path("/proc/self/clear_refs").write_text("5")
+        before, began = _memory("VmRSS"), time.monotonic()
+        sharded.load(self.trainable, self.saved, self.world, self.world.size)
+        seconds = time.monotonic() - began
+        return {
+            "bytes": self._whole_bytes(self.saved),
+            "check_s": self._most(checked),
+            "load_s": self._most(seconds),
+            "memory": self._most(_memory("VmHWM") - before),
+        }
+
+    def _whole_bytes(self, folder: Path) -> int:
+        return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
+
+    def _most(self, value: float) -> float:
+        """Of all ranks."""
+        flat = [value * (rank == self.world.rank) for rank in range(self.world.size)]
+        return max(self.world.sum(flat) if self.world.size > 1 else flat)
+
+
+def _memory(name: str) -> float:
+    """Bytes of this process's memory, by the kernel's name."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024.0 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def table(found: dict[str, Any]) -> str:
+    """For people."""
+    disk, load = found["disk"], found["load"]
+    lines = [
+        f"{found['recipe']} size={found['size']} on {found['ranks']} ranks: {found['parameters_of_rank']:,} parameters a rank, "
+        f"a step takes {found['step_ms']:,.0f} ms",
+        f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
+        f"{in_words(disk['hash'])}/s",
+    ]
+    for number_, save in enumerate(found["saves"], 1):
+        rate = save["bytes"] / save["write_s"]
+        lines.append(
+            f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
+            f"{in_words(rate)}/s, {rate / disk['write']:.2f} of the disk; a step beside it {save['step_ms']:,.0f} ms "
+            f"({save['step_ms'] / found['step_ms'] - 1:+.1%}); host memory +{in_words(save['memory'])} "
+            f"(a rank holds {in_words(save['bytes_of_rank'])})"
+        )
+    rate = load["bytes"] / (load["check_s"] + load["load_s"])
+    lines.append(
+        f"load           checked in {load['check_s']:.1f} s, loaded in {load['load_s']:.1f} s: {in_words(rate)}/s, "
+        f"{rate / disk['read']:.2f} of the disk; host memory +{in_words(load['memory'])}"
+    )
+    return "\n".join(lines)
+
+
+def as_json(found: dict[str, Any]) -> str:
+    """For machines."""
+    return json.dumps(found, indent=2)

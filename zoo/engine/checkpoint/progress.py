@@ -1,0 +1,67 @@
+"""How far a save is, while it is written: for the run's own log, and for whoever looks at the run's folder.
+
+Beside the files that a save is writing lies `saving.json`: how many bytes they will have, and since when. Their sizes say
+the rest, so no rank has to report. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from zoo.errors import size
+from zoo.files import write_atomically
+
+PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
+FILE = "saving.json"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A save that is being written. Sizes in bytes."""
+
+    step: int
+    written: int
+    total: int
+    seconds: float  # since it was begun
+
+    def __str__(self) -> str:
+        rate = self.written / self.seconds if self.seconds > 0 else 0.0
+        return f"saving {_of(self.written, self.total)}, {size(rate)}/s"
+
+
+def _of(part: int, whole: int) -> str:
+    """`12 of 30 GB`."""
+    number, unit = size(whole).split()
+    scale = whole / float(number)
+    return f"{part / scale:.3g} of {number} {unit}"
+
+
+def begin(folder: Path, step: int, total: int) -> None:
+    """Say that so many bytes will be written into a folder; `end` takes it back."""
+    content = {"step": step, "bytes": total, "time": time.time()}
+    write_atomically(folder / FILE, json.dumps(content) + "\n", durable=False)
+
+
+def end(folder: Path) -> None:
+    """All files are written."""
+    (folder / FILE).unlink(missing_ok=True)
+
+
+def saving(run_dir: Path) -> Saving | None:
+    """The save that a run is writing, or that it was writing when it was killed; None where there is none."""
+    for path in sorted(run_dir.glob(f"checkpoints/{PARTIAL}iter_*/{FILE}")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            with os.scandir(path.parent) as entries:
+                written = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".bin"))
+            seconds = max(0.0, time.time() - float(content["time"]))
+            return Saving(
+                int(content["step"]), min(written, int(content["bytes"])), int(content["bytes"]), seconds
+            )
+        except (OSError, ValueError, KeyError, TypeError):  # it has just ended
+            continue
+    return None

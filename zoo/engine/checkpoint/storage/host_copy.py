@@ -1,0 +1,124 @@
+"""One copy of a rank's pieces in host memory, laid out as its files will be; pinned where there is a GPU.
+
+Its memory is taken at the first save and used again: exactly as many bytes as the rank writes, where PyTorch's pinned
+allocator would round them up to the next power of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zoo.engine.checkpoint.storage.disk import padded
+from zoo.engine.checkpoint.storage.index import Entry, dtype_name
+from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.errors import UserError
+from zoo.errors import size as in_words
+
+_ALIGN = 64  # bytes; a piece begins at a multiple
+
+
+class HostCopy:
+    """What this rank writes. `take` may be called again once the copy before is written."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: mmap.mmap | None = None
+        self._bytes: torch.Tensor = torch.empty(0, dtype=torch.uint8)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._events: list[Any] = []
+        self.size = 0  # bytes of the last copy, a multiple of the disk's block
+        self.pieces: list[Entry] = []
+        self.objects: list[tuple[str, int, int]] = []
+
+    @torch.no_grad()
+    def take(self, pieces: Sequence[Piece], objects: Mapping[str, bytes]) -> None:
+        """Copy them. On a GPU `steady` pieces are copied beside the next step: see `before_update` and `wait`."""
+        at, places = 0, []
+        for piece in pieces:
+            places.append(at)
+            at += -(-piece.nbytes // _ALIGN) * _ALIGN
+        self.objects = []
+        for key, content in objects.items():
+            self.objects.append((key, at, len(content)))
+            at += len(content)
+        self._reserve(padded(max(at, 1)))
+        self.pieces = [
+            (one.key, dtype_name(one.data.dtype), one.shape, start, one.offsets, one.sizes)
+            for one, start in zip(pieces, places, strict=True)
+        ]
+        for (_, start, size), content in zip(self.objects, objects.values(), strict=True):
+            self._bytes[start : start + size] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._copy([pair for pair in zip(pieces, places, strict=True)])
+
+    def _copy(self, placed: Sequence[tuple[Piece, int]]) -> None:
+        if self._stream is None:
+            for piece, at in placed:
+                self._slot(piece, at).copy_(piece.data)
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # What a step changes before its update is copied in the step's own order.
+        for steady, stream in ((False, current), (True, self._stream)):
+            with torch.cuda.stream(stream):
+                for piece, at in placed:
+                    if piece.steady == steady:
+                        self._slot(piece, at).copy_(piece.data, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(stream)
+                self._events.append(event)
+
+    def before_update(self) -> None:
+        """Have the GPU end the copy before it changes what is copied; the host goes on."""
+        if self._stream is not None:
+            for event in self._events:
+                torch.cuda.current_stream(self._device).wait_event(event)
+
+    def wait(self) -> None:
+        """Until the copy is there, from any thread."""
+        for event in self._events:
+            event.synchronize()
+
+    def view(self) -> memoryview:
+        """The bytes to write."""
+        assert self._memory is not None
+        return memoryview(self._memory)[: self.size]
+
+    def _slot(self, piece: Piece, at: int) -> torch.Tensor:
+        return self._bytes[at : at + piece.nbytes].view(piece.data.dtype).view(piece.sizes)
+
+    def _reserve(self, size: int) -> None:
+        """Have room for so many bytes, and no copy under way."""
+        self._events, self.size = [], size
+        if self._memory is not None and len(self._memory) >= size:
+            return
+        self.release()
+        self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer faults; a fork must not move pinned pages
+            if hasattr(mmap, advice):
+                _advise(self._memory, getattr(mmap, advice))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        if self._stream is not None:
+            runtime: Any = torch.cuda.cudart()
+            if error := int(runtime.cudaHostRegister(self._bytes.data_ptr(), len(self._memory), 0)):
+                raise UserError(
+                    f"{in_words(size)} of the host's memory can't be pinned for saves (CUDA error {error}); leave the host more room"
+                )
+
+    def release(self) -> None:
+        """Give the memory back; nothing may be under way."""
+        self._events = []
+        if self._memory is not None and self._stream is not None:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self._bytes.data_ptr())
+        self._bytes, self._memory = torch.empty(0, dtype=torch.uint8), None
+
+
+def _advise(memory: mmap.mmap, advice: int) -> None:
+    try:
+        memory.madvise(advice)
+    except OSError:  # a kernel without it
+        return

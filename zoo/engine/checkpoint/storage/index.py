@@ -1,0 +1,313 @@
+"""What lies where in a checkpoint: `index.json`, which any rank reads, and the index of earlier zoos, megatron-core's `.metadata`.
+
+The bytes of each rank form one sequence, cut into files at arbitrary places. `index.json`:
+
+    format   "zoo sharded tensors", version 1
+    files    by rank: [[name, bytes], ...], in order
+    tensors  key -> {dtype, shape, pieces: [[rank, byte, offsets, sizes], ...]}, each piece row-major
+    objects  key -> [rank, byte, bytes]: what torch.save has made of plain values and tensors
+
+Both indices give the tensors as torch.distributed.checkpoint's metadata, whose planning finds the pieces that a rectangle
+needs. Nothing that they hold is run, and they can't point out of their folder.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zoo.engine.checkpoint.storage.disk import Files
+from zoo.engine.checkpoint.storage.pieces import Shape
+from zoo.errors import UserError
+from zoo.files import read_json, write_atomically
+
+if TYPE_CHECKING:  # importing it takes time and memory that a start has other use for
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+INDEX = "index.json"
+FORMER = ".metadata"
+_FORMAT, _VERSION = "zoo sharded tensors", 1
+_MOST = 2**31  # bytes of an index
+_SPAN = 2**25  # bytes that are read at once
+
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+Entry = tuple[
+    str, str, Shape, int, Shape, Shape
+]  # key, dtype, shape, byte, offsets, sizes: what a rank says of a piece
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """What one rank has written."""
+
+    files: list[tuple[str, int]]
+    pieces: list[Entry]
+    objects: list[tuple[str, int, int]]  # key, byte, bytes
+
+
+def write_index(folder: Path, ranks: Sequence[RankTable]) -> None:
+    """Write `index.json` of what all ranks have written.
+
+    Raises:
+        AssertionError: the pieces do not make up whole tensors.
+    """
+    tensors: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for rank, table in enumerate(ranks):
+        for key, dtype, shape, at, offsets, sizes in table.pieces:
+            entry = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
+            assert (entry["dtype"], entry["shape"]) == (dtype, shape), f"ranks differ in {key}"
+            entry["pieces"].append([rank, at, offsets, sizes])
+        objects |= {key: [rank, at, size] for key, at, size in table.objects}
+    for key, entry in tensors.items():
+        held = sum(math.prod(sizes) for _, _, _, sizes in entry["pieces"])
+        assert held == math.prod(entry["shape"]), f"{key}: the ranks hold {held} elements of {entry['shape']}"
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "files": [table.files for table in ranks],
+        "tensors": tensors,
+        "objects": objects,
+    }
+    write_atomically(folder / INDEX, json.dumps(content, separators=(",", ":")) + "\n")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the index writes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Index:
+    """An opened `index.json`: `tensors` by key, and their bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where it is not the index of a checkpoint."""
+        self.folder, path = folder, folder / INDEX
+        if not path.is_file():
+            raise UserError(f"{path} is missing; take another checkpoint")
+        content = read_json(path, most=_MOST)
+        try:
+            self._read(content)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise UserError(f"{path} is not the index of a checkpoint: {error}; take another one") from None
+
+    def _read(self, content: Any) -> None:
+        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+        if (content["format"], content["version"]) != (_FORMAT, _VERSION):
+            raise ValueError(f"it has format {content['format']!r}, version {content['version']!r}")
+        self._files = [[_checked_file(*file) for file in files] for files in content["files"]]
+        self._ends = [sum(size for _, size in files) for files in self._files]
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self._at: dict[str, list[tuple[int, int]]] = {}
+        for key, entry in content["tensors"].items():
+            dtype, shape = _DTYPES[entry["dtype"]], _counts(entry["shape"])
+            chunks = [_chunk(shape, *piece[2:]) for piece in entry["pieces"]]
+            self._at[key] = [(piece[0], piece[1]) for piece in entry["pieces"]]
+            for chunk, (rank, at) in zip(chunks, self._at[key], strict=True):
+                self._check(rank, at, math.prod(chunk.sizes) * dtype.itemsize)
+            properties = TensorProperties(dtype=dtype)
+            self.tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+        self._objects = {key: tuple(place) for key, place in content["objects"].items()}
+        for place in self._objects.values():
+            self._check(*place)
+
+    def _check(self, rank: int, at: int, size: int) -> None:
+        if not (_is_count(rank) and _is_count(at) and _is_count(size)):
+            raise ValueError("a place in it is no number")
+        if at + size > self._ends[rank]:
+            raise ValueError("it points out of its files")
+
+    def object(self, key: str) -> Any:
+        """An object of plain values and tensors, None where there is none; UserError where it would run something."""
+        if key not in self._objects:
+            return None
+        rank, at, size = self._objects[key]
+        buffer = bytearray(size)
+        with Files() as files:
+            self._fill(files, rank, at, buffer)
+        return _plain(self.folder, key, bytes(buffer))
+
+    def spans(self, item: Any) -> Iterator[Span]:
+        """The ranges of bytes that a planned read needs, each of some 32 MiB at most."""
+        key, number = item.storage_index.fqn, item.storage_index.index
+        stored = self.tensors[key]
+        rank, at = self._at[key][number]
+        sizes, dtype = tuple(stored.chunks[number].sizes), stored.properties.dtype
+        most = max(1, _SPAN // dtype.itemsize)
+        for start, end, rows, lengths in _ranges(
+            sizes, tuple(item.storage_offsets), tuple(item.lengths), most
+        ):
+            to = tuple(o + r for o, r in zip(item.dest_offsets, rows, strict=True))
+            yield Span(rank, at + start * dtype.itemsize, end - start, dtype, sizes, to, lengths)
+
+    def read(self, files: Files, span: Span, buffer: Tensor) -> Tensor:
+        """A span's rectangle, as a view of the buffer (uint8) that it is read into."""
+        size = span.elements * span.dtype.itemsize
+        part = buffer[:size]
+        self._fill(files, span.rank, span.at, part.numpy())
+        strides = torch.empty(span.stored, device="meta").stride()
+        return part.view(span.dtype).as_strided(span.lengths, strides)
+
+    def _fill(self, files: Files, rank: int, at: int, buffer: Any) -> None:
+        view, start = memoryview(buffer).cast("B"), 0
+        for name, size in self._files[rank]:
+            low, high = max(at, start), min(at + len(view), start + size)
+            if low < high:
+                files.read(self.folder / name, low - start, view[low - at : high - at])
+            start += size
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of one rank's bytes, and the rectangle that is taken of it."""
+
+    rank: int
+    at: int
+    elements: int
+    dtype: torch.dtype
+    stored: Shape  # sizes of the piece
+    to: Shape  # offsets in what is to be filled
+    lengths: Shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return self.elements * self.dtype.itemsize
+
+
+def _ranges(
+    sizes: Shape, offsets: Shape, lengths: Shape, most: int
+) -> Iterator[tuple[int, int, Shape, Shape]]:
+    """Flat ranges of a row-major rectangle that hold a part of it: start, end, offsets within the part, sizes.
+
+    A range has `most` elements at most, or one row of those elements that are wanted, and what lies between rows.
+    """
+    if not sizes:
+        yield 0, 1, (), ()
+        return
+    row = math.prod(sizes[1:])
+    first, count = offsets[0], lengths[0]
+    if row > most:
+        for i in range(count):
+            for start, end, at, part in _ranges(sizes[1:], offsets[1:], lengths[1:], most):
+                yield start + (first + i) * row, end + (first + i) * row, (i, *at), (1, *part)
+        return
+    strides = torch.empty(sizes, device="meta").stride()
+    low = sum(o * s for o, s in zip(offsets[1:], strides[1:], strict=True))
+    high = sum((o + n - 1) * s for o, n, s in zip(offsets[1:], lengths[1:], strides[1:], strict=True)) + 1
+    step = max(1, most // row)
+    for i in range(0, count, step):
+        n = min(step, count - i)
+        begin = first + i
+        yield (
+            begin * row + low,
+            (begin + n - 1) * row + high,
+            (i, *(0,) * (len(sizes) - 1)),
+            (n, *lengths[1:]),
+        )
+
+
+class FormerIndex:
+    """megatron-core's torch_dist index, which earlier versions of zoo wrote; `tensors` by key, and their pieces."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError where it is not the index of a checkpoint, or would run something."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        from zoo.engine.megatron.safe_reading import SafeReader
+
+        self.folder = folder
+        metadata: Any = SafeReader(str(folder)).read_metadata()
+        found = metadata.state_dict_metadata.items()
+        self.tensors = {key: one for key, one in found if isinstance(one, TensorStorageMetadata)}
+        self._places: Mapping[Any, Any] = metadata.storage_data
+
+    def object(self, key: str) -> Any:
+        """An object of plain values and tensors, None where there is none; UserError where it would run something."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        place = self._places.get(MetadataIndex(key))
+        if place is None:
+            return None
+        (value,) = _plain(self.folder, key, self._bytes(place))  # in a list, as megatron-core saves it
+        return value
+
+    def piece(self, item: Any) -> Tensor:
+        """The whole piece that a planned read takes a part of."""
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        key, number = item.storage_index.fqn, item.storage_index.index
+        chunk = self.tensors[key].chunks[number]
+        found = _plain(self.folder, key, self._bytes(self._places[MetadataIndex(key, chunk.offsets)]))
+        if not isinstance(found, Tensor) or found.numel() != math.prod(chunk.sizes):
+            raise UserError(
+                f"{self.folder} can't be read: {key} is no tensor of its index; take another checkpoint"
+            )
+        return found.reshape(chunk.sizes)
+
+    def _bytes(self, place: Any) -> bytes:
+        buffer = bytearray(place.length)
+        with Files() as files:
+            files.read(self.folder / place.relative_path, place.offset, buffer)
+        return bytes(buffer)
+
+
+def open_index(folder: Path) -> Index | FormerIndex:
+    """The index of a checkpoint, of today or of an earlier zoo."""
+    return FormerIndex(folder) if (folder / FORMER).exists() else Index(folder)
+
+
+def _plain(folder: Path, key: str, content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever bytes that are no such object lead to
+        if not isinstance(error, pickle.UnpicklingError):
+            raise UserError(
+                f"{folder} can't be read: {key!r} holds no values; take another checkpoint"
+            ) from None
+        why = str(error).splitlines()[0]
+        raise UserError(
+            f"{folder} can't be read: its object {key!r} is refused ({why}); take another checkpoint"
+        ) from None
+
+
+def _checked_file(name: Any, size: Any) -> tuple[str, int]:
+    if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
+        raise ValueError("it points out of the folder")
+    if not _is_count(size):
+        raise ValueError(f"{name} has {size!r} bytes")
+    return name, size
+
+
+def _chunk(shape: Shape, offsets: Any, sizes: Any) -> ChunkStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    first, count = _counts(offsets), _counts(sizes)
+    if len(first) != len(shape) or any(a + n > size for a, n, size in zip(first, count, shape, strict=True)):
+        raise ValueError("a piece lies outside of its tensor")
+    return ChunkStorageMetadata(torch.Size(first), torch.Size(count))
+
+
+def _counts(values: Any) -> Shape:
+    if not all(map(_is_count, values)):
+        raise ValueError("a shape in it is none")
+    return tuple(values)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

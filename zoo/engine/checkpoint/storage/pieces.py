@@ -1,0 +1,149 @@
+"""Pieces of a checkpoint's tensors: rectangles of a whole tensor, each with the view of this rank's memory that holds it.
+
+megatron-core describes how a parameter is cut over tensor, expert and pipeline ranks (`ShardedTensor` and the factories
+that split one parameter into several tensors). The distributed optimizer cuts each rank's part once more, into a range of
+its flattened elements, which follows no axis. A range is at most 2n - 1 rectangles of an n-dimensional tensor, so every
+tensor of a checkpoint is covered by rectangles, whatever layout wrote it, and any layout can ask for others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of the tensor `key`, whose whole shape is `shape`; `data` has the rectangle's sizes."""
+
+    key: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    data: Tensor
+    steady: bool = True  # changed by the optimizer's update alone, not by a forward or backward pass
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes on the disk."""
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part of a parameter that one tensor of the checkpoint holds, and where it lies in that tensor."""
+
+    key: str
+    shape: Shape  # of the whole tensor, with `lead` axes before the parameter's
+    origin: Shape  # of the box's first element there
+    lead: int
+    offsets: Shape  # in the parameter
+    sizes: Shape
+
+
+def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offsets and sizes of the rectangles that make up elements `start` to `end` of a flattened tensor, in order."""
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:
+        for offsets, sizes in rectangles(shape[1:], start - last * row, end - last * row):
+            yield (last, *offsets), (1, *sizes)
+        return
+    for offsets, sizes in (
+        rectangles(shape[1:], start - (first - 1) * row, row) if start < first * row else ()
+    ):
+        yield (first - 1, *offsets), (1, *sizes)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    for offsets, sizes in rectangles(shape[1:], 0, end - last * row):
+        yield (last, *offsets), (1, *sizes)
+
+
+def boxes(entry: Any) -> list[Box]:
+    """How megatron-core's description of a parameter, a ShardedTensor or a factory, cuts it into tensors.
+
+    A factory is asked with a tensor without data: the views that it makes say which elements they are.
+
+    Raises:
+        NotImplementedError: a factory makes something else than a rectangular view.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if isinstance(entry, ShardedTensor):
+        offsets = (0,) * len(entry.local_shape)
+        lead = entry.prepend_axis_num
+        return [Box(entry.key, entry.global_shape, entry.global_offset, lead, offsets, entry.local_shape)]
+    assert isinstance(entry, ShardedTensorFactory), entry
+    probe = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    found = []
+    for part in nested_values({"parts": replace(entry, data=probe).build()}):
+        view = part.data
+        axes = [axis for axis, size in enumerate(view.shape) if size > 1]
+        if view.ndim != probe.ndim or any(view.stride(axis) != probe.stride(axis) for axis in axes):
+            raise NotImplementedError(f"{entry.key}: its tensor {part.key} is no rectangle of the parameter")
+        offsets = unravelled(view.storage_offset(), tuple(probe.shape))
+        shape, origin = part.global_shape, part.global_offset
+        found.append(Box(part.key, shape, origin, part.prepend_axis_num, offsets, tuple(view.shape)))
+    if sum(math.prod(box.sizes) for box in found) != probe.numel():
+        raise NotImplementedError(f"{entry.key}: its tensors are not the whole of the parameter")
+    return found
+
+
+def unravelled(flat: int, shape: Shape) -> Shape:
+    """The index of an element by its place in the flattened tensor."""
+    index = []
+    for size in reversed(shape):
+        index.append(flat % size)
+        flat //= size
+    return tuple(reversed(index))
+
+
+def whole(cut: Sequence[Box], data: Tensor, *, steady: bool = True) -> Iterator[Piece]:
+    """The pieces of a parameter, or of a tensor of its shape."""
+    for box in cut:
+        view = _narrowed(data, box.offsets, box.sizes)
+        yield _piece(box, "", view, box.offsets, box.sizes, steady)
+
+
+def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str = "") -> Iterator[Piece]:
+    """The pieces of a range of a flattened tensor of a parameter's `shape`: `data` (n,) are its elements from `start` on."""
+    for offsets, sizes in rectangles(shape, start, start + data.numel()):
+        strides = torch.empty(shape, device="meta").stride()
+        at = sum(a * b for a, b in zip(offsets, strides, strict=True)) - start
+        rectangle = data.view(-1)[at : at + math.prod(sizes)].view(sizes)
+        for box in cut:
+            low = tuple(map(max, offsets, box.offsets))
+            high = [
+                min(o + n, p + m) for o, n, p, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True)
+            ]
+            common = tuple(b - a for a, b in zip(low, high, strict=True))
+            if all(size > 0 for size in common):
+                inner = tuple(a - o for a, o in zip(low, offsets, strict=True))
+                yield _piece(box, prefix, _narrowed(rectangle, inner, common), low, common, True)
+
+
+def _piece(box: Box, prefix: str, view: Tensor, offsets: Shape, sizes: Shape, steady: bool) -> Piece:
+    """`offsets` and `sizes` are the parameter's, `view` lies there."""
+    moved = (a - b for a, b in zip(offsets, box.offsets, strict=True))
+    at = (*box.origin[: box.lead], *(o + m for o, m in zip(box.origin[box.lead :], moved, strict=True)))
+    lead = (1,) * box.lead
+    return Piece(prefix + box.key, tuple(box.shape), at, (*lead, *sizes), view[(None,) * box.lead], steady)
+
+
+def _narrowed(data: Tensor, offsets: Shape, sizes: Shape) -> Tensor:
+    for axis, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        data = data.narrow(axis, offset, size)
+    return data
