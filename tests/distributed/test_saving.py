@@ -306,7 +306,7 @@ def former(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
         if name not in done:
             done[name] = root / name.replace(" ", "_")
             ranks, parallel = LAYOUTS[name]
-            overrides = [*COMMON, *parallel, f"run.dir={done[name]}", "train.steps=2"]
+            overrides = [*COMMON, *parallel, f"run.dir={done[name]}"]
             pool.run(ranks, rank_tasks.train_in_the_former_format, overrides, RECIPE, SIZE, timeout=300.0)
         return done[name]
 
@@ -328,7 +328,7 @@ def test_a_save_of_an_earlier_zoo_goes_on_under_any_layout(
     wanted = runs("serial")["steps"][2:]
     checkpoint = former(saved) / "checkpoints" / "iter_2"
     assert (checkpoint / ".metadata").exists() and not (checkpoint / "index.json").exists()
-    found = steps_under(pool, loaded, goes_on_from(checkpoint, tmp_path / "run"), "train.steps=4")
+    found = steps_under(pool, loaded, goes_on_from(checkpoint, tmp_path / "run"))
     assert [step["step"] for step in found] == [3, 4]
     for mine, want in zip(found, wanted, strict=True):
         for key, bound in FOLLOWED.items():
