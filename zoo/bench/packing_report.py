@@ -168,7 +168,7 @@ def table(report: Report) -> str:
 
 
 def _slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the straight line that fits the points best."""
+    """The slope of the straight line that fits the points best."""
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mean_x) ** 2 for a in x)
     return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread

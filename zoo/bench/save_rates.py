@@ -201,7 +201,7 @@ class SavesRun(BenchRun):
         return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
 
     def _most(self, value: float) -> float:
-        """Of all ranks."""
+        """The largest value of all ranks."""
         flat = [value * (rank == self.world.rank) for rank in range(self.world.size)]
         return max(self.world.sum(flat) if self.world.size > 1 else flat)
 

@@ -77,7 +77,7 @@ def _machine() -> Iterator[Limit]:
 
 
 def _cgroup() -> Iterator[Limit]:
-    """Of the groups that the process is in: a container's limit, or a job's."""
+    """The limits of the groups that the process is in, as a container or a job sets them."""
     for group, names in _groups():
         most, used = (_read(group / name).strip() for name in names)
         if most.isdecimal() and used.isdecimal() and int(most) < 1 << 60:

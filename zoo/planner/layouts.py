@@ -18,7 +18,7 @@ from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, memory
 
-# Of a GPU's memory, what the driver, the communication library and gaps between tensors take.
+# The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
 _PER_DOUBLING = {"tp": 0.08, "cp": 0.06, "ep": 0.05}
 _RECOMPUTE = {"none": 1.0, "selective": 1.15, "full": 1.33}

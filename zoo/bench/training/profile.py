@@ -1,6 +1,6 @@
 """Where the time of a training step goes: what ran on the GPU, by kind, and how long nothing did.
 
-Kinds are told by the names of kernels (of PyTorch's operations, on a CPU); `top` shows which fell where. Time in which
+Kinds follow from the names of kernels (of PyTorch's operations, on a CPU); `top` shows which fell where. Time in which
 kernels overlap counts for each of them, so that kinds may sum to a little more than `busy_ms`.
 """
 
@@ -126,7 +126,7 @@ def _largest[K](times: dict[K, float]) -> list[tuple[K, float]]:
 
 
 def kind(name: str) -> str:
-    """Of a kernel or an operation."""
+    """The kind of a kernel or an operation, by its name."""
     return next(kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE))
 
 

@@ -91,13 +91,13 @@ def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
 
 
 def _names(adapters: Adapters) -> set[str]:
-    """Of all tensors in PEFT's format, whichever rank has them."""
+    """The names of all tensors in PEFT's format, whichever rank has them."""
     every = [*adapters.linears, *adapters.stacks]
     return {name for pair in tensor_names(every, adapters.stacks) for name in pair}
 
 
 def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
-    """Of PEFT's tensors of a target."""
+    """The shapes of a target's tensors in PEFT's format, by name."""
     shape, rank = adapters.full_shape(one), one.adapter.lowrank.rank
     with torch.device("meta"):
         if one.target.stacked:

@@ -204,7 +204,7 @@ def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> N
 
 
 def best_of(run_dir: Path, metric: str | None) -> Path | None:
-    """Of a run's checkpoints that were evaluated, the one that is best at a held-out metric; of equals, the newest.
+    """The evaluated checkpoint of a run that is best at a held-out metric; the newest where several are equal.
 
     Metrics count that are of the same rows as the last ones: others can't be compared with them.
     """

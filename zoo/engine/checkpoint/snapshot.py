@@ -41,7 +41,7 @@ def take(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: boo
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, NumPy, torch, the GPU and megatron-core's own generators."""
+    """The states of the random generators of Python, NumPy, torch, the GPU and megatron-core."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     numpy: Any = np.random.get_state(legacy=True)

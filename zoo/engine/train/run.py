@@ -40,10 +40,15 @@ class Run:
     """One run on one rank: built once, then `run()`."""
 
     def __init__(
-        self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, phases: Progress | None = None
+        self,
+        recipe: Recipe,
+        world: World,
+        stop: Interrupts,
+        startup: Startup,
+        progress: Progress | None = None,
     ) -> None:
         assert recipe.run.dir is not None
-        self.recipe, self.world, self.stop, self.phases = recipe, world, stop, phases or Progress()
+        self.recipe, self.world, self.stop, self.progress = recipe, world, stop, progress or Progress()
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))
@@ -63,12 +68,12 @@ class Run:
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = self.preempted = False
-        self.phases.step = self.done
+        self.progress.step = self.done
         self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
     def _open_data(self) -> None:
-        self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.phases.tick)
+        self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
         self.loader, self.source = self.data.loader, self.data.source
         if self.resume_from is None or self.state is None:
             self.rows = resume.first_rows(self.data, self.world)
@@ -94,7 +99,7 @@ class Run:
         optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
-        self.saver = Saver(recipe, world, self.assembly.save_files, self.phases.tick)
+        self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick)
         if self.resume_from is not None and self.state is not None:
             sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
             resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
@@ -108,7 +113,7 @@ class Run:
             self.trainable,
             self.loader,
             self.detector,
-            self.phases,
+            self.progress,
             self.times,
             self.saver.before_update,
         )
@@ -128,13 +133,13 @@ class Run:
             return self._leave_as_it_is()
         self._build()
         with self.stop.deferred(), self.saver:
-            self.phases.begun = True
+            self.progress.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self._log_start()
             started = time.monotonic()
             metrics = self._steps(started)
             seconds = time.monotonic() - started
-            self.phases.enter("save")
+            self.progress.enter("save")
             self._note_saved(self.saver.wait(self._show_saving))
             if self.saved is None or step_of(self.saved) != self.done:
                 self._save(wait=True)
@@ -144,7 +149,7 @@ class Run:
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._ends():
             together = self._export_or_stop()
-        self.phases.enter("end")
+        self.progress.enter("end")
         self._summarise(metrics, seconds)
         if together:
             dist.barrier()
@@ -252,7 +257,7 @@ class Run:
             **expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches),
         }
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)
-        self.phases.step = self.done
+        self.progress.step = self.done
         slow = self.times.slow_step(seconds, result.parts)
         if slow is not None:
             self.log.event("slow_step", self.done, **slow)
@@ -266,7 +271,7 @@ class Run:
         held_out, eval_set = self.data.held_out, self.data.eval_set
         if held_out is None or eval_set is None:
             return {}
-        self.phases.enter("eval")
+        self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
         batches = self._until_interrupted(eval_set)
         metrics = evaluate(self.step, self.trainable.chunks, batches, self.world, eval_set.spare)
@@ -277,14 +282,14 @@ class Run:
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
-            self.phases.tick()
+            self.progress.tick()
             if self._ends():
                 return
             yield batch
 
     def _save(self, wait: bool = False) -> None:
         """Save while the next steps run, or, with `wait`, before anything else."""
-        self.phases.enter("save")
+        self.progress.enter("save")
         began = self.saved_at = time.monotonic()
         self.log.note("saving ...")
         ahead = self.train_step.ahead
@@ -329,7 +334,7 @@ class Run:
         return not self.interrupted
 
     def _export(self) -> None:
-        self.phases.enter("export")
+        self.progress.enter("export")
         self.log.note("exporting ...")
         target, what = self.folder / "export", "a Hugging Face folder"
         if self.adapters is not None:

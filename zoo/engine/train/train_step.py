@@ -56,14 +56,14 @@ class TrainStep:
         trainable: Trainable,
         loader: Any,
         detector: BadStepDetector,
-        phases: Progress,
+        progress: Progress,
         times: StepTimes,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each."""
         self.before_update = before_update
         self.recipe, self.world, self.step, self.trainable = recipe, world, step, trainable
-        self.loader, self.detector, self.phases, self.times = loader, detector, phases, times
+        self.loader, self.detector, self.progress, self.times = loader, detector, progress, times
         self.number = 0  # of the step at hand
         self.ahead: Fetched | None = None  # the next step's, fetched while a GPU worked on this one
         # Copies to a GPU run beside its computation.
@@ -73,22 +73,22 @@ class TrainStep:
         """Step `number`, from 1. The update is left out where the step is a bad one. `last`: no step follows."""
         began, self.number = time.monotonic(), number
         self.times.begin()
-        self.phases.enter("data")
+        self.progress.enter("data")
         fetched, self.ahead = self.ahead or self.fetch(), None
         if self.copies is not None:
             torch.cuda.current_stream().wait_stream(self.copies)
-        self.phases.enter("compute")
+        self.progress.enter("compute")
         counts = Counts.of(fetched.batches)
         scale = counts.loss_scale(self.world)
         lora.seed_dropout(self.recipe, number - 1, self.world)
         sums = self.forward_backward(fetched, scale)
         if self.world.device.type == "cuda" and not last:
-            self.phases.enter("data")
+            self.progress.enter("data")
             self.ahead = self.fetch()  # while the GPU works
-        self.phases.enter("update")
+        self.progress.enter("update")
         self.before_update()
         totals, bad = self._update(sums, counts)
-        self.phases.enter("figures")
+        self.progress.enter("metrics")
         seconds = time.monotonic() - began
         return StepResult(totals, counts, bad, fetched, sums, seconds, self._parts(fetched.waited))
 
@@ -113,7 +113,7 @@ class TrainStep:
         ready = [fetched.first, *batches[1:]]
 
         def forward(data: Any, model: Any) -> Any:
-            self.phases.tick()
+            self.progress.tick()
             return self.step(data, model, loss_scale=scale)
 
         sums: Sums = get_forward_backward_func()(

@@ -54,7 +54,7 @@ class Progress:
         return self._phase
 
     def enter(self, phase: str) -> None:
-        """Enter a phase: build, data, compute, update, figures, save, eval, export or end."""
+        """Enter a phase: build, data, compute, update, metrics, save, eval, export or end."""
         self._phase, self._moves, self._since = phase, self._moves + 1, time.monotonic()
 
     def tick(self) -> None:
