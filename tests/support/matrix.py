@@ -40,8 +40,10 @@ class Parallel:
     @property
     def kinds(self) -> set[str]:
         """The kinds of parallelism that the layout uses (tp, sp, pp, ...); dp where it uses no other."""
-        pairs = (override.removeprefix("parallel.").split("=") for override in self.overrides)
-        return {key for key, value in pairs if value != "false"} or {"dp"}
+        given = dict(override.removeprefix("parallel.").split("=") for override in self.overrides)
+        if "tp" in given:
+            given.setdefault("sp", "true")  # as a recipe has it
+        return {key for key, value in given.items() if value != "false"} or {"dp"}
 
 
 def _qwen35(**sizes: Any) -> Callable[[Path], Path]:
