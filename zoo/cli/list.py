@@ -1,7 +1,7 @@
 """
 usage: zoo list [--json]
 
-Shows model families with what they read, their sizes and the parallelism that tests prove, recipes, hardware overlays.
+Shows model families with what they read, their sizes and the parallelism that tests prove, recipes, hardware.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def run(arguments: Sequence[str]) -> int:
 def catalogue() -> dict[str, Any]:
     """Families, recipes and hardware by name."""
     from zoo.config.compose import about
-    from zoo.config.files import hardware_names, read_hardware, recipe_names, size_names
+    from zoo.config.files import CPU, recipe_names, size_names
+    from zoo.config.gpus import GPUS
     from zoo.registry import families
 
     return {
@@ -42,7 +43,19 @@ def catalogue() -> dict[str, Any]:
             for family in families().values()
         },
         "recipes": {name: about(name) for name in recipe_names()},
-        "hardware": {name: dict(read_hardware(name).tree.get("machine") or {}) for name in hardware_names()},
+        "hardware": {CPU: {}} | {name: _gpu(gpu) for name, gpu in GPUS.items()},
+    }
+
+
+def _gpu(gpu: Any) -> dict[str, Any]:
+    return {
+        "memory_gb": gpu.memory_gb,
+        "tflops": gpu.tflops,
+        "capability": gpu.capability,
+        "attention": gpu.attention,
+        "fp8": gpu.fp8,
+        "measured": gpu.measured,
+        "about": gpu.about(),
     }
 
 
@@ -59,13 +72,10 @@ def _table(found: dict[str, Any]) -> str:
     for name, recipe in found["recipes"].items():
         lines.append(f"  {name:<{width}} {recipe['description'] or ''}")
     lines.append("hardware")
-    for name, machine in found["hardware"].items():
-        size = machine.get("memory_gb")
-        about = (
-            f"{size} GB a GPU: hardware=8x{name}, or of several nodes 2x8x{name}"
-            if size
-            else f"hardware={name}"
-        )
-        lines.append(f"  {name:<18} {about}")
+    lines.append(
+        "  8xh200 are eight in a node, 2x8xh200 two such nodes; a100-40: the same GPU with 40 GB; 8x80gb: any of 80 GB"
+    )
+    lines.append(f"  {'cpu':<18} a machine without a GPU")
+    lines += [f"  {name:<18} {gpu['about']}" for name, gpu in found["hardware"].items() if gpu]
     lines.append(f"  {'auto':<18} what is here")
     return "\n".join(lines)

@@ -5,7 +5,7 @@ Shows what a run would take, before anything is launched: parameters by part, me
 Sizes that hardware= leaves open are chosen as `zoo train` would, so any machine can be planned for on any other.
 Exits with 1 where the model does not fit.
 
-  hardware=8xh200    GPUs to plan for: 1xh100 2xh200 8xh100 2x8xh200 (nodes, GPUs, kind) auto cpu
+  hardware=8xh200    GPUs to plan for: 8xh100 2x8xh200 (nodes, GPUs, kind) 4xa100-40 8x80gb auto cpu; `zoo list` names them
   ranks=16           ranks of the run; default: those of the hardware, or of this machine
   labels=0.25        share of a row's tokens that carry a loss
   media=0.5          share of them that are of images, video and sound

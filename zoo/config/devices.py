@@ -48,6 +48,19 @@ def gpu_memory() -> int:
 
 
 @cache
+def gpu_name() -> str:
+    """The driver's name of the first of those GPUs, "NVIDIA H200"; "" where it says none."""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    try:
+        driver = _driver()
+        failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(device), 0)
+        failed = failed or driver.cuDeviceGetName(name, len(name), device)
+    except (OSError, AttributeError):
+        return ""
+    return "" if failed else name.value.decode("ascii", "replace")
+
+
+@cache
 def gpu_capabilities() -> frozenset[tuple[int, int]]:
     """The compute capabilities of those GPUs, (9, 0) of an H200's: most often one; none where the driver says none.
 

@@ -1,8 +1,8 @@
 """Where recipes and their overlays lie, and how a YAML file is read.
 
-`recipes/<name>.yaml` are recipes, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/<kind>.yaml`
-overlays of the same form; of a kind of GPU there may be several, as in 8xh200 or, on two nodes, 2x8xh200. A path to a
-file of the user's own is taken wherever a name is.
+`recipes/<name>.yaml` are recipes, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/` overlays of the same form:
+`cpu`, and `gpu` for all that zoo.config.gpus finds, of which there may be several, as in 8xh200 or, on two nodes, 2x8xh200.
+A path to a file of the user's own is taken wherever a name is.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from zoo.config.devices import gpu_count, gpu_memory
+from zoo.config.devices import gpu_count, gpu_memory, gpu_name
+from zoo.config.gpus import GPUS, find_gpu, gpu_of_device, near_gpus
 from zoo.config.layers.keys import nearest
 from zoo.config.layers.layer import Layer, filled
 from zoo.config.layers.reader import UnreadableError, as_text, read_text, read_yaml
@@ -21,8 +22,8 @@ from zoo.errors import ConfigError
 from zoo.files import expanded
 
 AUTO, CPU = "auto", "cpu"  # hardware= by the GPUs that are here; without one
-_NEAR = 0.97  # share of a kind's memory; a GPU shows somewhat more or less than it is sold as
-_COUNTED = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x(\w+)", re.ASCII)
+_GPU = "gpu"  # the overlay of any
+_COUNTED = re.compile(r"(?:(\d{1,9})x)?(\d{1,9})x([\w-]+)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_][\w.-]{0,99}(?:\[\d+\][\w.]*)?", re.ASCII)
 
 
@@ -37,8 +38,8 @@ def size_names(family: str) -> list[str]:
 
 
 def hardware_names() -> list[str]:
-    """Names of the hardware overlays."""
-    return _names(files("zoo.recipes") / "hardware")
+    """Names of what a run may be planned for: `cpu`, and GPUs."""
+    return [CPU, *GPUS]
 
 
 def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
@@ -68,47 +69,54 @@ def read_size(family: str, size: str) -> Layer:
 
 
 def read_hardware(name: str) -> Layer:
-    """The overlay of so many GPUs of a kind ("8xh200", "2x8xh100"), of a kind ("cpu"), or of the user's own file.
+    """The overlay of so many GPUs of a kind ("8xh200", "2x8xh100", "4x80gb"), of "cpu", or of the user's own file.
 
-    Its `machine.gpus` and `machine.nodes` are those of the name.
+    Its `machine` has the GPU's name and memory, and the numbers of GPUs and nodes.
     """
     counted = _COUNTED.fullmatch(name)
-    nodes, gpus, kind = counted.groups() if counted else (None, None, name)
-    layer = _read_overlay("hardware", kind, hardware_names(), files("zoo.recipes") / "hardware", given=name)
-    machine = dict(layer.tree.get("machine") or {})
-    if gpus is None:
-        return layer
-    if "memory_gb" not in machine:
-        raise ConfigError(f"hardware={name}: {kind} is no GPU to have several of; write hardware={kind}")
+    nodes, gpus, kind = counted.groups() if counted else (None, "1", name)
+    folder, gpu = files("zoo.recipes") / "hardware", find_gpu(kind)
+    if gpu is None:
+        if counted and kind == CPU:
+            raise ConfigError(f"hardware={name}: {kind} is no GPU to have several of; write hardware={kind}")
+        if kind != CPU and _as_path(name) is None:
+            raise ConfigError(f"hardware={name}: {_no_such_hardware(name, kind)}")
+        return _read_overlay("hardware", name, [CPU], folder)
     if not int(gpus) or not int(nodes or 1):
         raise ConfigError(f"hardware={name}: wanted at least one of them")
-    machine |= {"gpus": int(gpus), "nodes": int(nodes or 1)}
+    machine = {"gpu": gpu.name, "gpus": int(gpus), "nodes": int(nodes or 1), "memory_gb": gpu.memory_gb}
+    layer = _read(folder / f"{_GPU}.yaml")
     return Layer(layer.origin, {**layer.tree, "machine": machine})
 
 
-def hardware_layers(name: str) -> list[Layer]:
-    """The layers of `hardware=NAME`.
+def _no_such_hardware(name: str, kind: str) -> str:
+    """A message with the nearest names, each behind the numbers that were typed."""
+    before = name.removesuffix(kind)
+    near = [f"{before}{gpu}" for gpu in near_gpus(kind)]
+    if not before:
+        near = nearest(kind, [CPU, AUTO, *GPUS])
+    known = f"nearest: {', '.join(near)}" if near else "`zoo list` shows the names"
+    return f"no such hardware; {known}" + ("; any other GPU by its memory: 8x80gb" if before else "")
 
-    `auto` is `cpu` where there is no GPU, else as many as are here of the largest kind that is no larger than they
-    are, with their own memory in its place.
-    """
+
+def hardware_layers(name: str) -> list[Layer]:
+    """The layers of `hardware=NAME`; `auto` is `cpu` where there is no GPU, else the GPUs that are here."""
     if name != AUTO:
         return [read_hardware(name)]
     gpus = gpu_count()
     if not gpus:
         return [read_hardware(CPU)]
-    memory = round(gpu_memory() / 1e9, 1)
-    here = {"gpus": gpus, "nodes": nodes(), "memory_gb": memory}
-    sizes = {kind: _memory(kind) for kind in hardware_names()}
-    known = {kind: size for kind, size in sizes.items() if size}
-    fitting = [kind for kind, size in known.items() if memory >= _NEAR * size] or [
-        min(known, key=known.__getitem__)
+    known = gpu_of_device(gpu_name())
+    here = {
+        "gpu": known.name if known else None,
+        "gpus": gpus,
+        "nodes": nodes(),
+        "memory_gb": round(gpu_memory() / 1e9, 1),
+    }
+    return [
+        _read(files("zoo.recipes") / "hardware" / f"{_GPU}.yaml"),
+        Layer("the GPUs here", {"machine": here}),
     ]
-    return [read_hardware(max(fitting, key=known.__getitem__)), Layer("the GPUs here", {"machine": here})]
-
-
-def _memory(kind: str) -> float | None:
-    return (read_hardware(kind).tree.get("machine") or {}).get("memory_gb")
 
 
 def nodes() -> int:
@@ -142,11 +150,11 @@ def _unknown(kind: str, name: str, known: list[str]) -> str:
     return f"no such {kind}; {hint}"
 
 
-def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable, given: str = "") -> Layer:
+def _read_overlay(kind: str, name: str, known: list[str], folder: Traversable) -> Layer:
     path = _as_path(name)
     if path is None:
         if name not in known:
-            raise ConfigError(f"{kind}={given or name}: {_unknown(kind, name, known)}")
+            raise ConfigError(f"{kind}={name}: {_unknown(kind, name, known)}")
         return _read(folder / f"{name}.yaml")
     if not path.exists() or path.is_dir():
         raise ConfigError(f"{kind}={name}: no such file; names that are known: {', '.join(known)}")

@@ -31,7 +31,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "train.spike_after",
     ),
     "hardware": (
-        "nproc", "nproc_cpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
+        "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
         "data.row_seconds", "data.row_mb",
     ),
     "layout": (

@@ -45,6 +45,7 @@ class ModelConfig:
 class MachineConfig:
     """What a run is planned for; `hardware=` fills it in."""
 
+    gpu: str | None = None  # kind of GPU, a name that `zoo list` shows; null: not known
     gpus: int | None = number(None, 1, 4096)  # GPUs of a node; null: a machine without
     memory_gb: float | None = number(None, above=0, most=1e6)  # memory of a GPU, in units of 10^9 bytes
     nodes: int = number(1, 1, 10**5)  # nodes of the run
@@ -182,7 +183,7 @@ class Recipe:
 
     recipe: str = "custom"  # name or path of the recipe file it came from
     size: str | None = None  # a size that `zoo list` shows; default: published size on a GPU, tiny without
-    hardware: str | None = None  # 8xh200, 2x8xh100, cpu, auto, a path; default: auto on a GPU
+    hardware: str | None = None  # 8xh200, 2x8xh100, 4xa100-40, 8x80gb, cpu, auto, a path; default: auto on a GPU
     nproc: int | None = number(None, 1, 4096)  # ranks started on this machine; default: one a GPU, or nproc_cpu without
     nproc_cpu: int = number(1, 1, 4096)  # ranks started where there is no GPU, at most one a core
     run: RunConfig = field(default_factory=RunConfig)

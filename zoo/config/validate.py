@@ -17,6 +17,7 @@ from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
 from zoo.config.entries import check_entries
 from zoo.config.files import read_size
+from zoo.config.gpus import find_gpu, near_gpus
 from zoo.config.layers.keys import keys, nearest, nearest_keys, sections
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
@@ -85,6 +86,11 @@ def _check_values(recipe: Recipe) -> None:
         if name not in PLANNED:
             near = ", ".join(nearest(name, list(PLANNED)))
             raise ConfigError(f"parallel.plan={name}: nothing of that name is planned; nearest: {near}")
+    if recipe.machine.gpu is not None and find_gpu(recipe.machine.gpu) is None:
+        near = ", ".join(near_gpus(recipe.machine.gpu))
+        raise ConfigError(
+            f"machine.gpu={recipe.machine.gpu}: no such GPU; nearest: {near or '`zoo list` shows them'}"
+        )
     if recipe.train.min_lr > recipe.train.lr:
         raise ConfigError(
             f"train.min_lr={recipe.train.min_lr:g} is above train.lr={recipe.train.lr:g}: the rate falls from train.lr to "

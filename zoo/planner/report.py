@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.config.derived import data_parallel
+from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.packing.cost import train_factor
 from zoo.planner.activations import Row
@@ -30,6 +31,13 @@ class Plan:
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
 
     @property
+    def seconds(self) -> float | None:
+        """A step's time if the GPUs ran at their peak; None where that is not known."""
+        gpu = find_gpu(self.recipe.machine.gpu or "")
+        peak = gpu.tflops if gpu else None
+        return sum(self.step.values()) / (peak * 1e12 * self.ranks) if peak else None
+
+    @property
     def worst(self) -> Memory:
         """The rank that needs most."""
         return max(self.stages, key=lambda stage: stage.total)
@@ -46,6 +54,7 @@ class Plan:
             "recipe": self.recipe.recipe,
             "size": self.recipe.size,
             "hardware": self.recipe.hardware,
+            "gpu": _gpu(self.recipe),
             "ranks": self.ranks,
             "parallel": {name: getattr(parallel, name) for name in _LAYOUT}
             | {"sp": bool(parallel.sp), "dp": data_parallel(self.recipe, self.ranks)},
@@ -69,9 +78,19 @@ class Plan:
             "flops": {
                 "forward_of_a_row": self.forward,
                 "step": {**self.step, "total": sum(self.step.values())},
+                "seconds_of_a_step_at_peak": self.seconds,
                 "per_token": sum(self.step.values()) / (self.row.total * self.recipe.train.global_batch),
             },
         }
+
+
+def _gpu(recipe: Recipe) -> dict[str, Any] | None:
+    gpu = find_gpu(recipe.machine.gpu or "")
+    if gpu is None:
+        return None
+    return {
+        name: getattr(gpu, name) for name in ("name", "memory_gb", "tflops", "attention", "fp8", "measured")
+    }
 
 
 def make_plan(
@@ -130,9 +149,11 @@ def table(plan: Plan) -> str:
     """The plan in a few lines."""
     found = plan.as_dict()
     layout = " ".join(f"{name}={size}" for name, size in found["parallel"].items() if size not in (1, False))
+    gpu = find_gpu(plan.recipe.machine.gpu or "")
     unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
     lines = [
         f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
+        *([f"{gpu.name}: {gpu.about()}"] if gpu else []),
         f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
         f"recompute={found['recompute']}  {found['precision']}  global_batch={found['global_batch']}",
         "",
@@ -165,6 +186,10 @@ def table(plan: Plan) -> str:
         f"  {'all':<13} {_flops(sum(plan.forward.values())):>14} {_flops(total):>10}",
         f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",
     ]
+    if plan.seconds:
+        lines.append(
+            f"  {plan.seconds:.3g} s a step at the GPUs' peak, {plan.seconds / 0.4:.3g} s at 40 % MFU"
+        )
     return "\n".join(lines)
 
 

@@ -85,7 +85,9 @@ def test_figures_by_hand() -> None:
 def test_peaks_are_found_by_the_names_of_gpus() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3") == peak_flops("NVIDIA H200") == 989.5e12
     assert peak_flops("NVIDIA H100 PCIe") == 756e12 and peak_flops("NVIDIA L4") == 121e12
-    assert peak_flops("NVIDIA GeForce RTX 4090") is None
+    assert peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB") == 312e12 and peak_flops("NVIDIA GH200 480GB") == 989.5e12
+    assert peak_flops("NVIDIA RTX A1000 Laptop GPU") is None
 
 
 def test_flops_are_three_times_those_of_the_parts() -> None:

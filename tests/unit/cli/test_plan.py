@@ -15,11 +15,15 @@ BIG = ["plan", "recipe=qwen3_vl_sft", "size=30b-a3b", "hardware=8xh200"]
 def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(BIG) == 0
     printed = capsys.readouterr().out
+    assert "h200: 141 GB, 989.5 TFLOP/s in bf16, FlashAttention 4, FP8, measured: " in printed
     assert "8 ranks: " in printed and " fits" in printed and "31.07 B" in printed
     assert main([*BIG, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
     assert found["ranks"] == 8
+    assert found["gpu"]["tflops"] == 989.5
+    step = found["flops"]["step"]["total"]
+    assert found["flops"]["seconds_of_a_step_at_peak"] == pytest.approx(step / (8 * 989.5e12))
     assert found["parameters"]["total"] == 31_070_754_032
     assert found["memory_bytes"][0]["total"] < found["room_bytes"]
     assert found["parallel"]["ep"] > 1

@@ -8,7 +8,7 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.derived import text_config
-from zoo.config.files import hardware_names, read_recipe, recipe_names, size_names
+from zoo.config.files import read_recipe, recipe_names, size_names
 from zoo.config.validate import validate
 from zoo.registry import get_family
 
@@ -20,7 +20,7 @@ PAIRS = [
 @pytest.mark.parametrize(("name", "size"), PAIRS)
 def test_a_recipe_resolves_at_every_size_and_on_all_hardware(name: str, size: str) -> None:
     assert validate(load_recipe(name, [f"size={size}"]), 1).size == size
-    for hardware in hardware_names():
+    for hardware in ("cpu", "h200"):
         validate(load_recipe(name, [f"size={size}", f"hardware={hardware}"]), 1)
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
 
+from zoo.config.gpus import gpu_of_device
 from zoo.data.sample import Sample
 from zoo.errors import UserError
 from zoo.packing import plan_bins
@@ -17,12 +18,6 @@ from zoo.packing.cost import ModelCost, train_factor
 WAYS = "packed:N (N samples a row), row:TOKENS (rows filled by zoo's packer), padded:N, padded:NxWIDTH, hf:N, hf:NxWIDTH"
 LOOKAHEAD = 256
 LEAST_WARM, LEAST_TIMED = 4, 8  # steps
-
-# Dense bf16 FLOPs a second of a GPU whose name holds these parts, as its maker states them (without sparsity).
-PEAKS = {
-    "H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "H800": 989.5e12, "H20": 148e12,
-    "GH200": 989.5e12, "B200": 2250e12, "A100": 312e12, "A800": 312e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -78,7 +73,8 @@ def missing(backend: str) -> str | None:
 
 def peak_flops(gpu: str) -> float | None:
     """Dense bf16 FLOPs a second of the GPU of that name; None where it isn't known."""
-    return next((peak for parts, peak in PEAKS.items() if all(part in gpu for part in parts.split())), None)
+    known = gpu_of_device(gpu)
+    return known.tflops * 1e12 if known and known.tflops else None
 
 
 def train_flops(cost: ModelCost, samples: Sequence[Sample]) -> dict[str, float]:
