@@ -28,6 +28,9 @@ LEAST_MINUTES = 5.0  # for a further piece to begin
 GROUPS = (("tests/unit", "tests/parity", "tests/fuzz"), ("tests/cli", "tests/distributed", "tests/slow"))
 MANY_CASES = "400"  # of each kind of fuzzing; tests/support/fuzz.py has the number of the fast tier
 RANKED = 2  # workers of the second group
+EVERY = ("-m", "slow or not slow")
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+ONE_BY_ONE = ("--dist", "worksteal")  # a few long tests, and none that shares a world
 KINDS = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "error")
 
 
@@ -100,20 +103,21 @@ class Runs:
                 lines.append(line)
         return process.returncode, counts("".join(lines))
 
-    def groups(self, *selection: str, dist: str = "loadfile") -> None:
-        """Both groups of folders, each with one more try for what failed."""
-        for folders, workers in zip(GROUPS, (self.workers, min(RANKED, self.workers)), strict=True):
-            spread = ["-n", str(workers), "--dist", dist]
-            if dist == "loadfile":
-                spread.append("--no-loadscope-reorder")
-            self.run(folders, *selection, spread=spread)
+    def groups(self, *selection: str, ranked: Sequence[str] = BY_FILE) -> None:
+        """Both groups of folders, each with one more try for what failed; `ranked` says how the second is spread.
+
+        The first group is spread by file, in order: files whose tests share a world come last (tests/conftest.py).
+        """
+        self.run(GROUPS[0], *selection, spread=("-n", str(self.workers), *BY_FILE))
+        self.run(GROUPS[1], *selection, spread=("-n", str(min(RANKED, self.workers)), *ranked))
 
     def run(self, folders: Sequence[str], *selection: str, spread: Sequence[str] = ()) -> None:
         code, found = self.pytest(folders, *spread, *selection)
         if code == 1:
             print("Once more, alone, what failed:", flush=True)
             again = ("--last-failed", "--last-failed-no-failures", "none")
-            code, second = self.pytest(folders, *again, *selection)
+            # Which cases of a function are slow follows from its other cases, which are not collected here.
+            code, second = self.pytest(folders, *again, *selection, *EVERY)
             if code == 5:  # an error without a test of its own
                 code = 1
                 second = Counter({"error": 1})
@@ -138,7 +142,7 @@ def turns(runs: Runs, first: int) -> None:
     while left and time.time() + 60 * LEAST_MINUTES <= runs.until:
         turn = left.pop(0)
         print(f"\nSlow tests, piece {turn} of {TURNS} (here: make test-turn TURN={turn})", flush=True)
-        runs.groups("-m", "slow", "--turn", f"{turn}/{TURNS}", dist="worksteal")
+        runs.groups("-m", "slow", "--turn", f"{turn}/{TURNS}", ranked=ONE_BY_ONE)
         done.append(turn)
     print(f"\nPieces of the slow tests that began: {done}. Pieces left to later runs: {left}.")
     for turn in left:
@@ -162,12 +166,12 @@ def main() -> int:
     if options.what in ("fast", "ci"):
         runs.groups()
     if options.what == "all":
-        runs.groups("-m", "slow or not slow")
-        runs.run(["tests/gpu"], "-m", "slow or not slow")
+        runs.groups(*EVERY)
+        runs.run(["tests/gpu"], *EVERY)
     if options.what == "turn":
         if options.turn is None:
             parser.error("--turn says which piece")
-        runs.groups("-m", "slow", "--turn", f"{options.turn}/{TURNS}", dist="worksteal")
+        runs.groups("-m", "slow", "--turn", f"{options.turn}/{TURNS}", ranked=ONE_BY_ONE)
     if options.what == "ci":
         turn, reason = chosen_turn(os.environ)
         print(f"\nThe fast tests are done. The slow ones follow from piece {turn} of {TURNS} on: {reason}.")

@@ -84,6 +84,31 @@ def test_summaries_are_read_and_summed(run_tests: ModuleType) -> None:
     assert run_tests.counts("") == {}
 
 
+def test_a_slow_case_that_fails_runs_once_more(
+    tmp_path: Path, run_tests: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case is slow by its place among the function's cases, and alone it is the first, which is fast."""
+    mark = "import pytest\ncases = 0\ndef pytest_itemcollected(item):\n    global cases\n"
+    mark += "    cases += 1\n    if cases > 1: item.add_marker(pytest.mark.slow)\n"
+    mark += "def pytest_configure(config): config.addinivalue_line('markers', 'slow')\n"
+    (tmp_path / "conftest.py").write_text(mark)
+    flaky = "import pytest\nfrom pathlib import Path\nMARK = Path(__file__).with_suffix('.tried')\n"
+    flaky += "@pytest.mark.parametrize('case', range(3))\ndef test_flaky(case):\n"
+    flaky += "    tried = MARK.exists()\n    MARK.touch()\n    assert tried or case < 2\n"
+    flaky = flaky.replace("MARK.touch()", "case == 2 and MARK.touch()")
+    (tmp_path / "test_flaky.py").write_text(flaky)
+    runs = run_tests.Runs(1, ["-p", "no:xdist"])
+    runs.run([str(tmp_path / "test_flaky.py")], "-m", "slow")
+    assert runs.end() == 0 and "==== 2 passed in" in capsys.readouterr().out
+
+
+def test_tests_that_start_ranks_share_no_world() -> None:
+    """Only the first group is spread so that tests with a shared world come last."""
+    for folder in ("cli", "distributed", "slow"):
+        for path in (TESTS / folder).rglob("*.py"):
+            assert "cpu_world" not in path.read_text(), f"{path}: move it to tests/parity"
+
+
 PROGRAM = """
 import pytest
 
