@@ -1,12 +1,12 @@
 """Each invariant that the documentation states is shown by a test of the fast tier."""
 
+import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from support.slow_tests import SLOW, TESTS
 
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "docs" / name for name in ("packing-contract.md", "packing.md")]
@@ -29,15 +29,34 @@ def named(text: str) -> set[str]:
     return set(re.findall(r"`(test_\w+)`", text))
 
 
+def is_slow(node: ast.AST) -> bool:
+    """Whether the marker stands in a decorator or in `pytestmark`."""
+    return any(isinstance(part, ast.Attribute) and part.attr == "slow" for part in ast.walk(node))
+
+
+def fast_tests(file: Path) -> set[str]:
+    """file::function of the tests of a file that `make test` runs at least one case of."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    table = SLOW.get(file.relative_to(TESTS).as_posix(), {})
+    if any(isinstance(node, ast.Assign) and is_slow(node) for node in tree.body):
+        return set()
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return {
+        f"{file.relative_to(REPO).as_posix()}::{node.name}"
+        for node in functions
+        if node.name.startswith("test_")
+        and table.get(node.name, table.get("*", 1)) != 0
+        and not any(is_slow(decorator) for decorator in node.decorator_list)
+    }
+
+
 @pytest.fixture(scope="module")
 def fast() -> set[str]:
-    """file::function of all tests that `make test` would run of the files linked."""
-    places = sorted({place for shown in invariants().values() for place in linked(shown)})
-    places += ["tests/unit/bench/test_packing.py"]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *places]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:]
-    return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+    """file::function of all tests that `make test` runs of the files linked."""
+    places = {REPO / place for shown in invariants().values() for place in linked(shown)}
+    places.add(TESTS / "unit/bench/test_packing.py")
+    files = {file for place in places for file in ([place] if place.is_file() else place.rglob("test_*.py"))}
+    return set().union(*map(fast_tests, files))
 
 
 def without_member(rows: Iterable[tuple[str, str]], fast: set[str]) -> list[str]:
@@ -65,5 +84,13 @@ def test_tests_that_pages_name_are_fast(fast: set[str]) -> None:
 def test_an_invariant_without_a_member_is_found(fast: set[str]) -> None:
     gone = ("x", "`test_that_is_gone` in [a](../tests/unit/packing/test_layout.py)")
     slow = ("y", "[a](../tests/slow/test_learns.py)")
+    listed = ("w", "[a](../tests/distributed/test_golden.py)")
     good = ("z", "[a](../tests/unit/packing/test_layout.py)")
-    assert without_member([gone, slow, good], fast) == ["x", "y"]
+    assert without_member([gone, slow, listed, good], fast) == ["x", "y", "w"]
+
+
+def test_what_is_slow_is_left_out() -> None:
+    assert not fast_tests(TESTS / "slow/test_learns.py") and not fast_tests(
+        TESTS / "distributed/test_golden.py"
+    )
+    assert "tests/unit/test_invariants.py::test_what_is_slow_is_left_out" in fast_tests(Path(__file__))
