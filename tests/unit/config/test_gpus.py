@@ -54,7 +54,7 @@ def test_what_was_measured_is_in_the_benchmarks() -> None:
 
 
 def test_a_machine_of_a_gpu_that_there_is_not() -> None:
-    with pytest.raises(ConfigError, match="^machine.gpu=h20o: no such GPU; nearest: h20, h200"):
+    with pytest.raises(ConfigError, match=r"^machine\.gpu=h20o: no such GPU; nearest: h20, h200"):
         validate(load_recipe("qwen3_vl_sft", ["hardware=cpu", "machine.gpu=h20o"]), 1)
 
 
