@@ -63,7 +63,12 @@ def run(arguments: Sequence[str]) -> int:
 
     recipe = load_recipe(name, overrides)
     align = recipe.packing.align or alignment(recipe)
-    alone = {**dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1), "sp": False, "plan": []}
+    alone = {
+        **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1),
+        "sp": False,
+        "stage_layers": [],
+        "plan": [],
+    }
     recipe = validate(recipe.replace({"parallel": alone, "packing.align": align}), 1)
     assembly = assemble(recipe, repaired_source(recipe))
     lengths = lengths_of(

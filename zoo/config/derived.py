@@ -40,6 +40,21 @@ def data_parallel(recipe: Recipe, world_size: int) -> int:
     return world_size // (parallel.tp * parallel.pp * parallel.cp)
 
 
+def stage_layers(recipe: Recipe, layers: int) -> list[int]:
+    """Decoder layers of each pipeline stage, or of each of its chunks, in the model's order.
+
+    What an even cut leaves over goes to the stages in between, then to the last one: the first has embedding and towers, the
+    last the head.
+    """
+    parallel = recipe.parallel
+    if parallel.stage_layers:
+        return list(parallel.stage_layers)
+    count = parallel.pp * parallel.vpp
+    even, left = divmod(layers, count)
+    order = [*range(1, count - 1), count - 1, 0]
+    return [even + (order.index(stage) < left) for stage in range(count)]
+
+
 def run_folder(recipe: Recipe) -> str:
     """`run.dir`, or the folder a run gets by default: runs/<recipe>-<size>."""
     if recipe.run.dir is not None:

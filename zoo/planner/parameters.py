@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
+from zoo.config.derived import stage_layers
 from zoo.config.schema import Recipe
 
 Cut = Literal["whole", "tp", "expert"]
@@ -65,10 +67,9 @@ class Share:
 
 def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
     """Decoder layers of a pipeline stage; with an interleaved schedule it has several runs of them."""
-    pp, vpp = recipe.parallel.pp, recipe.parallel.vpp
-    count = layers // (pp * vpp)
-    starts = [(chunk * pp + stage) * count for chunk in range(vpp)]
-    return [layer for start in starts for layer in range(start, start + count)]
+    ends = list(accumulate(stage_layers(recipe, layers)))
+    chunks = range(stage, len(ends), recipe.parallel.pp)
+    return [layer for chunk in chunks for layer in range(ends[chunk - 1] if chunk else 0, ends[chunk])]
 
 
 def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:

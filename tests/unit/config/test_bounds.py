@@ -36,7 +36,7 @@ def test_the_walk_meets_the_numbers() -> None:
 def test_every_number_has_bounds_that_hold_its_default(key: str) -> None:
     bounds, default = keys(Recipe)[key].bounds, keys(Recipe)[key].default
     assert bounds is not None
-    assert default is None or default == {} or bounds.hold(default)
+    assert default is None or (not default and default != 0) or bounds.hold(default)
     assert (bounds.least is None) != (bounds.above is None)
     assert (bounds.most is None) != (bounds.below is None)
     top = bounds.most if bounds.most is not None else bounds.below
@@ -45,7 +45,8 @@ def test_every_number_has_bounds_that_hold_its_default(key: str) -> None:
 
 def given(key: str, value: Any) -> Any:
     """What is typed for one number of the key."""
-    return {"language": value} if keys(Recipe)[key].type.startswith("dict") else value
+    kind = keys(Recipe)[key].type
+    return {"language": value} if kind.startswith("dict") else [value] if kind.startswith("list") else value
 
 
 def test_senseless_numbers_are_refused_by_every_key() -> None:

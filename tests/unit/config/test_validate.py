@@ -158,14 +158,19 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
             "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would",
         ),
         (
-            4,
-            {"parallel.pp": 4},
-            "parallel.pp=4 * vpp=1 does not divide the 6 layers of the model; a product of 1, 2, 3 or 6 would",
+            8,
+            {"parallel.pp": 8},
+            "parallel.pp=8 * vpp=1 = 8 stages for the 6 layers of the model: each needs one at least; lower parallel.pp or vpp",
         ),
         (
             2,
-            {"parallel.pp": 2, "parallel.vpp": 2},
-            "parallel.pp=2 * vpp=2 does not divide the 6 layers of the model; a product of 1, 2, 3 or 6 would",
+            {"parallel.pp": 2, "parallel.stage_layers": [6]},
+            "parallel.stage_layers=[6]: wanted 2 numbers (parallel.pp=2 * vpp=1); parallel.stage_layers=[] derives them",
+        ),
+        (
+            2,
+            {"parallel.pp": 2, "parallel.stage_layers": [2, 3]},
+            "parallel.stage_layers=[2, 3] are 5 layers and the model has 6; parallel.stage_layers=[] derives them",
         ),
         (
             1,

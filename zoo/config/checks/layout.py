@@ -67,10 +67,27 @@ def _check_sizes(recipe: Recipe) -> None:
             )
     if "linear_attention" in (text.get("layer_types") or ()):
         _check_linear_attention(recipe, text)
-    if layers and layers % (parallel.pp * parallel.vpp):
+    _check_stages(recipe, layers)
+
+
+def _check_stages(recipe: Recipe, layers: int | None) -> None:
+    """Each pipeline stage, and each of its chunks, has layers."""
+    parallel, given = recipe.parallel, recipe.parallel.stage_layers
+    stages = parallel.pp * parallel.vpp
+    if given and len(given) != stages:
         raise ConfigError(
-            f"parallel.pp={parallel.pp} * vpp={parallel.vpp} does not divide the {layers} layers of the model; "
-            f"a product of {_listed(_divisors(layers))} would"
+            f"parallel.stage_layers={show_value(given)}: wanted {stages} numbers (parallel.pp={parallel.pp} * "
+            f"vpp={parallel.vpp}); parallel.stage_layers=[] derives them"
+        )
+    if layers and layers < stages:
+        raise ConfigError(
+            f"parallel.pp={parallel.pp} * vpp={parallel.vpp} = {stages} stages for the {layers} layers of the model: "
+            f"each needs one at least; lower parallel.pp or vpp"
+        )
+    if layers and given and sum(given) != layers:
+        raise ConfigError(
+            f"parallel.stage_layers={show_value(given)} are {sum(given)} layers and the model has {layers}; "
+            f"parallel.stage_layers=[] derives them"
         )
 
 

@@ -85,6 +85,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("parallel.tp", "", "tensor_model_parallel_size tensor_parallel_size tp_size tensor_parallel"),
     ("parallel.pp", "", "pipeline_model_parallel_size pipeline_parallel_size pp_size"),
     ("parallel.vpp", "", "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank"),
+    ("parallel.stage_layers", "layers of each stage, as [23, 24, 24, 23]", "pipeline_model_parallel_layout num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split"),
     ("parallel.cp", "", "context_parallel_size cp_size sequence_parallel_size ulysses_sequence_parallel_size sequence_parallel_degree"),
     ("parallel.ep", "", "expert_model_parallel_size expert_parallel_size ep_size moe_expert_model_parallel_size"),
     ("parallel.etp", "", "expert_tensor_parallel_size"),

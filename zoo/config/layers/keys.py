@@ -24,6 +24,7 @@ _KINDS = {
     "bool": "true or false",
     "str": "a text",
     "list[str]": "a text or a list of texts",
+    "list[int]": "a list of whole numbers",
     "list[Any]": "a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
     "dict[str, Any]": "a mapping",
     "dict[str, float]": "a mapping of names to numbers",

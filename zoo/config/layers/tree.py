@@ -5,7 +5,7 @@ The schema is any frozen dataclass of dataclasses (`zoo.config.schema.Recipe` is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
@@ -130,7 +130,8 @@ def _check_bounds(key: Key, value: Any) -> None:
     bounds = key.bounds
     if bounds is None or value is None:
         return
-    if not all(bounds.hold(one) for one in (value.values() if isinstance(value, Mapping) else [value])):
+    ones = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else [value]
+    if not all(bounds.hold(one) for one in ones):
         raise ValueError
 
 

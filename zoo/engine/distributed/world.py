@@ -121,7 +121,8 @@ def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
 
 def on_one_rank(recipe: Recipe) -> Recipe:
     """The recipe with every parallel size 1 and without sequence parallelism."""
-    return recipe.replace({f"parallel.{name}": 1 for name in _SIZES} | {"parallel.sp": False})
+    whole = {"parallel.sp": False, "parallel.stage_layers": []}
+    return recipe.replace({f"parallel.{name}": 1 for name in _SIZES} | whole)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from zoo.config.derived import stage_layers
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
 
@@ -76,6 +77,7 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        pipeline_model_parallel_layout=_stages(recipe, text.num_hidden_layers, mtp_layers),
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
@@ -97,6 +99,17 @@ def transformer_config(
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     return config
+
+
+def _stages(recipe: Recipe, layers: int, mtp_layers: int) -> list[list[str]] | None:
+    """What stands on each pipeline stage, as megatron-core names it, where stages differ; None where they don't."""
+    counts = stage_layers(recipe, layers)
+    if len(set(counts)) == 1:
+        return None
+    stages = [["decoder"] * count for count in counts]
+    stages[0].insert(0, "embedding")
+    stages[-1] += ["mtp"] * mtp_layers + ["loss"]
+    return stages
 
 
 def normalised(text: Any) -> bool:
