@@ -97,7 +97,7 @@ def under_ddp(recipe: Any, here: Any) -> tuple[Any, Any]:
 
 
 def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
-    """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 copies, which keep what bf16 rounds off."""
+    """Weights in bf16, their gradients summed and reduced in fp32, AdamW on fp32 weights, held as bf16 and 16 more bits."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
     from zoo.engine.train import optimization
@@ -119,17 +119,15 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
         buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
         assert {buffer.grad_data.dtype for buffer in buffers} == {torch.float32}
         assert wrapped.ddp_config.grad_reduce_in_fp32
-        masters = _masters(optimizer)
-        assert {master.dtype for master in masters} == {torch.float32}
-        assert sum(m.numel() for m in masters) == sum(p.numel() for p in wrapped.parameters())
-        before = [master.clone() for master in masters]
+        before = _masters(optimizer)
+        assert sum(m.numel() for m in before) == sum(p.numel() for p in wrapped.parameters())
         weights = [p.detach().clone() for p in wrapped.parameters()]
         for p in wrapped.parameters():
             p.main_grad.fill_(1e-3)  # type: ignore[attr-defined]
         scheduler.step(increment=1)
         optimizer.step()
-        moved = [m for m, was in zip(masters, before, strict=True) if not torch.equal(m, was)]
-        assert len(moved) == len(masters), "a step of 1e-6 moves every fp32 copy"
+        moved = [m for m, was in zip(_masters(optimizer), before, strict=True) if not torch.equal(m, was)]
+        assert len(moved) == len(before), "a step of 1e-6 moves every fp32 weight"
         same = sum(int((p == was).sum()) for p, was in zip(wrapped.parameters(), weights, strict=True))
         assert same > 0.5 * sum(p.numel() for p in weights), "and is below the digits of most bf16 weights"
 
@@ -173,6 +171,13 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
 
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    groups = [group for part in parts for group in part.shard_fp32_from_float16_groups]
-    return [master for group in groups for master in group]
+    """Copies of this rank's fp32 weights: bf16 ones and the bits that complete them."""
+    from zoo.engine.train import adamw
+
+    adamw.allocate_state(optimizer)
+    return [
+        one.get_unscaled_state(parameter, adamw.MASTER).clone()
+        for one in adamw.optimizers(optimizer)
+        for group in one.param_groups
+        for parameter in group["params"]
+    ]

@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 from triton.runtime.jit import JITFunction
 
-from zoo.nn.kernels.adamw import adamw, make_tables
+from zoo.nn.adamw.kernel import adamw, make_tables
+from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.kernels.conv import causal_conv_silu
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
@@ -102,9 +103,12 @@ def main() -> dict[str, int | str]:
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))
     both_ways(lambda x: cross_entropy(x, positions[:300], None), (300, 151_936))
     for size in (TOKENS * 16, TOKENS):  # whose ends lie on whole vectors, or not
-        parts = (*torch.zeros(4, size), torch.zeros(size, dtype=torch.bfloat16))
-        (table,) = make_tables([parts])
-        adamw(table, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+            zeros = torch.zeros(size)
+            moments = (Moment.zeros(size, dtype, signed, zeros.device) for signed in (True, False))
+            part = Part(zeros.bfloat16(), torch.zeros(size, dtype=torch.int16), zeros, *moments, seed=0)
+            (table,) = make_tables([part])
+            adamw(table, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     return {name: spilled(launch) for name, launch in LAUNCHES.items()}
 
 

@@ -1,17 +1,19 @@
-"""megatron-core's AdamW and zoo's one kernel, run by Triton's interpreter on the CPU, on the same gradients.
+"""zoo's AdamW in megatron-core's distributed optimizer: its one kernel, by Triton's interpreter, and plain PyTorch.
 
     TRITON_INTERPRET=1 python tests/support/interpret_updates.py
 
-Prints as JSON, by precision, the largest difference of weights (fp32 masters) and moments relative to their size, of the
-model's weights from their masters in steps of their precision, and the updates that follow from the state. A process of its
-own, as Triton decides when it is imported.
+Prints as JSON, by format, the share of masters, moments and weights that differ, by how much at most relative to the largest
+value, and the updates that the state has seen: of some tensors alone in every format, and of a model's parameters. A process
+of its own, as Triton decides when it is imported.
 """
 
 import json
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,70 +26,106 @@ from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train import adamw, bad_step_detector, optimization
+from zoo.engine.train.adamw import MASTER
+from zoo.nn.adamw.kernel import adamw as kernel
+from zoo.nn.adamw.kernel import make_tables
+from zoo.nn.adamw.state import Moment, Part, join, split, update
 
-STEPS = 4
+STEPS = 3
+FORMATS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
-def updated(
-    precision: str, here: Any, fused_from: int
-) -> tuple[list[Tensor], list[Tensor], list[Tensor], set[int]]:
-    """Masters, moments, weights and counts after STEPS updates, those from `fused_from` on in one kernel; two are left out."""
+def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
+    """Masters, moments and weights after STEPS updates, and the count of updates; two steps are left out."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             "size=tiny",
             "hardware=cpu",
-            f"engine.precision={precision}",
+            "engine.precision=bf16",
             f"run.dir={folder}",
             "train.lr=1e-3",
+            "train.exp_avg_dtype=fp8",
+            "train.exp_avg_sq_dtype=fp8",
         ]
         recipe = validate(load_recipe("qwen35_vl_sft", [*overrides, "train.warmup_steps=2"]), 1)
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
         initial_weights.init_weights(chunks, assembly, recipe, here)
+        build.freeze(chunks, ["language"], assembly.family)  # the interpreter is slow
         (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly.family, 10)
     torch.manual_seed(0)
-    for step in range(-1, STEPS + 1):
-        if step == fused_from:
-            adamw.fuse(optimizer)
-        for p in wrapped.parameters():
-            p.main_grad.copy_(torch.randn(p.shape) * 10.0 ** (step - 2))  # type: ignore[attr-defined]  # some are clipped
-        bad_step_detector.step_if(optimizer, scheduler, lambda norm, step=step: 0 <= step < STEPS)
-        wrapped.zero_grad_buffer()
-        optimizer.zero_grad()
-    (one,) = optimizer.chained_optimizers
-    states = [one.optimizer.state[p] for p in one.get_parameters()]
-    moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
-    return (
-        [p.detach() for p in one.get_parameters()],
-        moments,
-        [p.detach() for p in wrapped.parameters()],
-        {int(s["step"]) for s in states},
-    )
+    with mock.patch.object(adamw, "has_kernel", lambda parts: fused):
+        for step in range(-1, STEPS + 1):
+            for p in (p for p in wrapped.parameters() if p.requires_grad):
+                p.main_grad.copy_(torch.randn(p.shape) * 10.0 ** (step - 2))  # type: ignore[attr-defined]  # some are clipped
+            bad_step_detector.step_if(optimizer, scheduler, lambda norm, step=step: 0 <= step < STEPS)
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+    (one,) = adamw.optimizers(optimizer)
+    held = [p for group in one.param_groups for p in group["params"]]
+    masters = [one.get_unscaled_state(p, MASTER) for p in held]
+    states = [one.get_unscaled_state(p, name) for p in held for name in adamw.MOMENTS]
+    return [masters, states, [p.detach() for p in wrapped.parameters()]], one.updates
 
 
-def apart(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """Largest difference of two tensors, relative to the largest value of the second."""
-    return max(
-        float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-        for a, b in zip(found, wanted, strict=True)
+def apart(found: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
+    """The share of values that differ by more than rounding in fp32, and the largest difference, relative to the largest value."""
+    differences = [
+        (a - b).abs().float() / b.abs().max().clamp(min=1e-30) for a, b in zip(found, wanted, strict=True)
+    ]
+    all_of_them = torch.cat([one.flatten() for one in differences])
+    return float((all_of_them > 1e-6).float().mean()), float(all_of_them.max())
+
+
+def alone(split: bool, grad: torch.dtype, mean: torch.dtype, square: torch.dtype) -> dict[str, Any]:
+    """Updates of tensors whose sizes end on a block's and a vector's end, or beside."""
+    states: list[list[list[Tensor]]] = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        parts = [part(size, split, grad, mean, square) for size in (1, 300, 1024)]
+        for step in range(1, STEPS + 1):
+            for one in parts:
+                one.grad.copy_(torch.randn(one.grad.shape))
+            options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+            if fused:
+                for table in make_tables(parts):
+                    kernel(table, step=step, clip=0.5, **options)
+            else:
+                for one in parts:
+                    update(one, step=step, clip=0.5, **options)
+        masters = [x.weight if x.remainder is None else join(x.weight, x.remainder) for x in parts]
+        moments = [moment.read() for x in parts for moment in (x.exp_avg, x.exp_avg_sq)]
+        states.append([masters, moments, [x.weight for x in parts]])
+    return compared(states[1], states[0]) | {"updates": [STEPS, STEPS]}
+
+
+def part(size: int, split_weight: bool, grad: torch.dtype, mean: torch.dtype, square: torch.dtype) -> Part:
+    """A random weight in fp32, or in two, with moments of zero."""
+    weight, remainder = torch.randn(size), None
+    if split_weight:
+        weight, remainder = split(weight)
+    moments = (
+        Moment.zeros(size, dtype, signed, weight.device) for dtype, signed in ((mean, True), (square, False))
     )
+    return Part(weight, remainder, torch.zeros(size, dtype=grad), *moments, seed=size * 128)
+
+
+def compared(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> dict[str, Any]:
+    names = ("masters", "moments", "weights")
+    return {name: apart(a, b) for name, a, b in zip(names, found, wanted, strict=True)}
 
 
 def main() -> dict[str, Any]:
     found: dict[str, Any] = {}
+    for split_weight, mean in product((False, True), FORMATS):
+        for square in dict.fromkeys((mean, torch.uint8)):
+            grad = FORMATS[split_weight]
+            name = f"split {split_weight}, gradients in {grad}, moments in {mean} and {square}"
+            found[name] = alone(split_weight, grad, mean, square)
     with single_process_world() as here:
-        for precision in ("fp32", "bf16"):
-            wanted = updated(precision, here, fused_from=99)
-            for fused_from in (-1, 2):
-                masters, moments, weights, counts = updated(precision, here, fused_from)
-                found[f"{precision}, fused from {fused_from}"] = {
-                    "masters": apart(masters, wanted[0]),
-                    "moments": apart(moments, wanted[1]),
-                    # The interpreter cuts digits off where a GPU rounds.
-                    "weights": apart([x.float() for x in weights], [x.float() for x in wanted[2]]),
-                    "updates": sorted(counts | wanted[3]),
-                }
+        (wanted, count), (seen, updates) = (updated(here, fused) for fused in (False, True))
+        found["a model in bf16, moments in fp8"] = compared(seen, wanted) | {"updates": [count, updates]}
     return found
 
 

@@ -414,6 +414,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
     from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.adamw import optimizers
     from zoo.engine.train.run import Run
     from zoo.planner.activations import Row
 
@@ -429,12 +430,11 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
         trainable = run.trainable
         trainable.optimizer.step()
         buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        parts = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
-        states = [state for part in parts for state in part.optimizer.state.values()]
+        states = [part for one in optimizers(trainable.optimizer) for part in one.tensors()]
         return Bytes(
             weights=sum(p.nbytes for chunk in trainable.chunks for p in chunk.parameters()),
             grads=sum(buffer.grad_data.nbytes for buffer in buffers),
-            optimizer=sum(t.nbytes for state in states for t in state.values() if torch.is_tensor(t)),
+            optimizer=sum(tensor.nbytes for tensor in states),
             activations=live.peak,
             rows=[Row(b.lengths, b.num_labels, _media_rows(run.step, b.media)) for b in batches],
             pp_rank=here.pp_rank,

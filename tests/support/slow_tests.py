@@ -58,7 +58,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch": 0,
         "test_they_compile_for_a_gpu_without_running_out_of_registers": 0,
         "test_interpreted_kernels_equal_plain_pytorch": 0,
-        "test_updates_in_one_kernel_are_those_of_adamw": 0,
+        "test_updates_in_one_kernel_are_those_of_plain_pytorch": 0,
     },
     "unit/planner/test_layouts.py": {
         "test_a_size_on_every_machine": 60,

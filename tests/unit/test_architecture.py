@@ -60,6 +60,7 @@ INNER = {
     },
     "nn": {
         "kernels": "",
+        "adamw": "",
         "decoder": "kernels",
         "towers": "kernels decoder",
     },
@@ -270,7 +271,7 @@ def test_every_module_has_a_docstring() -> None:
 
 # What a folder and a file of zoo/ may hold. Listed below: what is over that still; no entry may grow.
 MOST_MODULES, MOST_LINES, MEDIAN_FUNCTION = 12, 400, 10
-FULLER = {"zoo/nn/decoder": 14, "zoo/nn/kernels": 13}
+FULLER = {"zoo/nn/decoder": 14}
 LONGER = {
     "zoo/data/loading/sample_source.py": 495,
     "zoo/data/processors/processor.py": 440,

@@ -1,6 +1,6 @@
-"""What a recipe may say differently when a run is resumed: its length, place, hardware and logging. Nothing else may change.
+"""What a recipe may say differently when a run is resumed: length, place, hardware, logging, and how AdamW's state is held.
 
-Every key of the schema stands in one of the two lists below. A key that is not free has to be as the checkpoint's recipe
+Every key of the schema stands in one of the three lists below. A key that is not free has to be as the checkpoint's recipe
 had it, unless `run.accept_changes` names it or its section.
 """
 
@@ -43,6 +43,9 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+# Keys of how AdamW's state is held, which a resumed run converts and reports, with what an earlier zoo's recipe meant.
+CONVERTED: dict[str, Any] = {"train.exp_avg_dtype": "fp32", "train.exp_avg_sq_dtype": "fp32"}
+
 # Keys that decide what is trained, on what and how.
 FIXED: tuple[str, ...] = (
     "run.seed", "model.family", "model.init", "model.arch", "model.freeze", "packing.mode", "packing.budget", "data.train",
@@ -79,7 +82,7 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> list[Change]:
-    """The keys that may not change and whose values differ from those of the recipe saved with a checkpoint.
+    """The keys that may not change, or that a resume converts, and whose values differ from the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
     have, as it is of an earlier zoo, is passed over.
@@ -99,6 +102,10 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
         elif not _same(key, old, new):
             planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
             found.append(Change(key, old, new, free=planned))
+    for key, before in CONVERTED.items():
+        old, new = _value(saved, key) if _has(saved, key) else before, _value(now, key)
+        if old != new:
+            found.append(Change(key, old, new, free=True))
     return found
 
 

@@ -1,7 +1,7 @@
 """Bytes of a rank by kind, for every pipeline stage: weights, gradients, optimizer, activations.
 
-Gradients are kept in fp32; AdamW's two moments, and under bf16 an fp32 copy of the weights, are shared out over
-data-parallel ranks (Megatron-Core's distributed optimizer). Activations are those of the micro-batches in flight, and
+Gradients are kept in fp32; AdamW's two moments, and under bf16 the 16 bits that complete a weight to fp32, are shared out
+over data-parallel ranks (Megatron-Core's distributed optimizer). Activations are those of the micro-batches in flight, and
 what the widest moment of the backward pass needs beside them.
 """
 
@@ -16,6 +16,9 @@ from zoo.config.schema import Recipe
 from zoo.packing.cost import ModelCost, TowerCost
 from zoo.planner.activations import FP32, Kept, Row
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
+
+MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
+SAVED_MOMENT = {"fp32": 4, "bf16": 2, "fp8": 2}  # the same in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,18 @@ def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     return max(sum(_weights(share(model.parameters, recipe, stage), recipe, ranks)) for stage in stages)
 
 
+def optimizer_bytes(recipe: Recipe) -> float:
+    """Bytes of optimizer state of one trained weight: two moments and, under bf16, the rest of its fp32 value."""
+    half, train = recipe.engine.precision == "bf16", recipe.train
+    return MOMENT[train.exp_avg_dtype] + MOMENT[train.exp_avg_sq_dtype] + (2 if half else 0)
+
+
+def saved_state_bytes(recipe: Recipe) -> int:
+    """The same in a checkpoint, which holds 8-bit moments as bf16."""
+    half, train = recipe.engine.precision == "bf16", recipe.train
+    return SAVED_MOMENT[train.exp_avg_dtype] + SAVED_MOMENT[train.exp_avg_sq_dtype] + (2 if half else 0)
+
+
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer), in bytes."""
     parallel, half = recipe.parallel, recipe.engine.precision == "bf16"
@@ -79,7 +94,7 @@ def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, flo
     )  # the ranks that share out a dense weight's optimizer state
     expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
     trained = mine.trained_dense + mine.trained_experts
-    state = (3 if half else 2) * FP32
+    state = optimizer_bytes(recipe)
     return (
         (mine.dense + mine.experts) * (2.0 if half else 4.0),
         trained * float(FP32),

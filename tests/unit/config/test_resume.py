@@ -7,7 +7,7 @@ import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import keys
-from zoo.config.resume import FIXED, MAY_CHANGE, changes, refuse
+from zoo.config.resume import CONVERTED, FIXED, MAY_CHANGE, changes, refuse
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.errors import ConfigError
@@ -24,7 +24,8 @@ def found(before: Recipe, after: Recipe, rows_known: bool = True) -> list[str]:
 
 
 def test_every_key_of_the_schema_is_in_one_of_the_lists() -> None:
-    assert sorted([*FREE, *FIXED]) == sorted(keys(Recipe)), "a new key goes into MAY_CHANGE or FIXED"
+    listed = sorted([*FREE, *CONVERTED, *FIXED])
+    assert listed == sorted(keys(Recipe)), "a new key goes into MAY_CHANGE, CONVERTED or FIXED"
 
 
 OTHER: dict[str, Any] = {
@@ -61,6 +62,15 @@ def test_what_is_free_is_no_change() -> None:
         "data.root=/elsewhere",
     )
     assert found(recipe(), recipe(*more, "run.dir=other", "nproc=4", "train.micro_batch=2")) == []
+
+
+def test_how_the_optimizer_state_is_held_is_free_and_said() -> None:
+    before, after = recipe(), recipe("train.exp_avg_dtype=fp8")
+    saved = asdict(before)
+    assert found(before, before) == []
+    for old in (saved, {**saved, "train": {}}):  # an earlier zoo's recipe does not have the key
+        (change,) = changes(old, after, rows_known=True)
+        assert str(change) == "train.exp_avg_dtype: fp32 there, fp8 here" and change.accepted(after)
 
 
 def test_a_batch_that_planning_raised_is_free_and_said() -> None:

@@ -73,9 +73,10 @@ def test_they_compile_for_a_gpu_without_running_out_of_registers() -> None:
 
 
 @needs_triton
-def test_updates_in_one_kernel_are_those_of_adamw() -> None:
-    """From the first on, or taken over from PyTorch's AdamW; clipped or not, some steps left out."""
+def test_updates_in_one_kernel_are_those_of_plain_pytorch() -> None:
+    """Clipped or not, some steps left out; a value next to the edge of two is rounded the other way now and then."""
     for name, found in output("interpret_updates.py", TRITON_INTERPRET="1").items():
-        assert found["masters"] < 1e-6 and found["moments"] < 1e-6, (name, found)
-        assert found["weights"] < (1e-2 if "bf16" in name else 1e-6), (name, found)
-        assert found["updates"] == [4], (name, found)
+        bound = 1e-6 if name.endswith("torch.float32 and torch.float32") else 5e-2
+        for share, most in (found["masters"], found["moments"], found["weights"]):
+            assert share < 1e-3 and most < bound, (name, found)
+        assert found["updates"] == [3, 3], (name, found)

@@ -1,28 +1,32 @@
 """What a checkpoint holds of a run: which pieces this rank writes, and which it wants back.
 
-Each rank writes what it holds. The distributed optimizer gives a rank ranges of parameters; it writes moments and fp32
-weights of these ranges, and the model's own weights of the same ranges, so that data-parallel ranks share the work. What no
-optimizer updates (frozen parameters) is shared out by place, buffers go with the first rank that has them. fp32 weights that
-are the model's own memory are not written twice.
+Each rank writes what it holds. The distributed optimizer gives a rank ranges of parameters; it writes the weights of these
+ranges, what completes bf16 ones to fp32, and the moments, so that data-parallel ranks share the work. What no optimizer
+updates (frozen parameters) is shared out by place, buffers go with the first rank that has them.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.engine.checkpoint.storage.index import FormerIndex, Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
+from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
-from zoo.engine.megatron import private
 from zoo.engine.model.lora import Adapters
+from zoo.nn.adamw.state import MASTER, MOMENTS, Moment, join
 
 _STATE = "optimizer.state"
-_MAIN = "param"  # megatron-core's name of the optimizer's own fp32 weights
+_REST = "remainder"  # what completes bf16 weights to fp32
+_MAIN = "param"  # fp32 weights beside bf16 ones, as megatron-core writes them
+_AT_ONCE = 2**28  # bytes of state that are read before they are converted
 _SHARED_OUT = 2**20  # bytes of a frozen parameter that several ranks write
 
 
@@ -46,11 +50,15 @@ class Held:
 
 @dataclass(frozen=True)
 class _Range:
-    """This rank's range of a parameter in a distributed optimizer."""
+    """This rank's range of a parameter in a distributed optimizer: from which element on, and the optimizer's view of it."""
 
     start: int
-    end: int
-    states: dict[str, Tensor]  # (end - start,) each, by name
+    optimizer: Any  # zoo.engine.train.adamw.AdamW
+    part: Tensor
+
+    def complete(self, remainder: Tensor) -> None:
+        """Add the bits to fp32 weights that those of a bf16 run lack."""
+        self.part.detach().copy_(join(self.part.detach().bfloat16(), remainder))
 
 
 def _described(
@@ -100,12 +108,25 @@ def to_write(trainable: Trainable, world: World, *, optimizer: bool = True) -> H
 
 
 def _of_range(cut: Sequence[Box], parameter: Tensor, mine: _Range, optimizer: bool) -> Iterator[Piece]:
-    shape = tuple(parameter.shape)
-    weights = parameter.detach().view(-1)[mine.start : mine.end]
-    yield from flat(cut, shape, weights, mine.start)
-    for name, tensor in mine.states.items() if optimizer else ():
-        if not (name == _MAIN and _same_memory(tensor, weights)):
-            yield from flat(cut, shape, tensor, mine.start, f"{_STATE}.{name}.")
+    shape, part = tuple(parameter.shape), mine.part.detach()
+    yield from flat(cut, shape, part, mine.start)
+    if not optimizer:
+        return
+    if part.dtype == torch.bfloat16:
+        yield from flat(cut, shape, mine.optimizer.state[mine.part][MASTER], mine.start, f"{_STATE}.{_REST}.")
+    for name in MOMENTS:
+        moment: Moment = mine.optimizer.moment(mine.part, name)
+        prefix = f"{_STATE}.{name}."
+        if moment.exponents is None:
+            yield from flat(cut, shape, moment.values, mine.start, prefix)
+        else:  # bf16 has all values of 8 bits by block, whose blocks are of this rank's range alone
+            read = partial(_in_bf16, moment)
+            like = torch.empty(part.numel(), dtype=torch.bfloat16, device="meta")
+            yield from (replace(piece, source=read) for piece in flat(cut, shape, like, mine.start, prefix))
+
+
+def _in_bf16(moment: Moment, start: int, end: int) -> Tensor:
+    return moment.read(start, end).bfloat16()
 
 
 def _not_updated(entry: Any, world: World) -> Iterator[Piece]:
@@ -151,46 +172,97 @@ def objects_wanted(modules: Sequence[Any], world: World) -> list[tuple[Any, str,
     ]
 
 
-def optimizer_wanted(trainable: Trainable, world: World, there: Mapping[str, Any]) -> list[Piece]:
-    """This rank's ranges of moments and fp32 weights, as far as the checkpoint has tensors of them (`there`, by key).
+def load_optimizer(trainable: Trainable, world: World, index: Index | FormerIndex, step: int) -> None:
+    """Fill the optimizer's state of this rank's ranges, in the formats that this run has; the weights are loaded by now.
 
-    The others were frozen when it was written: their fp32 weights come from the weights, their moments begin at zero.
+    Masters come from what completes bf16 weights or from fp32 values, whichever the checkpoint has. Parameters that were
+    frozen when it was written have neither: their masters are the weights, their moments begin at zero.
+
+    Args:
+        step: how many updates the state has seen.
     """
-    ranges, found = _ranges(trainable.optimizer), []
+    for one in _optimizers(trainable.optimizer):
+        one.optimizer.allocate()
+        one.optimizer.updates = step
+    pieces: list[Piece] = []
+    then: list[Callable[[], None]] = []
+    for some, action in _state_wanted(trainable, world, index.tensors):
+        pieces += some
+        then += [action] if action else []
+        if then and sum(piece.nbytes for piece in pieces) >= _AT_ONCE:
+            _fill(pieces, then, index)
+    _fill(pieces, then, index)
+
+
+def _fill(pieces: list[Piece], then: list[Callable[[], None]], index: Index | FormerIndex) -> None:
+    fill(pieces, index)
+    for action in then:
+        action()
+    pieces.clear()
+    then.clear()
+
+
+def _state_wanted(
+    trainable: Trainable, world: World, there: Mapping[str, Any]
+) -> Iterator[tuple[list[Piece], Callable[[], None] | None]]:
+    """Pieces of this rank's state that a checkpoint has, and what is to be done once they are filled."""
+    ranges = _ranges(trainable.optimizer)
     for entry in _tensors([c.module for c in trainable.chunks], trainable.adapters, world):
         if (mine := ranges.get(entry.data)) is None:
             continue
         cut, shape = boxes(entry), tuple(entry.data.shape)
-        weights = entry.data.detach().view(-1)[mine.start : mine.end]
-        for name, tensor in mine.states.items():
-            pieces = list(flat(cut, shape, tensor, mine.start, f"{_STATE}.{name}."))
-            if all(piece.key in there for piece in pieces):
-                found += pieces
-            elif name != _MAIN:
-                tensor.zero_()
-            elif not _same_memory(tensor, weights):
-                found += flat(cut, shape, tensor, mine.start)
-    return found
+
+        def pieces(
+            name: str, target: Tensor, cut: Any = cut, shape: Any = shape, mine: Any = mine
+        ) -> list[Piece]:
+            found = list(flat(cut, shape, target, mine.start, name and f"{_STATE}.{name}."))
+            return found if all(piece.key in there for piece in found) else []
+
+        for name in MOMENTS:
+            yield _moment_wanted(mine.optimizer.moment(mine.part, name), partial(pieces, name))
+        yield _master_wanted(mine, pieces)
+
+
+def _moment_wanted(
+    moment: Moment, pieces: Callable[[Tensor], list[Piece]]
+) -> tuple[list[Piece], Callable[[], None] | None]:
+    values = moment.values
+    target = values if moment.exponents is None else torch.empty(values.numel(), device=values.device)
+    if found := pieces(target):
+        return found, None if target is values else lambda: moment.write(target)
+    moment.write(torch.zeros(values.numel(), device=values.device))
+    return [], None
+
+
+def _master_wanted(
+    mine: _Range, pieces: Callable[[str, Tensor], list[Piece]]
+) -> tuple[list[Piece], Callable[[], None] | None]:
+    part = mine.part.detach()
+    half = part.dtype == torch.bfloat16
+    rest = mine.optimizer.state[mine.part][MASTER] if half else torch.empty_like(part, dtype=torch.int16)
+    if found := pieces(_REST, rest):
+        return found, None if half else lambda: mine.complete(rest)
+    if not half:
+        return pieces(_MAIN, part), None
+    target = torch.empty_like(part, dtype=torch.float32)
+    return pieces(_MAIN, target) or pieces("", target), lambda: mine.optimizer.set_scaled_state(
+        mine.part, MASTER, target
+    )
 
 
 def _ranges(optimizer: Any) -> dict[Tensor, _Range]:
     """This rank's range of each parameter that it updates."""
-    return {
-        parameter: _Range(
-            where["param"].start,
-            where["param"].end,
-            {
-                name: tensor.detach()
-                for name, tensor in private.weight_and_moments(one, parameter).items()
-                if name != "step"
-            },
-        )
-        for one in _optimizers(optimizer)
-        for of_buffer in one.gbuf_ranges
-        for buckets in of_buffer.values()
-        for bucket in buckets
-        for parameter, where in bucket["param_map"].items()
-    }
+    found = {}
+    for one in _optimizers(optimizer):
+        for of_buffer in one.gbuf_ranges:
+            for buckets in of_buffer.values():
+                for parameter, where in (
+                    (p, w) for bucket in buckets for p, w in bucket["param_map"].items()
+                ):
+                    group, place = one.model_param_group_index_map[parameter]
+                    part = one.optimizer.param_groups[group]["params"][place]
+                    found[parameter] = _Range(where["param"].start, one.optimizer, part)
+    return {parameter: mine for parameter, mine in found.items() if mine.part.numel()}
 
 
 def _updated(optimizer: Any) -> set[Tensor]:
@@ -205,10 +277,6 @@ def _updated(optimizer: Any) -> set[Tensor]:
 
 def _optimizers(optimizer: Any) -> list[Any]:
     return [one for one in optimizer.chained_optimizers if not one.is_stub_optimizer]
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.data_ptr() == b.data_ptr()
 
 
 def packed(value: Any) -> bytes:

@@ -15,8 +15,8 @@ from zoo.config.locate import BASE, STATE, Place, locate, look
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.contents import (
     Trainable,
+    load_optimizer,
     objects_wanted,
-    optimizer_wanted,
     weights_wanted,
 )
 from zoo.engine.checkpoint.selection import refuse_faults
@@ -24,7 +24,6 @@ from zoo.engine.checkpoint.snapshot import random_key, set_random_state
 from zoo.engine.checkpoint.storage.index import FormerIndex, Index, open_index
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
-from zoo.engine.megatron import compat
 from zoo.engine.model.lora import Adapters, settings_of
 from zoo.errors import UserError
 
@@ -82,13 +81,9 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     """
     index = open_index(checkpoint)
     schedule = read_state(checkpoint).get("scheduler") or _common_state(index)["scheduler"]
-    compat.allocate_optimizer_state(trainable.optimizer)
-    compat.set_optimizer_step(trainable.optimizer, schedule["num_steps"])
     modules = [chunk.module for chunk in trainable.chunks]
     fill(weights_wanted(modules, trainable.adapters, world), index)
-    fill(
-        optimizer_wanted(trainable, world, index.tensors), index
-    )  # after the weights, whose memory fp32 ones share
+    load_optimizer(trainable, world, index, schedule["num_steps"])
     if trainable.adapters is None:
         _load_objects(modules, index, world)
     trainable.scheduler.load_state_dict(schedule)

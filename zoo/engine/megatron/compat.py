@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.engine.megatron import private, probes
+from zoo.engine.megatron import probes
 from zoo.errors import UserError
 
 
@@ -353,28 +353,3 @@ def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         parameter: (start - moves[bucket], end - moves[bucket], bucket)
         for parameter, (start, end, bucket) in buffer.param_index_map.items()
     }
-
-
-def allocate_optimizer_state(optimizer: Any) -> None:
-    """Give torch's AdamW a state to load into: megatron-core 0.19.2 cannot describe an optimizer that never stepped.
-
-    The step this takes, on gradients of zero, moves weights by their decay; loading overwrites them and the step count.
-    """
-    for one in optimizer.chained_optimizers:
-        if not one.is_stub_optimizer and not one.optimizer.state:
-            private.allocate_moments(one)
-
-
-def set_optimizer_step(optimizer: Any, step: int) -> None:
-    """Say how many updates an allocated optimizer has seen; learning rate and the like stay as the recipe has them now.
-
-    With torch's AdamW, megatron-core 0.19.2 hands one step counter to all parameters, which each of them would advance.
-    """
-    for one in optimizer.chained_optimizers:
-        if one.is_stub_optimizer:
-            continue
-        groups = [{**group, "step": step} for group in one.optimizer.state_dict()["param_groups"]]
-        one.load_state_dict({"optimizer": {"param_groups": groups}})
-        for state in one.optimizer.state.values():
-            if "step" in state:
-                state["step"] = state["step"].clone()

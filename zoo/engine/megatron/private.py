@@ -8,24 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
-
-
-def range_in_bucket(optimizer: Any, parameter: Any) -> Any:
-    """This rank's part of a parameter, as a range (start, end) of elements of the parameter's gradient bucket."""
-    return optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-
-
-def weight_and_moments(optimizer: Any, parameter: Any) -> dict[str, Any]:
-    """This rank's part of a parameter's fp32 weight ("param") and of its optimizer state, by name."""
-    tensors: dict[str, Any] = optimizer._get_main_param_and_optimizer_states(parameter)
-    return tensors
-
-
-def allocate_moments(optimizer: Any) -> None:
-    """Take a step of torch's AdamW on gradients of zero, so that every parameter has moments."""
-    optimizer._init_optimizer_states_with_dummy_values()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from zoo.engine.distributed.process_state import untouched
 from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
 from zoo.planner.layouts import choose_layout, spare
-from zoo.planner.memory import Memory, Model
+from zoo.planner.memory import Memory, Model, saved_state_bytes
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
@@ -175,7 +175,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
         return None
     parameters, half = model_of(planned).parameters, recipe.engine.precision == "bf16"
     kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
-    states = 0 if recipe.train.save == "weights" else parameters.trained * (12 if half else 8)
+    states = 0 if recipe.train.save == "weights" else parameters.trained * saved_state_bytes(recipe)
     return kept * (2 if half else 4) + states
 
 

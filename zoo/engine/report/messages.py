@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import parse_entry
+from zoo.config.resume import CONVERTED, Change
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 
@@ -39,6 +40,15 @@ def at_start(
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
         f"{', '.join(_names(recipe.data.train))}, {evaluates} | {total_steps} steps{within}"
     )
+
+
+def at_change(changes: Sequence[Change]) -> Iterator[str]:
+    """What a resumed run does otherwise than the recipe of its checkpoint."""
+    for change in changes:
+        if change.key not in CONVERTED:
+            yield f"the recipe differs from the checkpoint's, as allowed: {change}"
+    if converted := [str(change) for change in changes if change.key in CONVERTED]:
+        yield f"the optimizer's state is converted: {'; '.join(converted)}"
 
 
 def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:

@@ -1,158 +1,229 @@
-"""megatron-core's distributed AdamW, with the update in one kernel on a GPU.
+"""AdamW as the inner optimizer of megatron-core's distributed one, on the compact state of `zoo.nn.adamw.state`.
 
-megatron-core clips gradients, updates fp32 weights and copies them into the model's in some 700 launches that read the
-same memory three times; in between the GPU waits for the host. Here a table of addresses, made while the GPU still works
-on the backward pass, lets one launch do all of it (`zoo.nn.kernels.adamw`). Place and names of the state stay
-megatron-core's, so checkpoints are the same.
+megatron-core would keep an fp32 copy of each bf16 weight, make the update in some 700 launches that read the same memory
+three times, and copy the result into the weights. Here one launch a group does all of it on a GPU; without one, plain
+PyTorch does. Which part of which parameter a rank holds, and what its state is called, stay megatron-core's: it treats
+this optimizer as the precision-aware one of Transformer Engine, whose calls it has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zoo.engine.megatron import private
+from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
+from zoo.nn.kernels import has_triton
 
 if TYPE_CHECKING:
-    from zoo.nn.kernels.adamw import Parts, Table
+    from zoo.nn.adamw.kernel import Table
 
 
-def fuse(optimizer: Any) -> None:
-    """Give each of megatron-core's chained optimizers the fused update."""
+def optimizers(optimizer: Any) -> Iterator[AdamW]:
+    """The inner optimizers that megatron-core chained, but for those without parameters."""
     for one in optimizer.chained_optimizers:
-        if one.is_stub_optimizer:
-            continue
-        one.fused = FusedAdamW(one)
-        one.step_with_ready_grads = one.fused.update
-        if isinstance(one.optimizer, torch.optim.AdamW):
-            for (
-                group
-            ) in one.optimizer.param_groups:  # of megatron-core's step on zeros, before a state is loaded
-                group.update(fused=True, foreach=False)
+        if not one.is_stub_optimizer:
+            yield one.optimizer
 
 
 def clip(optimizer: Any, norm: float) -> None:
-    """Scale all gradients down to the norm `clip_grad` where `norm`, theirs, is larger; fused, with the update."""
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
-    for one in optimizer.chained_optimizers:
-        most, parameters = one.config.clip_grad, one.get_parameters()
-        if most <= 0.0 or not parameters:
-            continue
-        if fused := getattr(one, "fused", None):
-            fused.clip = min(1.0, most / (norm + 1e-6))
-        else:
-            clip_grad_by_total_norm_fp32(parameters, most, norm)
+    """Have the next update scale all gradients, whose norm is given, so that it is `clip_grad` where it was more."""
+    most = optimizer.config.clip_grad
+    for one in optimizers(optimizer):
+        one.clip = min(1.0, most / (norm + 1e-6)) if most > 0.0 else 1.0
 
 
 def prepare(optimizer: Any) -> None:
     """Find the gradients, before anything waits for the GPU."""
     optimizer.prepare_grads()
-    for one in optimizer.chained_optimizers:
-        if fused := getattr(one, "fused", None):
-            fused.prepare()
+    for one in optimizers(optimizer):
+        one.prepare()
 
 
 def allocate_state(optimizer: Any) -> None:
-    """Give chained optimizers that have made no update yet a state that can be saved: step 0, moments of zero."""
-    for one in optimizer.chained_optimizers:
-        if not one.is_stub_optimizer:
-            _allocate(one.optimizer)
+    """Give chained optimizers that have never made an update a state that can be saved: no step, moments of zero."""
+    for one in optimizers(optimizer):
+        one.allocate()
 
 
-def _allocate(optimizer: Any) -> None:
-    """State for parameters without one; `optimizer`: PyTorch's AdamW, or one with its names that counts steps by group."""
-    by_group = not isinstance(optimizer, torch.optim.AdamW)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.numel() and parameter not in optimizer.state:
-                state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                if not by_group:
-                    state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
-                optimizer.state[parameter] = state
-        if by_group:
-            group.setdefault("step", 0)
+class AdamW(torch.optim.Optimizer):
+    """The update of one of megatron-core's distributed optimizers.
 
+    Parameters are flat: this rank's part of a bf16 weight, with 16 more bits in the state, or of an fp32 weight.
+    Gradients are read from `decoupled_grad`, which has a dtype of its own.
 
-class FusedAdamW:
-    """The update of one distributed optimizer of megatron-core, in the place of its `step_with_ready_grads`.
-
-    Gradients are read through the weights' `grad`, as `prepare_grads` of the optimizer sets it.
+    Attributes:
+        clip: factor of the gradients in the next update.
+        state: by parameter: `master_param` (int16 remainder, or the fp32 parameter), `exp_avg`, `exp_avg_sq`, as held.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.clip = 1.0  # of the next update: the gradient's factor
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        **_: Any,
+    ) -> None:
+        """`exp_avg_dtype`, `exp_avg_sq_dtype`: float32, bfloat16, or uint8 for 8 bits by block; other keywords are
+        Transformer Engine's, given by megatron-core."""
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.clip = 1.0
+        self._dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
+        self._moments: dict[Tensor, tuple[Moment, Moment]] = {}
         self._addresses: list[list[int]] = []
         self._tables: list[list[Table]] = []  # by parameter group
-        self._step = 0  # updates that the state has seen
-        self._ready = False
+        self._parts: list[list[Part]] | None = None  # of the next update, by parameter group
 
-    def prepare(self) -> None:
-        """Make the tables of addresses again, if any tensor has moved."""
-        from zoo.nn.kernels.adamw import make_tables
-
-        groups = self.owner.optimizer.param_groups
-        _allocate(self.owner.optimizer)
-        copies = self._copies()
-        parts = [[self._parts(p, copies) for p in group["params"] if p.numel()] for group in groups]
-        addresses = [[x.data_ptr() for part in group for x in part if x is not None] for group in parts]
-        if addresses != self._addresses:
-            self._addresses, self._tables = addresses, [make_tables(group) for group in parts]
-            self._step = self._updates()
-        self._ready = True
-
-    def update(self) -> bool:
-        """Update weights, moments and copies, then gather the weights of other ranks, as megatron-core does. Always True."""
-        from zoo.nn.kernels.adamw import adamw
-
-        if not self._ready:
-            self.prepare()
-        owner, self._ready = self.owner, False
-        self._step += 1
-        for group, tables in zip(owner.optimizer.param_groups, self._tables, strict=True):
-            for table in tables:
-                adamw(
-                    table,
-                    step=self._step,
-                    lr=group["lr"],
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    clip=self.clip,
-                )
-            if "step" in group:
-                group["step"] = self._step
-        counters = [state["step"] for state in owner.optimizer.state.values() if "step" in state]
-        if counters:
-            torch._foreach_add_(counters, 1)
-        self.clip = 1.0
-        owner.start_param_sync_for_bucket_group_subset()
-        return True
-
-    def _updates(self) -> int:
-        """How many updates the state has seen, by the state itself."""
-        inner = self.owner.optimizer
-        counts = {int(group["step"]) for group in inner.param_groups if "step" in group}
-        counts |= {int(state["step"]) for state in inner.state.values() if "step" in state}
-        assert len(counts) <= 1, f"parameters of one optimizer have seen {sorted(counts)} updates"
+    @property
+    def updates(self) -> int:
+        """How many updates the state has seen."""
+        counts = {int(group.get("step", 0)) for group in self.param_groups}
+        assert len(counts) <= 1, f"parameter groups of one optimizer have seen {sorted(counts)} updates"
         return max(counts, default=0)
 
-    def _parts(self, weight: Tensor, copies: dict[Tensor, Tensor]) -> Parts:
-        state = self.owner.optimizer.state[weight]
-        assert weight.grad is not None, "prepare_grads gives every weight one"
-        return weight.detach(), weight.grad, state["exp_avg"], state["exp_avg_sq"], copies.get(weight)
+    @updates.setter
+    def updates(self, count: int) -> None:
+        for group in self.param_groups:
+            group["step"] = count
 
-    def _copies(self) -> dict[Tensor, Tensor]:
-        """This rank's part of a parameter in half precision, by its fp32 weight."""
-        owner, found = self.owner, {}
-        pairs = zip(owner.shard_fp32_from_float16_groups, owner.model_float16_groups, strict=True)
-        for weights, parameters in pairs:
-            for weight, parameter in zip(weights, parameters, strict=True):
-                buffer, _, bucket = owner.model_param_gbuf_map[parameter]
-                range_ = private.range_in_bucket(owner, parameter)
-                flat = owner.buffers[buffer].buckets[bucket].param_data.view(-1)
-                found[weight] = flat[range_.start : range_.end]
-        return found
+    def allocate(self) -> None:
+        """Give every parameter that has no state yet one that no update has moved."""
+        for group in self.param_groups:
+            group.setdefault("step", 0)
+            for parameter in group["params"]:
+                if parameter.numel() and parameter not in self._moments:
+                    self.initialize_state(parameter)
+
+    def initialize_state(self, parameter: Tensor) -> None:
+        """The same for one parameter; megatron-core's call."""
+        numel, device = parameter.numel(), parameter.device
+        first, second = (
+            Moment.zeros(numel, dtype, signed, device)
+            for dtype, signed in zip(self._dtypes, (True, False), strict=True)
+        )
+        half = parameter.dtype == torch.bfloat16
+        master = torch.zeros(numel, dtype=torch.int16, device=device) if half else parameter.detach()
+        self._moments[parameter] = first, second
+        self.state[parameter] = {MASTER: master, "exp_avg": first.values, "exp_avg_sq": second.values}
+
+    def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
+        """(N,) fp32 of `master_param`, `exp_avg` or `exp_avg_sq`, perhaps the tensor itself; megatron-core's call."""
+        if name == MASTER:
+            half = parameter.dtype == torch.bfloat16
+            return join(parameter.detach(), self.state[parameter][MASTER]) if half else parameter.detach()
+        return self.moment(parameter, name).read()
+
+    @torch.no_grad()
+    def set_scaled_state(self, parameter: Tensor, name: str, values: Tensor) -> None:
+        """Take (N,) fp32 values over, a moment rounded to its format and a master with its weight; megatron-core's call."""
+        if parameter not in self._moments:
+            self.initialize_state(parameter)
+        values = values.to(parameter.device, torch.float32)
+        if name != MASTER:
+            self.moment(parameter, name).write(values)
+        elif parameter.dtype == torch.bfloat16:
+            weight, remainder = split(values)
+            parameter.copy_(weight)
+            self.state[parameter][MASTER].copy_(remainder)
+        else:
+            parameter.copy_(values)
+
+    def moment(self, parameter: Tensor, name: str) -> Moment:
+        """`exp_avg` or `exp_avg_sq` of a parameter that has a state, as it is held."""
+        return self._moments[parameter][MOMENTS.index(name)]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Everything that is held beside weights and gradients."""
+        for parameter, moments in self._moments.items():
+            if parameter.dtype == torch.bfloat16:
+                yield self.state[parameter][MASTER]
+            for moment in moments:
+                yield from (moment.values, *([] if moment.exponents is None else [moment.exponents]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters and the number of updates; tensors are asked for one by one."""
+        groups = [
+            {**group, "params": list(range(len(group["params"]))), "step": self.updates}
+            for group in self.param_groups
+        ]
+        return {"state": {0: {"step": torch.tensor(float(self.updates))}}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the hyper-parameters over that `state_dict` gave."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    def prepare(self) -> None:
+        """Find gradients and state; on a GPU, make the tables where tensors lie elsewhere than before."""
+        self.allocate()
+        seed = 0
+        parts: list[list[Part]] = []
+        for group in self.param_groups:
+            parts.append([])
+            for parameter in group["params"]:
+                if parameter.numel():
+                    parts[-1].append(self._part(parameter, seed))
+                seed += -(-parameter.numel() // BLOCK) * BLOCK
+        self._parts = parts
+        if has_kernel(parts):
+            from zoo.nn.adamw.kernel import make_tables
+
+            addresses = [
+                [tensor.data_ptr() for part in group for tensor in _tensors(part)] for group in parts
+            ]
+            if addresses != self._addresses:
+                self._addresses, self._tables = addresses, [make_tables(group) for group in parts]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
+        """Make the update: weights, the bits that complete them, and moments. Gradients are left as they are."""
+        if self._parts is None:
+            self.prepare()
+        assert self._parts is not None
+        count = self.updates + 1
+        for index, group in enumerate(self.param_groups):
+            options = {
+                "step": count,
+                "lr": group["lr"],
+                "betas": group["betas"],
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "clip": self.clip,
+            }
+            if self._tables:
+                from zoo.nn.adamw.kernel import adamw
+
+                for table in self._tables[index]:
+                    adamw(table, **options)
+            else:
+                for part in self._parts[index]:
+                    update(part, **options)
+        self.updates = count
+        self.clip, self._parts = 1.0, None
+
+    def _part(self, parameter: Tensor, seed: int) -> Part:
+        first, second = self._moments[parameter]
+        master = self.state[parameter][MASTER] if parameter.dtype == torch.bfloat16 else None
+        grad: Tensor = parameter.decoupled_grad  # type: ignore[attr-defined]  # prepare_grads sets it
+        return Part(parameter.detach(), master, grad, first, second, seed)
+
+
+def has_kernel(parts: list[list[Part]]) -> bool:
+    """Whether one launch can make the update of these parameters."""
+    return has_triton() and any(part.weight.is_cuda for group in parts for part in group)
+
+
+def _tensors(part: Part) -> Iterator[Tensor]:
+    for tensor in (
+        *(part.weight, part.remainder, part.grad, part.exp_avg.values, part.exp_avg.exponents),
+        *(part.exp_avg_sq.values, part.exp_avg_sq.exponents),
+    ):
+        if tensor is not None:
+            yield tensor

@@ -8,11 +8,12 @@ import torch
 
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import reduce_in_order
-from zoo.engine.train.adamw import fuse
-from zoo.nn.kernels import has_triton
+from zoo.engine.megatron import inner_optimizer
+from zoo.engine.train.adamw import AdamW
 from zoo.nn.weight_gradients import accumulate_in_place
 from zoo.registry import ModelFamily
 
+MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
 BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass continues
 
 
@@ -52,7 +53,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 def build_optimizer(
     chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
 ) -> tuple[Any, Any]:
-    """AdamW as mcore's distributed optimizer, and its warm-up and cosine schedule."""
+    """zoo's AdamW in mcore's distributed optimizer, and its warm-up and cosine schedule."""
     from megatron.core.optimizer import (
         OptimizerConfig,
         ParamKey,
@@ -75,6 +76,8 @@ def build_optimizer(
         params_dtype=torch.bfloat16 if recipe.engine.precision == "bf16" else torch.float32,
         use_distributed_optimizer=True,
     )
+    config.exp_avg_dtype = MOMENTS[train.exp_avg_dtype]
+    config.exp_avg_sq_dtype = MOMENTS[train.exp_avg_sq_dtype]
     groups: dict[Any, Any] = get_standard_config_overrides(config)
     for part, scale in train.lr_scale.items():
         of_part = ParamWithNamePredicate(part, lambda _, name, part=part: family.part_of(name) == part)
@@ -82,9 +85,13 @@ def build_optimizer(
             "max_lr": train.lr * scale,
             "min_lr": train.min_lr * scale,
         }
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=groups, use_gloo_process_groups=False)
-    if torch.cuda.is_available() and has_triton():
-        fuse(optimizer)
+    optimizer = inner_optimizer.build(
+        config,
+        AdamW,
+        lambda: get_megatron_optimizer(
+            config, chunks, config_overrides=groups, use_gloo_process_groups=False
+        ),
+    )
     config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_schedule(optimizer, train, total_steps)
 

@@ -369,7 +369,8 @@ class Run:
                 )
         for change in self.changes:
             self.log.event("changed", self.done, key=change.key, old=change.old, new=change.new)
-            self.log.say(f"the recipe differs from the checkpoint's, as allowed: {change}")
+        for text in messages.at_change(self.changes):
+            self.log.say(text)
         for text in self.rows.messages:
             self.log.event("rows", self.done, told=text)
             self.log.say(text)

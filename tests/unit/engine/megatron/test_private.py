@@ -10,15 +10,11 @@ from typing import Any
 
 import megatron.core
 import pytest
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import mappings, random
 
 REPO = Path(__file__).parents[4]
 # Each with the parameters, and their defaults, by which zoo calls it or stands in for it.
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
-    (DistributedOptimizer._get_model_param_range_map, "self, param"),
-    (DistributedOptimizer._init_optimizer_states_with_dummy_values, "self"),
-    (DistributedOptimizer._get_main_param_and_optimizer_states, "self, model_param"),
     (random._get_cuda_rng_state, "device='cuda', clone=False, graph_safe=False"),
     (random._set_cuda_rng_state, "new_state, device=-1, graph_safe=False"),
     (mappings._gather_along_first_dim, "input_, group, output_split_sizes=None, use_global_buffer=False"),

@@ -57,7 +57,7 @@ class HostCopy:
     def _copy(self, placed: Sequence[tuple[Piece, int]]) -> None:
         if self._stream is None:
             for piece, at in placed:
-                self._slot(piece, at).copy_(piece.data)
+                self._slot(piece, at).copy_(piece.read())
             return
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -66,7 +66,7 @@ class HostCopy:
             with torch.cuda.stream(stream):
                 for piece, at in placed:
                     if piece.steady == steady:
-                        self._slot(piece, at).copy_(piece.data, non_blocking=True)
+                        self._slot(piece, at).copy_(piece.read(), non_blocking=True)
                 event = torch.cuda.Event()
                 event.record(stream)
                 self._events.append(event)

@@ -9,7 +9,7 @@ tensor of a checkpoint is covered by rectangles, whatever layout wrote it, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the tensor `key`, whose whole shape is `shape`; `data` has the rectangle's sizes."""
+    """A rectangle of the tensor `key`, whose whole shape is `shape`; `data` has the rectangle's sizes.
+
+    `data` may be a view of a flat meta tensor, in the dtype that is written; then `source(start, end)` makes these
+    elements of what it is a view of.
+    """
 
     key: str
     shape: Shape
@@ -29,6 +33,17 @@ class Piece:
     sizes: Shape
     data: Tensor
     steady: bool = True  # changed by the optimizer's update alone, not by a forward or backward pass
+    source: Callable[[int, int], Tensor] | None = None
+
+    def read(self) -> Tensor:
+        """What is to be written."""
+        if self.source is None:
+            return self.data
+        view = self.data
+        start = int(view.storage_offset())
+        steps = zip(view.shape, view.stride(), strict=True)
+        end = start + 1 + sum((size - 1) * stride for size, stride in steps)
+        return self.source(start, end).as_strided(view.shape, view.stride())
 
     @property
     def nbytes(self) -> int:

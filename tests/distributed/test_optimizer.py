@@ -1,0 +1,126 @@
+"""zoo's AdamW in runs: that of separate fp32 weights to the bit, and resumed from and into every form of its state."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import optimizer_tasks, rank_tasks
+from support.pool import Pool
+
+from zoo.nn.adamw.state import MOMENTS, join
+
+STATE = "optimizer.state"
+
+STEPS = 60
+COMMON = (
+    "train.global_batch=2", "train.warmup_steps=5", "train.lr=2e-3", "train.weight_decay=0.1", "train.clip_grad=1",
+    "data.lookahead=8", "data.augment=0", "packing.budget=256", "packing.align=4", "log.tensorboard=false", "export=false",
+)  # fmt: skip
+
+
+def follow(pool: Pool, folder: Path, how: str, precision: str) -> Any:
+    """Losses and digests of weights of every rank and step."""
+    overrides = (*COMMON, f"engine.precision={precision}", f"run.dir={folder}")
+    return pool.run(2, optimizer_tasks.follow, overrides, STEPS, how, timeout=600.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "reference"), [("fp32", "separate"), ("bf16", "separate, away")])
+def test_a_run_is_that_of_separate_fp32_weights_to_the_bit(
+    precision: str, reference: str, pool: Pool, tmp_path: Path
+) -> None:
+    """60 steps of two ranks, gradients clipped in some. bf16 weights that lie halfway are rounded away from zero in both."""
+    wanted = follow(pool, tmp_path / "wanted", reference, precision)
+    assert follow(pool, tmp_path / "found", "zoo", precision) == wanted
+    losses = wanted[0][0]
+    assert len(losses) == STEPS and losses[-1] < 0.9 * losses[0]
+    assert len({digest for _, digests in wanted for digest in digests}) >= STEPS
+
+
+RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
+SHORT = (
+    "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eval_rows=2", "train.save_every=2",
+    "train.keep=9", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4", "log.tensorboard=false",
+    "export=false", "run.accept_changes=[engine.precision]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a run is laid out, and how it holds its optimizer's state."""
+
+    ranks: int
+    layout: tuple[str, ...]
+    precision: str
+    moments: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        dtypes = (f"train.{name}_dtype={self.moments}" for name in MOMENTS)
+        return (*SHORT, *self.layout, f"engine.precision={self.precision}", *dtypes)
+
+
+DP2, PP2, CP2, EP2 = (), ("parallel.pp=2",), ("parallel.cp=2",), ("parallel.ep=2",)
+TP2_EP2 = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")
+TP2_PP2 = ("parallel.tp=2", "parallel.pp=2")
+SAVED_AND_LOADED = [
+    (Form(1, (), "fp32", "fp32"), Form(2, EP2, "bf16", "fp8")),
+    pytest.param(Form(2, DP2, "bf16", "fp32"), Form(4, TP2_EP2, "bf16", "fp8"), marks=pytest.mark.slow),
+    pytest.param(Form(4, EP2, "bf16", "fp8"), Form(2, PP2, "bf16", "fp32"), marks=pytest.mark.slow),
+    pytest.param(Form(2, PP2, "bf16", "bf16"), Form(2, CP2, "bf16", "fp8"), marks=pytest.mark.slow),
+    pytest.param(Form(4, TP2_PP2, "bf16", "fp8"), Form(2, DP2, "fp32", "bf16"), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded"), SAVED_AND_LOADED)
+def test_a_save_is_loaded_in_every_form(saved: Form, loaded: Form, pool: Pool, tmp_path: Path) -> None:
+    """Under another layout, too: fp32 weights are the same to the bit, moments to what their new format holds."""
+    arguments = ([*saved.keys, f"run.dir={tmp_path / 'run'}"], RECIPE, SIZE)
+    pool.run(saved.ranks, rank_tasks.train, *arguments, timeout=300.0)
+    shutil.rmtree(tmp_path / "run/checkpoints/iter_3")
+
+    def held(form: Form) -> dict[str, torch.Tensor]:
+        overrides = (*form.keys, f"run.dir={tmp_path / 'run'}")
+        task = optimizer_tasks.held_after_loading
+        return optimizer_tasks.assembled(pool.run(form.ranks, task, overrides, RECIPE, SIZE, timeout=300.0))
+
+    before, after = held(saved), held(loaded)
+    assert len(masters(before)) > 20
+    same(masters(after), masters(before))
+    for name in MOMENTS:
+        found, wanted = moments(after, name), moments(before, name)
+        assert found.keys() == wanted.keys() == masters(before).keys()
+        assert sum(int((values != 0).sum()) for values in wanted.values()) > 1000
+        if loaded.moments == "fp8":
+            for key, values in wanted.items():
+                # Three bits of mantissa in a block whose largest value is at most that of the tensor.
+                bound = values.abs() / 16 + values.abs().max() * (2.0**-17 if name == "exp_avg" else 2.0**-33)
+                assert bool(((found[key] - values).abs() <= bound).all()), key
+        else:
+            same(found, {key: rounded(values, loaded.moments) for key, values in wanted.items()})
+
+
+def masters(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """fp32 weights that are trained, by name."""
+    names = [key.removeprefix(f"{STATE}.exp_avg.") for key in held if key.startswith(f"{STATE}.exp_avg.")]
+    rest = {name: held.get(f"{STATE}.remainder.{name}") for name in names}
+    return {name: held[name] if bits is None else join(held[name], bits) for name, bits in rest.items()}
+
+
+def moments(held: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    prefix = f"{STATE}.{name}."
+    return {
+        key.removeprefix(prefix): values.float() for key, values in held.items() if key.startswith(prefix)
+    }
+
+
+def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    return values.bfloat16().float() if dtype == "bf16" else values
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    assert [key for key, values in wanted.items() if not torch.equal(found[key], values)] == []

@@ -1,0 +1,136 @@
+"""What ranks of `support.pool` do to compare zoo's AdamW with megatron-core's own optimizer around PyTorch's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def separate_masters(away: bool) -> Iterator[None]:
+    """Optimizers built and stepped here are megatron-core's: fp32 copies of bf16 weights, PyTorch's AdamW.
+
+    Args:
+        away: weights are the copies rounded with ties away from zero, where megatron-core rounds ties to even.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from zoo.engine.megatron import inner_optimizer
+    from zoo.nn.adamw.state import split
+
+    def round_away(optimizer: Any) -> None:
+        for group in zip(
+            optimizer.shard_float16_groups, optimizer.shard_fp32_from_float16_groups, strict=True
+        ):
+            for weight, master in zip(*group, strict=True):
+                weight.data.copy_(split(master.detach())[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inner_optimizer, "build", lambda config, inner, make: make())
+        if away:
+            patch.setattr(DistributedOptimizer, "_copy_main_params_to_model_params", round_away)
+        yield
+
+
+def follow(
+    rank: int, size: int, overrides: tuple[str, ...], steps: int, how: str
+) -> tuple[list[float], list[str]]:
+    """This rank's loss and a digest of its weights in each step of a run, whose batches are random.
+
+    Args:
+        how: "zoo", or "separate" or "separate, away" for megatron-core's optimizer (`separate_masters`).
+    """
+    if how == "zoo":
+        return _follow(size, overrides, steps)
+    with separate_masters(away=how.endswith("away")):
+        return _follow(size, overrides, steps)
+
+
+def _follow(size: int, overrides: tuple[str, ...], steps: int) -> tuple[list[float], list[str]]:
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.run import Run
+
+    fixed = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
+    recipe = validate(load_recipe("qwen3_vl_sft", [*fixed, *overrides]), size)
+    losses, digests = [], []
+    with interrupts() as stop, world(recipe) as here:
+        run = Run(recipe, here, stop, Startup("imports"))
+        run._build()
+        optimizer, scheduler, chunks = run.trainable.optimizer, run.trainable.scheduler, run.trainable.chunks
+        for _ in range(steps):
+            for chunk in chunks:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            found = run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+            scheduler.step(increment=1)
+            optimizer.step()
+            losses.append(sum(float(one["nll"]) for one in found))
+            digests.append(digest([p for chunk in chunks for p in chunk.parameters()]))
+        run.loader.close()
+    return losses, digests
+
+
+def digest(tensors: list[Tensor]) -> str:
+    """SHA-256 of the tensors' bytes."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """What a rank holds of a tensor of a checkpoint, whose whole shape is `shape`."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Tensor
+
+
+def held_after_loading(
+    rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str
+) -> list[Rectangle]:
+    """What a rank would write once it has loaded the checkpoint of its run's folder: weights and optimizer state."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.checkpoint.contents import to_write
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.run import Run
+
+    fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
+    recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
+    with interrupts() as stop, world(recipe) as here:
+        run = Run(recipe, here, stop, Startup("imports"))
+        assert run.resume_from is not None
+        run._build()
+        pieces = to_write(run.trainable, here).pieces
+        run.loader.close()
+        return [Rectangle(p.key, p.shape, p.offsets, p.read().detach().clone().view(p.sizes)) for p in pieces]
+
+
+def assembled(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, Tensor]:
+    """The whole tensors of what all ranks hold; every element is held once."""
+    found: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for one in (one for each in ranks for one in each):
+        whole = found.setdefault(one.key, torch.zeros(one.shape, dtype=one.values.dtype))
+        place = tuple(slice(o, o + n) for o, n in zip(one.offsets, one.values.shape, strict=True))
+        whole[place] = one.values
+        counts[one.key] = counts.get(one.key, 0) + one.values.numel()
+    assert counts == {key: whole.numel() for key, whole in found.items()}
+    return found
