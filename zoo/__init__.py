@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from zoo.engine.tools.convert import convert
     from zoo.engine.tools.score import score
     from zoo.engine.tools.verify import verify
+    from zoo.runs.page import report
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "convert",
     "load_recipe",
     "plan",
+    "report",
     "score",
     "train",
     "verify",
@@ -77,6 +79,7 @@ _WHERE = {
     "convert": ("zoo.engine.tools.convert", "convert"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
     "plan": ("zoo.engine.planning.plan", "plan"),
+    "report": ("zoo.runs.page", "report"),
     "score": ("zoo.engine.tools.score", "score"),
     "train": ("zoo.engine.launch.launcher", "launch"),
     "verify": ("zoo.engine.tools.verify", "verify"),

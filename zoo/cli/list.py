@@ -1,7 +1,10 @@
 """
 usage: zoo list [--json]
+       zoo list runs [FOLDER] [--json]
 
 Shows model families with what they read, their sizes and the parallelism that tests prove, recipes, hardware.
+
+With `runs` it shows the run folders beneath FOLDER (default: runs) with their state, step, loss and score.
 """
 
 from __future__ import annotations
@@ -17,10 +20,23 @@ from zoo.errors import UserError
 def run(arguments: Sequence[str]) -> int:
     """Print what there is, as a table or as JSON."""
     flags, rest = split_flags(arguments, ("--json",))
+    if rest[:1] == ["runs"] and len(rest) <= 2:
+        return _runs(rest[1] if len(rest) == 2 else "runs", "--json" in flags)
     if rest:
-        raise UserError(f"{rest[0]}: zoo list takes --json and nothing else")
+        raise UserError(f"{rest[-1]}: zoo list takes --json, or runs and a folder")
     found = catalogue()
     print(json.dumps(found, indent=2) if "--json" in flags else _table(found))
+    return 0
+
+
+def _runs(folder: str, as_json: bool) -> int:
+    from zoo.runs.listing import find_runs, table
+
+    found = find_runs(folder)
+    if as_json:
+        print(json.dumps([run.to_json() for run in found], indent=2))
+    else:
+        print(table(found) if found else f"no runs in {folder}")
     return 0
 
 

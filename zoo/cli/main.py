@@ -24,6 +24,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "list": ("zoo.cli.list", "show model families, recipes, sizes and hardware overlays"),
     "show": ("zoo.cli.show", "show a resolved recipe, or every key there is"),
     "plan": ("zoo.cli.plan", "parameters, memory and FLOPs of a run before it is launched"),
+    "report": ("zoo.cli.report", "a page about a run, or several compared"),
     "inspect": ("zoo.cli.inspect", "real packed rows as a picture and a page; lengths and padding"),
     "convert": ("zoo.cli.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.verify", "compare two checkpoints, tensors and log-probabilities"),

@@ -62,7 +62,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["--verison"], "--verison: no such option; nearest: zoo --version"),
         (["show", "--shema"], "--shema: no such option; nearest: --schema"),
         (["list", "--jsn"], "--jsn: no such option; nearest: --json"),
-        (["list", "all"], "all: zoo list takes --json and nothing else"),
+        (["list", "all"], "all: zoo list takes --json, or runs and a folder"),
         (
             ["bench"],
             "zoo bench: name what to measure: zoo bench train | plot | packing | balance | data | convert | saves | soak",

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from zoo.engine.report.result import records
 from zoo.files import replaced
 
 
 def plot_losses(folder: Path) -> Path | None:
     """Draw `folder`/plots/loss.png from its train.jsonl; returns the file, or None where no step was logged."""
-    records = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [r for r in records if "event" not in r]
-    evals = [r for r in records if r.get("event") == "eval"]
+    steps: list[dict[str, Any]] = []
+    evals: list[dict[str, Any]] = []
+    for record in records(folder):
+        if "event" not in record:
+            steps.append({key: record[key] for key in ("step", "loss", "skipped") if key in record})
+        elif record["event"] == "eval":
+            evals.append(record)
     if not steps:
         return None
     import matplotlib
@@ -38,9 +45,10 @@ def plot_losses(folder: Path) -> Path | None:
 
 def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
     good = [r for r in steps if "skipped" not in r]
-    x, y = [r["step"] for r in good], [r["loss"] for r in good]
+    x = [r["step"] for r in good]
+    y = [math.nan if r["loss"] is None else r["loss"] for r in good]
     axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
-    axis.plot(x, _smooth(y), color="tab:blue", linewidth=2, label="training, smoothed")
+    axis.plot(x, smoothed(y), color="tab:blue", linewidth=2, label="training, smoothed")
     if len(good) < len(steps):
         axis.plot(
             [r["step"] for r in steps if "skipped" in r], [0] * (len(steps) - len(good)), "x", color="tab:red",
@@ -75,8 +83,15 @@ def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
     axis.legend()
 
 
-def _smooth(values: list[float]) -> list[float]:
-    """Mean over a centred window of a twentieth of the steps, cut off at both ends."""
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Mean over a centred window of a twentieth of the values, cut off at both ends; values that are not finite don't count."""
     reach = len(values) // 40
-    windows = (values[max(i - reach, 0) : i + reach + 1] for i in range(len(values)))
-    return [sum(window) / len(window) for window in windows]
+    finite = [value if math.isfinite(value) else 0.0 for value in values]
+    sums = [0.0, *accumulate(finite)]
+    counts = [0, *accumulate(math.isfinite(value) for value in values)]
+    means = []
+    for index in range(len(values)):
+        first, end = max(index - reach, 0), min(index + reach + 1, len(values))
+        count = counts[end] - counts[first]
+        means.append((sums[end] - sums[first]) / count if count else math.nan)
+    return means

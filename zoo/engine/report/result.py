@@ -77,10 +77,15 @@ def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of `train.jsonl`: steps, and events by `event`."""
+    """The lines of `train.jsonl`, one at a time: steps, and events by `event`; half-written lines are left out."""
     log = Path(run_dir) / "train.jsonl"
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        try:
-            yield json.loads(line)
-        except ValueError:  # a line that a killed run left half-written
-            continue
+    if not log.is_file():
+        return
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:  # a line that a killed run left half-written
+                continue
+            if isinstance(record, dict):
+                yield record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 from zoo.config.compose import is_saved_recipe
 from zoo.config.locate import checkpoints, step_of
 from zoo.engine.checkpoint.progress import saving
-from zoo.engine.report.result import read_summary
+from zoo.engine.report.result import read_summary, records
 from zoo.engine.report.run_log import clock
 from zoo.engine.watchdog.health import read_health
 from zoo.errors import UserError
@@ -76,21 +75,19 @@ def read_status(path: str | Path) -> RunStatus:
         raise UserError(f"{folder}: no such folder; wanted a run folder, as run.dir names it")
     if not is_run(folder):
         raise UserError(f"{folder} is no run folder: it holds no train.jsonl; wanted one that run.dir names")
-    records = _records(folder / "train.jsonl")
-    steps = {r["step"]: r for r in records if "event" not in r and "step" in r}
-    last = steps[max(steps)] if steps else {}
+    events, recent = _read(folder)
+    last = recent[-1] if recent else {}
     # The first step after a start is not typical: kernels are built, caches are filled.
-    recent = [steps[step] for step in sorted(steps)[-_RECENT:]]
-    recent = recent[1:] if len(recent) > 1 and len(recent) < _RECENT else recent
+    recent = recent[1:] if 1 < len(recent) < _RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     health, summary = read_health(folder), read_summary(folder) or {}
-    state, why = _state(records, health, summary)
+    state, why = _state(events, last, health, summary)
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
-    total, step = _total(records, summary), max(steps, default=0)
+    total, step = _total(events, summary), last.get("step", 0)
     saved = checkpoints(folder)
     under_way = saving(folder)
-    evals = [r for r in records if r.get("event") == "eval"]
+    evals = [r for r in events if r["event"] == "eval"]
     return RunStatus(
         run_dir=str(folder),
         state=state,
@@ -108,33 +105,35 @@ def read_status(path: str | Path) -> RunStatus:
         checkpoint=str(saved[-1]) if saved else None,
         saving=f"step {under_way.step}, {under_way}" if live and under_way else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
-        starts=sum(r.get("event") in ("start", "resume") for r in records),
-        skipped_steps=sum(r.get("event") == "skip" for r in records),
-        slow_steps=dict(Counter(r["cause"] for r in records if r.get("event") == "slow_step")),
-        bad_rows=next((r["counts"] for r in records[::-1] if r.get("event") == "rows_left_out"), {}),
+        starts=sum(r["event"] in ("start", "resume") for r in events),
+        skipped_steps=sum(r["event"] == "skip" for r in events),
+        slow_steps=dict(Counter(r["cause"] for r in events if r["event"] == "slow_step")),
+        bad_rows=next((r["counts"] for r in events[::-1] if r["event"] == "rows_left_out"), {}),
         ranks=health["ranks"] if health and (live or state in ("failed", "gone")) else [],
         health_age=health["age"] if health else None,
     )
 
 
-def _records(log: Path) -> list[dict[str, Any]]:
-    """Lines of train.jsonl, without one that is half-written."""
-    found = []
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Events, and the last steps in order, of which there may be a million in train.jsonl."""
+    events: list[dict[str, Any]] = []
+    last: dict[int, dict[str, Any]] = {}
+    for record in records(folder):
+        if "event" in record:
+            events.append(record)
+        elif isinstance(record.get("step"), int):
+            last.pop(record["step"], None)  # a step that was repeated comes last
+            last[record["step"]] = record
+            if len(last) > _RECENT:
+                del last[next(iter(last))]
+    return events, [last[step] for step in sorted(last)]
 
 
 def _state(
-    records: list[dict[str, Any]], health: dict[str, Any] | None, summary: dict[str, Any]
+    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, summary: dict[str, Any]
 ) -> tuple[str, str | None]:
     """What the run is doing or how it ended, and why."""
-    turns = [r for r in records if r.get("event") in ("start", "resume", "end")]
+    turns = [r for r in events if r["event"] in ("start", "resume", "end")]
     ended = turns[-1] if turns and turns[-1]["event"] == "end" else None
     if (
         health is not None
@@ -151,7 +150,7 @@ def _state(
         return (reason, None) if reason in known else ("failed", ended.get("message") or reason)
     if summary and health is None:  # of an earlier zoo, whose log has no last line
         return ("interrupted" if summary.get("interrupted") else "finished"), None
-    if not turns and not records:
+    if not events and not last:
         return "gone", "it has not come to its first step, and no process of it is there"
     return "gone", "it has not recorded how it ended, and no process of it is there"
 
@@ -165,10 +164,8 @@ def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
     return statistics.median(r["step_ms"] for r in recent) / 1e3 if recent else None
 
 
-def _total(records: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
-    totals = [
-        r["total_steps"] for r in records if r.get("event") in ("start", "resume") and "total_steps" in r
-    ]
+def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
+    totals = [r["total_steps"] for r in events if r["event"] in ("start", "resume") and "total_steps" in r]
     return totals[-1] if totals else summary.get("total_steps")
 
 

@@ -1,0 +1,1 @@
+"""Runs after the fact: what their folders hold, compared on one page."""
