@@ -43,6 +43,7 @@ lint: env ## ruff, ruff format --check and mypy: all three run, and all must pas
 	$(PYTHON) -m ruff check . || status=1; \
 	$(PYTHON) -m ruff format --check . || status=1; \
 	sh scripts/typecheck.sh $(PYTHON) || status=1; \
+	$(PYTHON) scripts/check_test_calls.py || status=1; \
 	exit $$status
 
 format: env ## let ruff fix and format the code

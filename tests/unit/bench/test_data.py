@@ -40,4 +40,4 @@ def test_a_number_that_makes_no_sense_is_refused() -> None:
 def test_rows_are_measured_without_encoding_where_nothing_changes_them() -> None:
     report = bench_data.run(bench_data.Options(size="2b", **SMALL))
     assert report.known == 1.0 and report.measured > 1
-    assert "which told 100% of them" in bench_data.table(report)
+    assert "which gave the sizes of 100%" in bench_data.table(report)

@@ -21,7 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         size="tiny", longest=128, samples=4, passes=1, settings=("packed:2", "packed:4", "padded:2"),
         backends=("torch",), out=str(out),
     )  # fmt: skip
-    bench_train.run(options, tell=lambda line: None)
+    bench_train.run(options, on_line=lambda line: None)
     return out
 
 
