@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -84,8 +85,10 @@ def test_a_save_is_loaded_in_every_form(saved: Form, loaded: Form, pool: Pool, t
 
     def held(form: Form) -> dict[str, torch.Tensor]:
         overrides = (*form.keys, f"run.dir={tmp_path / 'run'}")
-        task = optimizer_tasks.held_after_loading
-        return optimizer_tasks.assembled(pool.run(form.ranks, task, overrides, RECIPE, SIZE, timeout=300.0))
+        arguments = (overrides, RECIPE, SIZE)
+        return optimizer_tasks.assembled(
+            pool.run(form.ranks, optimizer_tasks.held, *arguments, timeout=300.0)
+        )
 
     before, after = held(saved), held(loaded)
     assert len(masters(before)) > 20
@@ -124,3 +127,33 @@ def rounded(values: torch.Tensor, dtype: str) -> torch.Tensor:
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert [key for key, values in wanted.items() if not torch.equal(found[key], values)] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "layout", "bucket"),
+    [(2, (), 0), (2, (), 100_000), (2, EP2, 0), (4, (*EP2, "parallel.pp=2"), 0)],
+    ids=["dp2", "dp2, beside the backward pass", "ep2", "ep2 pp2"],
+)
+def test_gradients_kept_in_bf16(
+    ranks: int, layout: tuple[str, ...], bucket: int, pool: Pool, tmp_path: Path
+) -> None:
+    """What the first update sees of two to four micro-batches a rank: each sum of two rounds to 8 bits, ranks' sums once."""
+    found = []
+    for dtype, at_once in (("fp32", 0), ("bf16", bucket)):
+        precision = ("engine.precision=bf16", f"train.main_grads_dtype={dtype}", "train.clip_grad=0")
+        overrides = (*SHORT, *layout, *precision, f"run.dir={tmp_path / dtype}")
+        arguments = (overrides, RECIPE, SIZE, 1, at_once)
+        held = optimizer_tasks.assembled(pool.run(ranks, optimizer_tasks.held, *arguments, timeout=300.0))
+        found.append(moments(held, "exp_avg"))
+    wanted, rounded = found
+    assert rounded.keys() == wanted.keys() and len(wanted) > 20
+    errors = {
+        key: float((rounded[key] - values).norm() / values.norm())
+        for key, values in wanted.items()
+        if values.any()
+    }
+    assert len(errors) > 20 and min(errors.values()) > 1e-5, "gradients are rounded"
+    assert median(errors.values()) < 4e-3
+    # What micro-batches give to the delta rule's few decay rates almost cancels out.
+    assert max(errors.values()) < 5e-2, max(errors, key=errors.__getitem__)

@@ -60,6 +60,20 @@ def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: 
         assert mean(shares) == pytest.approx(1.0, abs=limit), (stage, shares)
 
 
+@pytest.mark.slow
+def test_bytes_of_compact_state(pool: Pool, tmp_path: Path) -> None:
+    """Weights in bf16 and 16 bits more, moments of one and two bytes, gradients of two; activations are those of a GPU."""
+    keys = "train.exp_avg_dtype=fp8 train.exp_avg_sq_dtype=bf16 train.main_grads_dtype=bf16 parallel.ep=2"
+    overrides = ("size=tiny-moe", *ROW, "engine.precision=bf16", *keys.split())
+    recipe = validate(load_recipe("qwen3_vl_moe_sft", list(overrides)), 2)
+    model = model_of(recipe)
+    for held in pool.run(2, run_bytes, "qwen3_vl_moe_sft", overrides, str(tmp_path)):
+        plan = memory(model, recipe, held.rows[0], 2, fused=False)[0]
+        assert plan.weights == pytest.approx(held.weights, rel=0.01)
+        assert plan.grads == pytest.approx(held.grads, rel=0.01)
+        assert plan.optimizer == pytest.approx(held.optimizer, rel=0.01)
+
+
 def widest(plans: list[Memory], recipe: Recipe, stage: int) -> float:
     """Activations of as many rows as a stage holds at once, each planned as if all were like it; the most there are."""
     held = min(len(plans), max(1, round(in_flight(recipe, stage, len(plans)))))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from support.rank_tasks import reduced_as_on_a_gpu
 
 
 @contextmanager
@@ -67,19 +69,23 @@ def _follow(size: int, overrides: tuple[str, ...], steps: int) -> tuple[list[flo
     with interrupts() as stop, world(recipe) as here:
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
-        optimizer, scheduler, chunks = run.trainable.optimizer, run.trainable.scheduler, run.trainable.chunks
         for _ in range(steps):
-            for chunk in chunks:
-                chunk.train()
-                chunk.zero_grad_buffer()
-            optimizer.zero_grad()
-            found = run.train_step.forward_backward(run.train_step.fetch(), 1.0)
-            scheduler.step(increment=1)
-            optimizer.step()
-            losses.append(sum(float(one["nll"]) for one in found))
-            digests.append(digest([p for chunk in chunks for p in chunk.parameters()]))
+            losses.append(_step(run))
+            digests.append(digest([p for chunk in run.trainable.chunks for p in chunk.parameters()]))
         run.loader.close()
     return losses, digests
+
+
+def _step(run: Any) -> float:
+    """One step of a run, with megatron-core's own `step` of its optimizer; this rank's sum of losses."""
+    for chunk in run.trainable.chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    run.trainable.optimizer.zero_grad()
+    found = run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+    run.trainable.scheduler.step(increment=1)
+    run.trainable.optimizer.step()
+    return sum(float(one["nll"]) for one in found)
 
 
 def digest(tensors: list[Tensor]) -> str:
@@ -100,10 +106,20 @@ class Rectangle:
     values: Tensor
 
 
-def held_after_loading(
-    rank: int, size: int, overrides: tuple[str, ...], recipe_name: str, model_size: str
+def held(
+    rank: int,
+    size: int,
+    overrides: tuple[str, ...],
+    recipe_name: str,
+    model_size: str,
+    steps: int = 0,
+    bucket: int = 0,
 ) -> list[Rectangle]:
-    """What a rank would write once it has loaded the checkpoint of its run's folder: weights and optimizer state."""
+    """What a rank would write, weights and optimizer state, at the start of a run, or where it resumes, and so many steps on.
+
+    Args:
+        bucket: if any, gradients are reduced during the backward pass, as on a GPU, so many at once.
+    """
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
     from zoo.engine.checkpoint.contents import to_write
@@ -114,10 +130,12 @@ def held_after_loading(
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
     recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
-    with interrupts() as stop, world(recipe) as here:
+    as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else nullcontext()
+    with interrupts() as stop, world(recipe) as here, as_on_a_gpu:
         run = Run(recipe, here, stop, Startup("imports"))
-        assert run.resume_from is not None
         run._build()
+        for _ in range(steps):
+            _step(run)
         pieces = to_write(run.trainable, here).pieces
         run.loader.close()
         return [Rectangle(p.key, p.shape, p.offsets, p.read().detach().clone().view(p.sizes)) for p in pieces]

@@ -80,6 +80,17 @@ def run_layouts(rank: int, size: int, plan: Plan) -> list[Held]:
 
 def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
     """`run_layouts` with gradients reduced during the backward pass, as on a GPU, so many of them at once."""
+    with reduced_as_on_a_gpu(bucket, whole=True):  # as in `_schedule`
+        return run_layouts(rank, size, plan)
+
+
+@contextmanager
+def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
+    """Models wrapped meanwhile reduce gradients during the backward pass, so many at once.
+
+    Args:
+        whole: each rank gets all gradients, not its part alone.
+    """
     from zoo.engine.train import optimization
 
     wrap = optimization.wrap_ddp
@@ -90,12 +101,12 @@ def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
             patch.setattr(optimization, "BUCKET", bucket)
             wrapped = wrap(chunks, recipe)
         for chunk in wrapped:
-            chunk.force_all_reduce = True  # as in `_schedule`
+            chunk.force_all_reduce = whole
         return wrapped
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optimization, "wrap_ddp", wrap_as_on_a_gpu)
-        return run_layouts(rank, size, plan)
+        yield
 
 
 @contextmanager
@@ -430,15 +441,24 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
         trainable = run.trainable
         trainable.optimizer.step()
         buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        states = [part for one in optimizers(trainable.optimizer) for part in one.tensors()]
         return Bytes(
             weights=sum(p.nbytes for chunk in trainable.chunks for p in chunk.parameters()),
             grads=sum(buffer.grad_data.nbytes for buffer in buffers),
-            optimizer=sum(tensor.nbytes for tensor in states),
+            optimizer=sum(map(_state_bytes, optimizers(trainable.optimizer))),
             activations=live.peak,
             rows=[Row(b.lengths, b.num_labels, _media_rows(run.step, b.media)) for b in batches],
             pp_rank=here.pp_rank,
         )
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """Bytes that an AdamW of zoo's holds beside weights and gradients."""
+    held = []
+    for parameter, state in optimizer.state.items():
+        held += [] if parameter.dtype == torch.float32 else [state["master_param"]]
+        moments = [optimizer.moment(parameter, name) for name in ("exp_avg", "exp_avg_sq")]
+        held += [x for one in moments for x in (one.values, one.exponents) if x is not None]
+    return sum(tensor.nbytes for tensor in held)
 
 
 def _media_rows(step: Any, media: Any) -> dict[str, tuple[int, ...]]:

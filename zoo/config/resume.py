@@ -1,4 +1,4 @@
-"""What a recipe may say differently when a run is resumed: length, place, hardware, logging, and how AdamW's state is held.
+"""What a recipe may say differently when a run is resumed: length, place, hardware, logging, and how gradients and AdamW's state are held.
 
 Every key of the schema stands in one of the three lists below. A key that is not free has to be as the checkpoint's recipe
 had it, unless `run.accept_changes` names it or its section.
@@ -43,8 +43,12 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Keys of how AdamW's state is held, which a resumed run converts and reports, with what an earlier zoo's recipe meant.
-CONVERTED: dict[str, Any] = {"train.exp_avg_dtype": "fp32", "train.exp_avg_sq_dtype": "fp32"}
+# Keys of how gradients and AdamW's state are held, which may change and are reported, with what an earlier zoo's recipe meant.
+HELD: dict[str, Any] = {
+    "train.main_grads_dtype": "fp32",
+    "train.exp_avg_dtype": "fp32",
+    "train.exp_avg_sq_dtype": "fp32",
+}
 
 # Keys that decide what is trained, on what and how.
 FIXED: tuple[str, ...] = (
@@ -82,7 +86,7 @@ class Change:
 
 
 def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> list[Change]:
-    """The keys that may not change, or that a resume converts, and whose values differ from the recipe saved with a checkpoint.
+    """The keys that may not change, or are of how state is held, and whose values differ from the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
     have, as it is of an earlier zoo, is passed over.
@@ -102,7 +106,7 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
         elif not _same(key, old, new):
             planned = key == "train.global_batch" and "batch" in recipe.parallel.planned
             found.append(Change(key, old, new, free=planned))
-    for key, before in CONVERTED.items():
+    for key, before in HELD.items():
         old, new = _value(saved, key) if _has(saved, key) else before, _value(now, key)
         if old != new:
             found.append(Change(key, old, new, free=True))

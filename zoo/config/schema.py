@@ -123,6 +123,7 @@ class TrainConfig:
     eps: float = number(1e-8, above=0, most=1)  # AdamW
     exp_avg_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # how AdamW's first moment is held: fp32 | bf16 | fp8 (8 bits, 128 values share an exponent)
     exp_avg_sq_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # the same of the second moment
+    main_grads_dtype: str = choice("fp32", "fp32", "bf16")  # fp32 | bf16: how gradients are kept, and summed over micro-batches; ranks' are summed in fp32 either way; bf16 needs engine.precision=bf16
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = choice("stop", "stop", "skip")  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
     bad_steps: int = number(3, 1, 10**6)  # bad steps in a row at which on_bad_step=stop ends the run

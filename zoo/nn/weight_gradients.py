@@ -1,4 +1,4 @@
-"""Gradients of the decoder's linears, added to DDP's fp32 buffer by the matrix product that makes them.
+"""Gradients of the decoder's linears, added to DDP's buffer by the matrix product that makes them.
 
 Without it, each gradient is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
 apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own.
@@ -24,6 +24,11 @@ class _Products:
             total.addmm_(grad.t(), x)
         else:
             torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+
+    @staticmethod
+    def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, total: Tensor) -> None:
+        """The same into a total of half precision, which is rounded once."""
+        total.addmm_(grad.t(), x)
 
 
 def accumulate_in_place(chunks: list[Any]) -> int:

@@ -1,6 +1,6 @@
 """Bytes of a rank by kind, for every pipeline stage: weights, gradients, optimizer, activations.
 
-Gradients are kept in fp32; AdamW's two moments, and under bf16 the 16 bits that complete a weight to fp32, are shared out
+Gradients are kept in fp32 or bf16; AdamW's two moments, and under bf16 the 16 bits that complete a weight to fp32, are shared out
 over data-parallel ranks (Megatron-Core's distributed optimizer). Activations are those of the micro-batches in flight, and
 what the widest moment of the backward pass needs beside them.
 """
@@ -97,7 +97,7 @@ def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, flo
     state = optimizer_bytes(recipe)
     return (
         (mine.dense + mine.experts) * (2.0 if half else 4.0),
-        trained * float(FP32),
+        trained * (2.0 if recipe.train.main_grads_dtype == "bf16" else float(FP32)),
         state * (mine.trained_dense / replicas + mine.trained_experts / expert_replicas),
     )
 

@@ -149,6 +149,12 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         ),
         (
             1,
+            {"train.main_grads_dtype": "bf16", "engine.precision": "fp32"},
+            "train.main_grads_dtype=bf16 with engine.precision=fp32: gradients of fp32 weights are kept in fp32; leave "
+            "train.main_grads_dtype out, or set engine.precision=bf16",
+        ),
+        (
+            1,
             {"train.lr": 1e-6, "train.min_lr": 2e-5},
             "train.min_lr=2e-05 is above train.lr=1e-06: the rate falls from train.lr to train.min_lr; give a lower train.min_lr, 0 say",
         ),

@@ -19,6 +19,11 @@ TE_IN_FP32 = (
 
 
 def check_engine(recipe: Recipe) -> None:
+    if recipe.train.main_grads_dtype == "bf16" and recipe.engine.precision != "bf16":
+        raise ConfigError(
+            f"train.main_grads_dtype=bf16 with engine.precision={recipe.engine.precision}: gradients of fp32 weights are kept in "
+            f"fp32; leave train.main_grads_dtype out, or set engine.precision=bf16"
+        )
     if recipe.engine.fp8:
         _check_fp8(recipe)
     if recipe.engine.backend != "te":

@@ -333,7 +333,7 @@ AVOIDED = (
 
 def l2_norm(chunk: int, overflow: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
     """The norm (1,) of all tensors together, in the place of `local_multi_tensor_l2_norm`."""
-    norms = torch._foreach_norm(tensors[0])
+    norms = torch._foreach_norm(tensors[0], 2, dtype=torch.float32)  # of bf16 ones, too
     return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
 
 

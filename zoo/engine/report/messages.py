@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.entries import parse_entry
-from zoo.config.resume import CONVERTED, Change
+from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 
@@ -45,10 +45,10 @@ def at_start(
 def at_change(changes: Sequence[Change]) -> Iterator[str]:
     """What a resumed run does otherwise than the recipe of its checkpoint."""
     for change in changes:
-        if change.key not in CONVERTED:
+        if change.key not in HELD:
             yield f"the recipe differs from the checkpoint's, as allowed: {change}"
-    if converted := [str(change) for change in changes if change.key in CONVERTED]:
-        yield f"the optimizer's state is converted: {'; '.join(converted)}"
+    if held := [str(change) for change in changes if change.key in HELD]:
+        yield f"the optimizer's state is converted to what this recipe holds: {'; '.join(held)}"
 
 
 def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:

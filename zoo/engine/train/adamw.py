@@ -139,14 +139,6 @@ class AdamW(torch.optim.Optimizer):
         """`exp_avg` or `exp_avg_sq` of a parameter that has a state, as it is held."""
         return self._moments[parameter][MOMENTS.index(name)]
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Everything that is held beside weights and gradients."""
-        for parameter, moments in self._moments.items():
-            if parameter.dtype == torch.bfloat16:
-                yield self.state[parameter][MASTER]
-            for moment in moments:
-                yield from (moment.values, *([] if moment.exponents is None else [moment.exponents]))
-
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters and the number of updates; tensors are asked for one by one."""
         groups = [

@@ -18,21 +18,26 @@ BUCKET = 40_000_000  # gradients that are reduced at once while the backward pas
 
 
 def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
-    """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer."""
+    """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer.
+
+    Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once.
+    """
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu, half = torch.cuda.is_available(), recipe.train.main_grads_dtype == "bf16"
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=not half,
+        reduce_scatter_with_fp32_accumulation=half,
         use_distributed_optimizer=True,
         overlap_grad_reduce=on_gpu,
         overlap_param_gather=False,
         bucket_size=BUCKET if on_gpu else None,
     )
+    inner_optimizer.forget_reduce_scatter()
     wrapped: list[Any] = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

@@ -13,7 +13,7 @@ def test_a_converted_optimizer_state_is_one_sentence() -> None:
     allowed, converted = at_change(changes)
     assert "as allowed: train.lr" in allowed
     assert converted == (
-        "the optimizer's state is converted: train.exp_avg_dtype: fp32 there, fp8 here; "
+        "the optimizer's state is converted to what this recipe holds: train.exp_avg_dtype: fp32 there, fp8 here; "
         "train.exp_avg_sq_dtype: fp32 there, bf16 here"
     )
     assert list(at_change([])) == []
