@@ -64,7 +64,12 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_size_on_every_machine": 60,
         "test_a_plan_in_numbers": 2,
         "test_a_model_that_cannot_fit_is_refused_with_a_fix": 2,
+        "test_published_models_fit_whole": 8,
+        "test_a_plan_says_what_each_measure_saves": 0,
+        "test_layers_that_stages_do_not_divide": 0,
     },
+    "unit/planner/test_fits.py": {"test_a_line_of_the_tables": 5},
+    "unit/planner/test_speed.py": {"*": 0},
     "unit/planner/test_measured.py": {"test_peak_of_a_step": 12},
     "unit/engine/report/test_startup_time.py": {"test_a_run_says_where_its_first_seconds_went": 0},
     "unit/engine/distributed/test_object_group.py": {

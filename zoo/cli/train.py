@@ -89,10 +89,11 @@ def _planned(before: Recipe, after: Recipe) -> str:
 
     shown = []
     for name in before.parallel.plan:
-        section, _, key = PLANNED_KEYS.get(name, f"parallel.{name}").partition(".")
-        old, new = (getattr(getattr(recipe, section), key) for recipe in (before, after))
-        if new != old:
-            shown.append(f"{section}.{key}={new}")
+        for full in PLANNED_KEYS.get(name, (f"parallel.{name}",)):
+            section, _, key = full.partition(".")
+            old, new = (getattr(getattr(recipe, section), key) for recipe in (before, after))
+            if new != old:
+                shown.append(f"{full}={new}")
     return " ".join(shown) or "nothing has to be cut"
 
 

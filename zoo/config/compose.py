@@ -42,7 +42,12 @@ __all__ = [
 ]
 
 # The keys that names of parallel.plan stand for; the others are keys of parallel.
-PLANNED_KEYS = {"recompute": "engine.recompute", "batch": "train.global_batch"}
+PLANNED_KEYS = {
+    "pp": ("parallel.pp", "parallel.stage_layers"),
+    "recompute": ("engine.recompute",),
+    "memory": ("train.exp_avg_dtype", "train.exp_avg_sq_dtype"),
+    "batch": ("train.global_batch",),
+}
 
 _LONGEST_CHAIN = 16  # files that stand on each other by `base:`
 
@@ -246,7 +251,7 @@ def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
     given = {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}
     for key in ("plan", "planned"):
         names = tree.parallel[key]
-        left = [name for name in names if PLANNED_KEYS.get(name, f"parallel.{name}") not in given]
+        left = [name for name in names if given.isdisjoint(PLANNED_KEYS.get(name, (f"parallel.{name}",)))]
         set_key(tree, f"parallel.{key}", left)
 
 

@@ -65,7 +65,7 @@ class ParallelConfig:
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
     plan: list[str] = field(
         default_factory=list
-    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, batch
+    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), batch
     planned: list[str] = field(default_factory=list)  # keys that planning has chosen; a run writes it
 
 

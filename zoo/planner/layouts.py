@@ -1,7 +1,7 @@
-"""The parallel sizes and recompute that cost least time among those under which a model fits a machine.
+"""The parallel sizes, pipeline stages and memory measures that cost least time among those under which a model fits a machine.
 
-What a choice costs is a rough share of a step's time, known from experience rather than measured: enough to prefer
-replicas over cutting the model, cuts within a node over stages, and all of that over computing twice.
+Time is `zoo.planner.speed`'s estimate. Measures that save memory come from cheap to dear by the time that they take, or by
+the share of it in `ACCURACY` that a plan would rather give up than hold AdamW's moments in fewer bits.
 """
 
 from __future__ import annotations
@@ -9,28 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log2
 
 from zoo.config.checks.layout import check_layout
-from zoo.config.derived import data_parallel, num_experts
+from zoo.config.derived import data_parallel, num_experts, stage_layers, text_config
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
 from zoo.planner.memory import Model, fixed, memory
+from zoo.planner.speed import Speed
 
 # The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
-_PER_DOUBLING = {"tp": 0.08, "cp": 0.06, "ep": 0.05}
-_RECOMPUTE = {"none": 1.0, "selective": 1.15, "full": 1.33}
+RECOMPUTE = ("none", "selective", "full")
+ACCURACY = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
+_ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
 _MOST_NODES = 128
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and its share of time lost."""
+    """A layout and its time."""
 
     recipe: Recipe
-    time: float  # of the same step without any cut, 1.0
+    time: float  # seconds of a row, by all ranks together
 
 
 def room(recipe: Recipe) -> float | None:
@@ -52,17 +53,17 @@ def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
     """
     if not recipe.parallel.plan:
         return recipe
-    found = _first_fit(model, recipe, ranks, row)
+    found = first_fit(model, recipe, ranks, row)
     if found is None:
-        _refuse_if_all_are_wrong(recipe, ranks)
+        _refuse_if_all_are_wrong(model, recipe, ranks, row)
         raise ConfigError(_what_would(model, recipe, ranks, row))
     return found
 
 
-def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
+def _refuse_if_all_are_wrong(model: Model, recipe: Recipe, ranks: int, row: Row) -> None:
     """ConfigError where no choice goes with the architecture and the batch, so that memory is not the cause."""
     refusal: ConfigError | None = None
-    for candidate in sorted(candidates(recipe, ranks), key=lambda candidate: candidate.time):
+    for candidate in sorted(candidates(model, recipe, ranks, row), key=lambda candidate: candidate.time):
         try:
             check_layout(candidate.recipe, ranks)
         except ConfigError as error:
@@ -75,9 +76,10 @@ def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
     )
 
 
-def _first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:
+def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | None:
+    """The recipe with the fastest choice that fits; None where none does."""
     limit = room(recipe)
-    for candidate in sorted(candidates(recipe, ranks), key=lambda candidate: candidate.time):
+    for candidate in sorted(candidates(model, recipe, ranks, row), key=lambda candidate: candidate.time):
         if limit is not None and fixed(model, candidate.recipe, ranks) > limit:
             continue
         try:
@@ -90,8 +92,34 @@ def _first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | N
     return None
 
 
-def candidates(recipe: Recipe, ranks: int) -> Iterator[Candidate]:
+def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:
     """Every choice of the keys to be planned, in no order; some may not go with the architecture."""
+    speed = Speed(model, row)
+    for layout in _layouts(recipe, ranks):
+        for staged in _with_stages(layout, speed):
+            for how in RECOMPUTE if "recompute" in recipe.parallel.plan else (recipe.engine.recompute,):
+                chosen = replace(staged, engine=replace(staged.engine, recompute=how))
+                seconds = speed.seconds(chosen, ranks)
+                for moments in _moments(model, recipe):
+                    held = _holding(chosen, moments) if moments else chosen
+                    yield Candidate(held, seconds * ACCURACY.get(moments or "", 1.0))
+
+
+def _moments(model: Model, recipe: Recipe) -> tuple[str | None, ...]:
+    """Formats of AdamW's moments to choose from; None: as they are given."""
+    if "memory" not in recipe.parallel.plan:
+        return (None,)
+    few = model.parameters.trained < _ADAPTERS * model.parameters.total
+    return (None,) if few else tuple(ACCURACY)
+
+
+def _holding(recipe: Recipe, moments: str) -> Recipe:
+    """The recipe with moments in that format."""
+    return replace(recipe, train=replace(recipe.train, exp_avg_dtype=moments, exp_avg_sq_dtype=moments))
+
+
+def _layouts(recipe: Recipe, ranks: int) -> Iterator[Recipe]:
+    """Parallel sizes, and the batch that goes with them."""
     plan, parallel = recipe.parallel.plan, recipe.parallel
     node = min(recipe.machine.gpus or ranks, ranks)
     powers = [2**power for power in range(11)]
@@ -106,7 +134,6 @@ def candidates(recipe: Recipe, ranks: int) -> Iterator[Candidate]:
     if not num_experts(recipe.model.arch):
         choices["ep"] = [1]
     sizes = [choices[name] if name in plan else [getattr(parallel, name)] for name in choices]
-    again = list(_RECOMPUTE) if "recompute" in plan else [recipe.engine.recompute]
     for tp, pp, cp, ep in product(*sizes):
         if ranks % (tp * pp * cp) or ranks % (parallel.etp * ep * pp):
             continue
@@ -117,26 +144,19 @@ def candidates(recipe: Recipe, ranks: int) -> Iterator[Candidate]:
         if "batch" in plan:
             unit = data_parallel(layout, ranks) * recipe.train.micro_batch
             batch = -(-batch // unit) * unit
-        for how in again:
-            chosen = replace(
-                layout,
-                engine=replace(recipe.engine, recompute=how),
-                train=replace(recipe.train, global_batch=batch),
-            )
-            yield Candidate(chosen, _time(chosen, ranks, node))
+        yield replace(layout, train=replace(recipe.train, global_batch=batch))
 
 
-def _time(recipe: Recipe, ranks: int, node: int) -> float:
-    """Share of time against a step without any cut."""
-    parallel = recipe.parallel
-    lost = sum(share * log2(getattr(parallel, name)) for name, share in _PER_DOUBLING.items())
-    beyond = max(parallel.tp * parallel.cp, parallel.ep) / node
-    lost += 0.3 * log2(beyond) if beyond > 1 else 0.0  # exchanges that leave the node
-    micro_batches = max(
-        1, recipe.train.global_batch // data_parallel(recipe, ranks) // recipe.train.micro_batch
-    )
-    bubble = (parallel.pp - 1) / (micro_batches * parallel.vpp)
-    return (1 + lost) * (1 + bubble) * _RECOMPUTE[recipe.engine.recompute]
+def _with_stages(layout: Recipe, speed: Speed) -> Iterator[Recipe]:
+    """The layout with even pipeline stages and, where pp is planned, with fewer layers beside towers and head."""
+    yield layout
+    parallel, layers = layout.parallel, text_config(layout.model.arch).get("num_hidden_layers") or 0
+    stages = parallel.pp * parallel.vpp
+    if parallel.pp == 1 or "pp" not in parallel.planned or parallel.stage_layers or layers < stages:
+        return
+    balanced = speed.balanced(layout, layers)
+    if balanced != stage_layers(layout, layers):
+        yield replace(layout, parallel=replace(parallel, stage_layers=balanced))
 
 
 def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
@@ -171,7 +191,7 @@ def _smaller_row(model: Model, recipe: Recipe, ranks: int, row: Row) -> int | No
             {name: _cut(items, halvings) for name, items in row.media.items()},
         )
         small = replace(recipe, packing=replace(recipe.packing, budget=budget))
-        if _first_fit(model, small, ranks, less):
+        if first_fit(model, small, ranks, less):
             return budget
     return None
 
@@ -186,6 +206,6 @@ def _larger_machine(model: Model, recipe: Recipe, ranks: int, row: Row) -> str |
     while nodes <= _MOST_NODES:
         gpus, nodes = (gpus * 2, nodes) if gpus < 8 else (gpus, nodes * 2)
         larger = replace(recipe, machine=replace(machine, gpus=gpus, nodes=nodes))
-        if _first_fit(model, larger, gpus * nodes, row):
+        if first_fit(model, larger, gpus * nodes, row):
             return f"{gpus * nodes} such GPUs{f' ({nodes} nodes of {gpus})' if nodes > 1 else ''}"
     return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from zoo.config.schema import Recipe
@@ -32,6 +33,11 @@ class Model:
     kinds: Sequence[tuple[bool, bool]]  # (linear attention, experts) of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
     mtp: int = 0  # layers of multi-token prediction
+
+    @cached_property
+    def trained_parts(self) -> frozenset[str]:
+        """Parts of the model that have weights that are trained."""
+        return frozenset(weights.part for weights in self.parameters.weights if weights.trained)
 
 
 @dataclass(frozen=True)
@@ -159,7 +165,7 @@ def _layers(kept: Kept, layers: Sequence[tuple[bool, bool]], recompute: str) -> 
 def _first(kept: Kept, model: Model) -> float:
     """What embedding and towers keep."""
     towers: Mapping[str, TowerCost] = model.cost.towers
-    trained = {weights.part for weights in model.parameters.weights if weights.trained}
+    trained = set(model.trained_parts)
     trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
     media = {name: items for name, items in kept.row.media.items() if items and name in trained}
     sums = sum(kept.tower(towers[name], items) for name, items in media.items())

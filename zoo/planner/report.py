@@ -8,10 +8,11 @@ from typing import Any
 from zoo.config.derived import data_parallel
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
-from zoo.packing.cost import train_factor
 from zoo.planner.activations import Row
 from zoo.planner.layouts import room
+from zoo.planner.measures import Measure, measures
 from zoo.planner.memory import Memory, Model, memory
+from zoo.planner.speed import factor
 
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -29,6 +30,7 @@ class Plan:
     step: dict[str, float]  # FLOPs of an optimizer step, over all ranks, by part
     row: Row
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
+    measures: list[Measure]  # what saves memory, from cheap to dear
 
     @property
     def seconds(self) -> float | None:
@@ -57,7 +59,11 @@ class Plan:
             "gpu": _gpu(self.recipe),
             "ranks": self.ranks,
             "parallel": {name: getattr(parallel, name) for name in _LAYOUT}
-            | {"sp": bool(parallel.sp), "dp": data_parallel(self.recipe, self.ranks)},
+            | {
+                "stage_layers": parallel.stage_layers,
+                "sp": bool(parallel.sp),
+                "dp": data_parallel(self.recipe, self.ranks),
+            },
             "recompute": self.recipe.engine.recompute,
             "precision": self.recipe.engine.precision,
             "global_batch": self.recipe.train.global_batch,
@@ -68,6 +74,8 @@ class Plan:
             },
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.room,
+            "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
+            "measures": [measure.as_dict() for measure in self.measures],
             "fits": self.fits,
             "row": {
                 "tokens": self.row.total,
@@ -113,49 +121,26 @@ def make_plan(
         step={name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()},
         row=row,
         room=limit if limit is not None else room(recipe),
+        measures=measures(model, recipe, row, ranks, fused=fused),
     )
-
-
-def factor(model: Model, recipe: Recipe, part: str) -> float:
-    """FLOPs of training a part over those of its forward pass."""
-    trained = {weights.part for weights in model.parameters.weights if weights.trained}
-    if part in model.cost.towers:
-        adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
-        return train_factor(frozen=part not in trained, first=not adapted)
-    names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
-    behind = set(model.cost.towers) | {
-        "embedding",
-        "projector",
-        "adapters",
-    }  # what the decoder's gradient goes to
-    again = {"none": 0.0, "selective": _recomputed(model), "full": 1.0}[recipe.engine.recompute]
-    return train_factor(
-        frozen=not trained & set(names),
-        first=part == "decoder" and not trained & behind,
-        recomputed=again if part == "decoder" else 0.0,
-    )
-
-
-def _recomputed(model: Model) -> float:
-    """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
-    text, share = model.text, 0.0
-    for _, sparse in model.kinds:
-        width = text.num_experts_per_tok * text.moe_intermediate_size if sparse else text.intermediate_size
-        share += 6.0 * text.hidden_size * width
-    return min(1.0, share / model.cost.decoder.per_token)
 
 
 def table(plan: Plan) -> str:
     """The plan in a few lines."""
     found = plan.as_dict()
-    layout = " ".join(f"{name}={size}" for name, size in found["parallel"].items() if size not in (1, False))
-    gpu = find_gpu(plan.recipe.machine.gpu or "")
+    layout = " ".join(
+        f"{name}={size}"
+        for name, size in found["parallel"].items()
+        if size not in (1, False) and name != "stage_layers"
+    )
+    gpu, given = find_gpu(plan.recipe.machine.gpu or ""), plan.recipe.parallel.stage_layers
+    stages = f"  layers {'+'.join(map(str, given))}" if given else ""
     unit, size = ("GB", 1e9) if plan.worst.total >= 1e9 else ("MB", 1e6)
     lines = [
         f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
         *([f"{gpu.name}: {gpu.about()}"] if gpu else []),
         f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
-        f"recompute={found['recompute']}  {found['precision']}  global_batch={found['global_batch']}",
+        f"recompute={found['recompute']}{stages}  {found['precision']}  global_batch={found['global_batch']}",
         "",
         f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
@@ -171,6 +156,7 @@ def table(plan: Plan) -> str:
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.room is not None:
         lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
+        lines += [_measures(plan, taken) for taken in (True, False) if _measures(plan, taken)]
     row = found["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
     samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"
@@ -191,6 +177,12 @@ def table(plan: Plan) -> str:
             f"  {plan.seconds:.3g} s a step at the GPUs' peak, {plan.seconds / 0.4:.3g} s at 40 % MFU"
         )
     return "\n".join(lines)
+
+
+def _measures(plan: Plan, taken: bool) -> str:
+    """One line: measures that are taken, or not, with their GB; "" without any."""
+    shown = [f"{one.name} {one.bytes / 1e9:.1f}" for one in plan.measures if one.taken == taken]
+    return f"  {'saves GB:' if taken else 'would save GB:'} {', '.join(shown)}" if shown else ""
 
 
 def _flops(number: float) -> str:

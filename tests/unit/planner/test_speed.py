@@ -1,0 +1,71 @@
+"""What the planner ranks layouts by, against runs in docs/benchmarks: tokens a second, and one layout over another."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zoo
+from zoo.bench.training.receipts import receipts
+from zoo.bench.training.train import Options, bench_recipe
+from zoo.config.derived import data_parallel
+from zoo.config.validate import validate
+from zoo.engine.planning.plan import model_of
+from zoo.planner.activations import Row
+from zoo.planner.speed import Speed
+from zoo.registry import get_family
+
+RESULTS = Path(zoo.__file__).parents[1] / "docs/benchmarks"
+
+
+def result_of(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def tokens_per_second(result: dict[str, Any]) -> tuple[float, float]:
+    """Estimated and measured, of the first setting of a result."""
+    line = next(line for line in result["lines"] if line["way"] == "row" and line["backend"] == "torch")
+    keys = [text for text in result["overrides"] if text.startswith("parallel.")]
+    recipe = bench_recipe(
+        Options(recipe=result["recipe"], size=result["size"], layers=result["layers"]), keys
+    )
+    recipe = recipe.replace(
+        {
+            "engine.precision": "bf16",
+            "packing.budget": line["number"],
+            "machine.gpus": line["ranks"],
+            "machine.gpu": "h200",
+            "train.global_batch": data_parallel(recipe, line["ranks"]),
+        }
+    )
+    recipe = validate(recipe, line["ranks"])
+    config = get_family(recipe.model.family).load("config").from_arch(dict(recipe.model.arch))
+    tokens, some = line["real_tokens_per_step"] / data_parallel(recipe, line["ranks"]), []
+    for sample in receipts(config, result["samples"], result["longest"]):
+        if sum(one.length for one in some) + sample.length <= tokens:
+            some.append(sample)
+    labels = sum(sample.num_labels for sample in some)
+    patches = tuple(float(grid.prod()) for sample in some for grid in sample.media["image_grid_thw"])
+    row = Row(tuple(sample.length for sample in some), labels, {"vision": patches})
+    seconds = Speed(model_of(recipe), row).seconds(recipe, line["ranks"])
+    return row.total / seconds, line["real_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
+    "name", ["h200-row-1gpu", "h200-row-2gpus", "h200-row-4gpus", "h200-row-cp2", "h200-row-tp2cp2"]
+)
+def test_tokens_a_second(name: str) -> None:
+    estimated, measured = tokens_per_second(result_of(name))
+    assert estimated == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("cut", "whole"), [("h200-moe-ep4", "h200-moe-4gpus-ep1"), ("h200-moe-ep2", "h200-moe-ep1")]
+)
+def test_experts_shared_out_over_experts_on_every_rank(cut: str, whole: str) -> None:
+    (estimated, measured), (of_whole, measured_whole) = (
+        tokens_per_second(result_of(name)) for name in (cut, whole)
+    )
+    assert estimated / of_whole == pytest.approx(measured / measured_whole, rel=0.05)

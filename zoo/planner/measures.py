@@ -1,0 +1,67 @@
+"""What saves memory, from cheap to dear: what a recipe has of it, and what each saves or would save on the fullest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.planner.activations import Row
+from zoo.planner.memory import Model, memory, optimizer_bytes
+
+_MOMENTS = ("fp32", "bf16", "fp8")
+_RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure, and bytes of the fullest rank that it saves, or would save where it is not taken."""
+
+    name: str
+    taken: bool
+    bytes: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"name": self.name, "taken": self.taken, "bytes": self.bytes}
+
+
+def measures(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Measure]:
+    """All measures that there are for a recipe; a weaker form of one that is taken is left out."""
+    worst = max(memory(model, recipe, row, ranks, fused=fused), key=lambda stage: stage.total)
+    now, found = worst.total, []
+    if recipe.engine.precision == "bf16":  # weights hold the upper half of their fp32 values
+        found.append(Measure("split master weights", True, worst.optimizer * 2 / optimizer_bytes(recipe)))
+    for name, taken, other in _others(recipe):
+        need = _total(model, other, row, ranks, fused)
+        found.append(Measure(name, taken, max(0.0, need - now if taken else now - need)))
+    return [measure for measure in found if measure.bytes]
+
+
+def _total(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool) -> float:
+    return max(stage.total for stage in memory(model, recipe, row, ranks, fused=fused))
+
+
+def _others(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
+    """Each measure's name, whether the recipe has it, and the recipe without it if so, else with it."""
+    have = _MOMENTS.index(recipe.train.exp_avg_sq_dtype), _RECOMPUTE.index(recipe.engine.recompute)
+    ladder = (
+        ("moments in bf16", 0, 1),
+        ("selective recompute", 1, 1),
+        ("moments in 8 bits", 0, 2),
+        ("full recompute", 1, 2),
+    )
+    for name, kind, level in ladder:
+        if have[kind] > level:
+            continue
+        taken = have[kind] == level
+        yield name, taken, _at(recipe, kind, 0 if taken else level)
+
+
+def _at(recipe: Recipe, kind: int, level: int) -> Recipe:
+    if kind:
+        return recipe.replace({"engine.recompute": _RECOMPUTE[level]})
+    return recipe.replace(
+        {f"train.{name}": _MOMENTS[level] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
+    )

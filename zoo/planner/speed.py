@@ -1,0 +1,179 @@
+"""Seconds of a row under a layout: rough, but on the scale that measurements gave, to rank layouts by.
+
+Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set by runs in docs/benchmarks on H200s:
+
+    experts    a rank with few tokens an expert multiplies narrow matrices: the experts' FLOPs take 1 + FEW / tokens times as
+               long (adapters of 30B-A3B, all 48 layers: 9,353 tokens/s on one GPU with 512 tokens an expert, 9,832 on each of
+               four under EP 4 with 4,096)
+    ep         each token goes to its experts and back, forward and backward, and once more where they are recomputed, at
+               `EXCHANGE` bytes a second (six layers of 30B-A3B: EP 4 takes 39 ms longer than EP 1)
+    tp, cp     a share of the computing for each doubling, less for wider models (2B, rows of 32,768: CP 2, TP 2 x CP 2)
+    pp         the bubble, the slowest stage, and `PP` for rows that differ (not measured)
+    weights    each that a rank holds is read in every pass, at `READ` bytes a second
+
+Recompute is in the FLOPs. Beyond a node exchanges take place at `NETWORK` bytes a second.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+from zoo.config.derived import data_parallel, stage_layers
+from zoo.config.gpus import find_gpu
+from zoo.config.schema import Recipe
+from zoo.packing.cost import train_factor
+from zoo.planner.activations import Row
+from zoo.planner.memory import Model
+from zoo.planner.parameters import share
+
+PEAK = 989.5e12  # FLOP/s of a GPU that only its memory is known of
+BUSY = 0.47  # share of the peak without any cut (h200-row-1gpu)
+FEW = 1700  # tokens an expert at which its products take twice as long
+EXCHANGE, NETWORK = 140e9, 40e9  # bytes/s of a GPU within a node, and beyond it
+TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
+PP = 0.1  # share for each doubling of stages
+READ = 3e12  # bytes/s
+BEYOND = 0.3  # share for each doubling of tp * cp that leaves a node
+
+
+class Speed:
+    """Seconds of a model's rows under layouts that differ."""
+
+    def __init__(self, model: Model, row: Row) -> None:
+        self.model, self.row = model, row
+        decoder = sum(model.cost.decoder.flops(length) for length in row.lengths)
+        parts = model.cost.parts(0, row.labels, row.media)
+        self.forward = {**parts, "decoder": decoder}
+        self.sparse = [sparse for _, sparse in model.kinds]
+        self.experts = _experts_share(model) if any(self.sparse) else 0.0
+
+    def seconds(self, recipe: Recipe, ranks: int) -> float:
+        """Seconds of training on a row, by all ranks together."""
+        parallel = recipe.parallel
+        replicas = data_parallel(recipe, ranks)
+        node = min(recipe.machine.gpus or ranks, ranks)
+        gpu = find_gpu(recipe.machine.gpu or "")
+        peak = gpu.tflops * 1e12 if gpu and gpu.tflops else PEAK
+        rows = recipe.train.global_batch / recipe.train.micro_batch
+        micro_batches = max(1.0, rows / replicas)
+        narrow = WIDTH / self.model.text.hidden_size
+        cuts = 1 + narrow * (TP * log2(parallel.tp) + CP * log2(parallel.cp))
+        cuts += PP * log2(parallel.pp) + BEYOND * max(0.0, log2(parallel.tp * parallel.cp / node))
+        busy = self._flops(recipe) / (parallel.tp * parallel.cp * parallel.pp * BUSY * peak) * cuts
+        busy += self._exchange(recipe, node) + self._read(recipe)
+        busy *= self._widest(recipe)
+        busy *= 1 + (parallel.pp - 1) / (micro_batches * parallel.vpp)
+        return (busy + self._gradients(recipe, ranks, node) / micro_batches) / replicas
+
+    def _flops(self, recipe: Recipe) -> float:
+        """FLOPs of training on a row, the experts' as many as would take their time."""
+        total = 0.0
+        for part, flops in self.forward.items():
+            total += flops * factor(self.model, recipe, part)
+        if self.experts:
+            parallel, text = recipe.parallel, self.model.text
+            # Ranks of an expert's group send it the tokens of all of them.
+            mine = self.row.total / (parallel.cp * parallel.tp) * parallel.ep * parallel.etp
+            tokens = mine * text.num_experts_per_tok / text.num_experts
+            slower = FEW / max(tokens, 1.0)
+            total += self.forward["decoder"] * self.experts * factor(self.model, recipe, "decoder") * slower
+        return total
+
+    def _ends(self, recipe: Recipe) -> tuple[float, float, float]:
+        """FLOPs of training of a decoder layer, and of what stands before the first one and behind the last."""
+        flops = {part: forward * factor(self.model, recipe, part) for part, forward in self.forward.items()}
+        layers = len(self.model.kinds) + self.model.mtp
+        layer, head = flops.pop("decoder") / layers, flops.pop("head")
+        return layer, sum(flops.values()), head + self.model.mtp * layer
+
+    def _widest(self, recipe: Recipe) -> float:
+        """Time of the slowest pipeline stage over that of an even share."""
+        if recipe.parallel.pp == 1:
+            return 1.0
+        layer, first, last = self._ends(recipe)
+        count = len(self.model.kinds)
+        stages = [0.0] * recipe.parallel.pp
+        for chunk, layers in enumerate(stage_layers(recipe, count)):
+            stages[chunk % recipe.parallel.pp] += layers * layer
+        stages[0] += first
+        stages[-1] += last
+        return max(stages) * recipe.parallel.pp / max(sum(stages), 1.0)
+
+    def balanced(self, recipe: Recipe, layers: int) -> list[int]:
+        """Layers of each pipeline stage such that stages take about as long, towers and head counted as layers."""
+        layer, first, last = self._ends(recipe)
+        stages = recipe.parallel.pp * recipe.parallel.vpp
+        share = (layers * layer + first + last) / stages
+        most = layers - (stages - 2) if stages > 2 else layers - 1
+        ends = [min(most, max(1, round((share - extra) / layer))) for extra in (first, last)]
+        if stages == 2:
+            return [ends[0], layers - ends[0]]
+        middle = max(stages - 2, layers - sum(ends))
+        ends[1] = max(1, layers - middle - ends[0])
+        even, left = divmod(layers - sum(ends), stages - 2)
+        return [ends[0], *(even + (stage < left) for stage in range(stages - 2)), ends[1]]
+
+    def _exchange(self, recipe: Recipe, node: int) -> float:
+        """Seconds in which tokens go to experts and back, on one rank and row."""
+        parallel, text = recipe.parallel, self.model.text
+        group = parallel.ep * parallel.etp
+        if group == 1 or not self.experts:
+            return 0.0
+        tokens = self.row.total / (parallel.cp * parallel.tp)
+        size = 2 if recipe.engine.precision == "bf16" else 4
+        sent = tokens * text.num_experts_per_tok * text.hidden_size * size * (group - 1) / group
+        times = 4 if recipe.engine.recompute == "none" else 6
+        return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
+
+    def _read(self, recipe: Recipe) -> float:
+        """Seconds in which a rank's weights are read for a row."""
+        mine = share(self.model.parameters, recipe, 0)
+        size, passes = (
+            2 if recipe.engine.precision == "bf16" else 4,
+            2 if recipe.engine.recompute == "none" else 3,
+        )
+        return passes * size * (mine.dense + mine.experts) / READ
+
+    def _gradients(self, recipe: Recipe, ranks: int, node: int) -> float:
+        """Seconds a step for gradients and weights that leave the node, half of which computing hides.
+
+        Each of a node's GPUs carries a share of what the node holds, whether they hold the same weights or parts of them.
+        """
+        if ranks <= node:
+            return 0.0
+        held = self.model.parameters.trained / recipe.parallel.pp
+        return 0.5 * 6 * held / (node * NETWORK)
+
+
+def factor(model: Model, recipe: Recipe, part: str) -> float:
+    """FLOPs of training a part over those of its forward pass."""
+    trained = model.trained_parts
+    if part in model.cost.towers:
+        adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
+        return train_factor(frozen=part not in trained, first=not adapted)
+    names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
+    # What the decoder's gradient goes to.
+    behind = set(model.cost.towers) | {"embedding", "projector", "adapters"}
+    again = {"none": 0.0, "selective": recomputed(model), "full": 1.0}[recipe.engine.recompute]
+    return train_factor(
+        frozen=not trained & set(names),
+        first=part == "decoder" and not trained & behind,
+        recomputed=again if part == "decoder" else 0.0,
+    )
+
+
+def recomputed(model: Model) -> float:
+    """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
+    text, share = model.text, 0.0
+    for _, sparse in model.kinds:
+        width = text.num_experts_per_tok * text.moe_intermediate_size if sparse else text.intermediate_size
+        share += 6.0 * text.hidden_size * width
+    return min(1.0, share / model.cost.decoder.per_token)
+
+
+def _experts_share(model: Model) -> float:
+    """Share of the decoder's FLOPs a token that its experts are."""
+    text = model.text
+    width = text.num_experts_per_tok * text.moe_intermediate_size
+    layers = sum(sparse for _, sparse in model.kinds)
+    return min(1.0, 6.0 * text.hidden_size * width * layers / model.cost.decoder.per_token)
