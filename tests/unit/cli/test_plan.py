@@ -43,7 +43,7 @@ def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str])
     assert main(["plan", "recipe=qwen3_vl_sft", "size=235b-a22b", "hardware=1xh100"]) == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "zoo: error: the model does not fit a GPU of 80 GB; 128 such GPUs (16 nodes of 8) would do"
+        "zoo: error: the model does not fit a GPU of 80 GB; 64 such GPUs (8 nodes of 8) would do"
     )
 
 
