@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SCRIPTS = ("train_from_python.py", "convert_and_verify.py", "plan_a_run.py")
+SCRIPTS = ("train_from_python.py", "own_format.py", "convert_and_verify.py", "plan_a_run.py")
 ELSEWHERE = ("notebook.py", "toy_lm")  # test_launchers.py, test_other_package.py
 MARK = "==== "
 RUN_ALL = f"""
@@ -45,6 +45,12 @@ def test_training_from_python_learns_colours(printed: dict[str, str]) -> None:
     found = re.search(r"30 steps, loss ([\d.]+) -> ([\d.]+)", printed["train_from_python.py"])
     assert found is not None, printed
     assert float(found[2]) < 0.5 * float(found[1])
+
+
+def test_rows_of_a_form_of_ones_own_are_learnt(printed: dict[str, str]) -> None:
+    found = re.search(r"20 steps on sums, loss ([\d.]+) -> ([\d.]+)", printed["own_format.py"])
+    assert found is not None, printed
+    assert float(found[2]) < 0.7 * float(found[1])
 
 
 def test_conversion_loses_nothing(printed: dict[str, str]) -> None:

@@ -11,8 +11,9 @@ from support.fuzz import fuzzed, inside, memory_below, mutated, within
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS
+from zoo.data.sources.lines import load_line
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, load_line, make_row
+from zoo.data.sources.rows import Row, make_row
 
 MEMORY_MB = 1024
 SAY = {"role": "user", "content": "Say 7."}
@@ -29,17 +30,28 @@ GOOD: list[dict[str, Any]] = [
     {"text": "Plain text.", "kind": "t", "weight": 1},
     {"image": "a.png", "ground_truth": '{"gt_parse": {"total": "7"}}'},
     {"image": "a.png", "caption": "red"},
+    {"instruction": "Add.", "input": "1", "output": "2", "history": [["a", "b"]], "system": "s"},
+    {"query": "<image>", "response": "7", "images": ["a.png"]},
+    {"prompt": [SAY], "completion": [ANSWER]},
+    {"question": "q", "answers": ["7", "8"], "image": "file://a.png"},
+    {"prompt": "q", "chosen": "7", "rejected": "8"},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}, {"from": "observation", "value": "x"}], "chosen": {"from": "gpt", "value": "7"}, "rejected": {}},
+    {"images": ["a.png"], "texts": [{"user": "q", "assistant": "7", "source": "x"}]},
+    {"messages": [SAY, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]}, {"role": "tool", "content": "1"}, ANSWER], "tools": '[{"name": "f"}]'},
+    {"messages": [{"role": "user", "content": "<image><ref-object>"}, {"role": "assistant", "content": "<bbox>"}], "images": ["a.png"], "objects": {"ref": ["x"], "bbox": [[1, 2, 3, 4]], "bbox_type": "real", "image_id": [0]}},
 ]  # fmt: skip
 WORDS = [
     "", "7", "a.png", "b.wav", "../secret.png", "above.png", "up/secret.png", "/etc/passwd", "/dev/zero", "/proc/self/mem", "file:///etc/passwd",
     "a.png\0", "http://127.0.0.1:1/x", "HTTPS://x", "data:", "data:,", "data:image/png;base64,", PNG, "x" * 5000, "é" * 300, "\ud800", "\udc80.png",
     "\x1b[2J", "\n", "\r\n", "\u2028", "<image>", "<video><audio>", "<|im_end|>", "<|image_pad|>", "${oc.env:HOME}", "{{ 7 * 7 }}", "user", "assistant",
-    "system", "human", "gpt", "text", "image", "image_url", "input_audio", '{"gt_parse": ' + "[" * 3000, "[" * 5000, '{"gt_parse": 1' + "0" * 5000 + "}",
+    "system", "human", "gpt", "tool", "function_call", "tool_call", "<bbox>", "<ref-object>", "norm1", '{"name": "f"}', "file://above.png", "file:///etc/passwd", "text", "image", "image_url", "input_audio", '{"gt_parse": ' + "[" * 3000, "[" * 5000, '{"gt_parse": 1' + "0" * 5000 + "}",
 ]  # fmt: skip
 KEYS = [
     "messages", "conversations", "text", "images", "image", "videos", "video", "audios", "audio", "kind", "weight", "use_audio_in_video", "role",
     "content", "from", "value", "type", "url", "path", "bytes", "array", "sampling_rate", "data", "format", "image_url", "input_audio", "ground_truth",
-    "caption", "txt", "id", "system",
+    "caption", "txt", "id", "system", "instruction", "input", "output", "history", "query", "response", "prompt", "completion", "question",
+    "answer", "answers", "chosen", "rejected", "rejected_response", "texts", "tools", "tool_calls", "function_call", "function", "name",
+    "arguments", "objects", "ref", "bbox", "bbox_type", "image_id", "loss", "conversation",
 ]  # fmt: skip
 
 leaves = st.one_of(
@@ -95,7 +107,13 @@ def check(make: Any, root: Path, processor: Any = None) -> None:
             for medium in (*row.images, *row.videos, *row.audios):
                 if isinstance(medium, str) and not medium.startswith("data:"):
                     assert inside(root / medium, root), medium
-            for text in (row.kind or "", row.text or "", *(said for _, said in row.messages)):
+            for text in (
+                row.kind or "",
+                row.text or "",
+                row.tools,
+                *row.calls,
+                *(said for _, said in row.messages),
+            ):
                 text.encode()
             if processor is not None:
                 processor.measure(row, video_fps=1.0, max_frames=4)

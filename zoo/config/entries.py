@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any
 
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError
 
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
-FORMS = ("messages", "conversations", "text", "cord_v2", "llava_instruct", "captions")
+FORMS = (
+    "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference",
+    "cord_v2", "llava_instruct", "captions", "cauldron",
+)  # fmt: skip
+OWN_FORM = re.compile(r"([^:]+\.py|\w+(\.\w+)*):\w+(\.\w+)*")  # module:function, file.py:function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +29,12 @@ class DataEntry:
     name: str | None = None  # which configuration of the hub's set
     revision: str | None = None  # branch, tag or commit of the hub's set
     split: str | None = None  # which split; not needed where there is one
-    format: str | None = None  # of the rows; default: recognised by their keys
+    format: str | None = (
+        None  # of the rows, or module:function for one of your own; default: recognised by their keys
+    )
+    columns: dict[str, str] | None = (
+        None  # zoo's name of a column -> its name in the source, such as {messages: chat}
+    )
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
     weight: float | None = number(
         None, above=0, most=1e9
@@ -78,12 +89,15 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
     if value is None and "None" in wanted:
         return
     kinds: dict[str, tuple[type, ...]] = {
-        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,),
+        "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,), "dict[str, str]": (Mapping,),
     }  # fmt: skip
     plain = wanted.removesuffix(" | None")
     wrong = not isinstance(value, kinds[plain]) or (isinstance(value, bool) and plain in ("float", "int"))
     if wrong:
-        said = {"str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false"}[plain]
+        said = {
+            "str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false",
+            "dict[str, str]": "a mapping of zoo's names to the source's",
+        }[plain]  # fmt: skip
         raise ConfigError(f"{key}: {name}={value!r}: wanted {said}")
 
 
@@ -92,14 +106,29 @@ def _check(entry: DataEntry, key: str) -> None:
     if len(given) != 1:
         seen = " and ".join(given) or "neither"
         raise ConfigError(f"{key}: an entry has {seen}; exactly one of path and hub is wanted")
-    if entry.format is not None and entry.format not in FORMS:
+    _check_columns(entry, key)
+    own = entry.format is not None and (OWN_FORM.fullmatch(entry.format) or _announced(entry.format))
+    if entry.format is not None and entry.format not in FORMS and not own:
         near = get_close_matches(entry.format, FORMS, n=1, cutoff=0.4)
         hint = f"nearest: {near[0]}; " if near else ""
-        raise ConfigError(f"{key}: format={entry.format}: no such format; {hint}there are {', '.join(FORMS)}")
+        raise ConfigError(
+            f"{key}: format={entry.format}: no such format; {hint}there are {', '.join(FORMS)}, and module:function for one of your own"
+        )
     for name, value, bounds in outside(entry):
         raise ConfigError(f"{key}: {name}={shown_value(value)} of {entry}: wanted a number {bounds}")
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
+
+
+def _announced(name: str) -> bool:
+    """Whether an installed package announces a format of that name."""
+    return any(entry.name == name for entry in entry_points(group="zoo.formats"))
+
+
+def _check_columns(entry: DataEntry, key: str) -> None:
+    for name, column in (entry.columns or {}).items():
+        if not isinstance(name, str) or not isinstance(column, str) or not column:
+            raise ConfigError(f"{key}: columns of {entry}: {name!r}: {column!r}: wanted two names")
 
 
 def check_entries(train: list[Any], evals: list[Any]) -> None:

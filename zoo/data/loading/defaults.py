@@ -10,7 +10,7 @@ from typing import Any
 
 from zoo.config.entries import AUTO, DataEntry, parse_entry
 from zoo.config.schema import DataConfig
-from zoo.data.sources.rows import is_bundled
+from zoo.data.sources.lines import is_bundled
 
 VARIANTS = 8  # different changes of a row, where nothing else is said
 

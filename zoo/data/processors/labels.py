@@ -49,6 +49,23 @@ def answer_begins(body: str, answer: str) -> int:
     raise ValueError(f"the chat template writes {body[:40]!r} where the row says {answer[:40]!r}")
 
 
+def text_begins(body: str, text: str) -> int:
+    """Where a text begins in the turn that a template writes, with more behind it; as `answer_begins`.
+
+    Raises:
+        ValueError: the template has written another text.
+    """
+    at = body.find(text.strip())
+    if at >= 0:
+        return at
+    written = [index for index, letter in enumerate(body) if not letter.isspace()]
+    seen = "".join(body[index] for index in written)
+    for wanted in ("".join(text.split()), "".join(text.rpartition("</think>")[2].split())):
+        if wanted and (at := seen.find(wanted)) >= 0:
+            return written[at]
+    raise ValueError(f"the chat template writes {body[:40]!r} where the row says {text[:40]!r}")
+
+
 def choose(
     spans: Sequence[Span], weights: Sequence[float], mode: str, length: int, row_weight: float
 ) -> Tensor:

@@ -8,10 +8,11 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from zoo.data.media.sizes import Headers, SampleSize, headers_of
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
 from zoo.data.processors.augment import Augment
+from zoo.data.processors.chat import call_begins, chat_messages, check_tools, tools_of, with_boxes
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.references import Medium, is_url
@@ -143,6 +145,7 @@ class Processor:
             media, fps = self._load(row, video_fps, max_frames, decoder)
         except RowError as error:
             raise error.at(row.source) from error
+        row = with_boxes(row, [image.size[::-1] for image in media.get("images", ())])
         if augment is not None and augment.strength:
             media = augmented(media, augment)
         try:
@@ -194,7 +197,10 @@ class Processor:
             return self.size(self._plain_text(row, row.text)[0])
         try:
             headers = self._headers(row, video_fps, max_frames, decoder)
-            sketch = None if headers is None else self.sketch(row, self._text(row)[0], headers)
+            if headers is None:
+                return None
+            row = with_boxes(row, headers.images)
+            sketch = self.sketch(row, self._text(row)[0], headers)
             if sketch is None:
                 return None
             length = len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
@@ -266,10 +272,14 @@ class Processor:
 
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
-        messages = self.messages(row)
+        messages, options = self.messages(row), tools_of(row)
+        answers: list[Span] = []
         if self._header:
-            return self._render(messages), []
-        return plain_turns.write(self._render, messages, self.markers.end)
+            text = self._render(messages, **options)
+        else:
+            text, answers = plain_turns.write(partial(self._render, **options), messages, self.markers.end)
+        check_tools(row, text)
+        return text, answers
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
@@ -278,6 +288,8 @@ class Processor:
 
     def _refuse_special_tokens(self, row: Row) -> None:
         texts = [(f"messages[{n}]", PLACEHOLDER.sub(" ", said)) for n, (_, said) in enumerate(row.messages)]
+        texts += [(f"messages[{n}].tool_calls", called) for n, called in enumerate(row.calls)]
+        texts += [("tools", row.tools)]
         for where, said in texts if row.text is None else [("text", row.text)]:
             found = self._special.search(said)
             if found:
@@ -340,9 +352,11 @@ class Processor:
         if len(spans) != wanted:
             text = f"{len(spans)} answers found in the tokens but {wanted} in the row; does the chat template fit?"
             raise RowError(row.source, "labels", text)
-        said = [content for role, content in row.messages if role == "assistant"]
+        calls = row.calls or ("",) * len(row.messages)
+        turns = zip(row.messages, calls, strict=True)
+        said = [(content, called) for (role, content), called in turns if role == "assistant"]
         return [
-            Span(self._answer_begins(ids, span, answer, row.source), span.end)
+            Span(self._answer_begins(ids, span, *answer, row.source), span.end)
             for span, answer in zip(spans, said, strict=True)
         ]
 
@@ -352,15 +366,18 @@ class Processor:
         except ValueError as error:
             raise RowError(row.source, "labels", f"{error}.") from error
 
-    def _answer_begins(self, ids: list[int], span: Span, answer: str, source: str) -> int:
+    def _answer_begins(self, ids: list[int], span: Span, answer: str, calls: str, source: str) -> int:
         """The token of the span at which the row's answer begins, behind the text that the template puts before it."""
         if PLACEHOLDER.search(answer):
             return span.start
         body = self._decode(ids[span.start : span.end - 1])
-        if not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
+        if not calls and not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
             answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
         try:
-            before = label_spans.answer_begins(body, answer)
+            if calls:
+                before = call_begins(body, answer, [one["name"] for one in json.loads(calls)])
+            else:
+                before = label_spans.answer_begins(body, answer)
         except ValueError as error:
             raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
         count = 0
@@ -389,11 +406,6 @@ class Processor:
         return turn + size if text.startswith(self.markers.header) else None
 
 
-def chat_messages(row: Row) -> list[dict[str, Any]]:
-    """The row as chat messages: contents with placeholders become lists of text and media parts."""
-    return [{"role": role, "content": _parts(content)} for role, content in row.messages]
-
-
 def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
     """The media changed at random."""
     change: dict[str, Callable[[Any], Any]] = {
@@ -416,19 +428,6 @@ def sound_files(row: Row) -> list[Medium]:
                 video = next(videos)
                 names += [video] if row.use_audio_in_video else []
     return names
-
-
-def _parts(content: str) -> str | list[dict[str, str]]:
-    pieces = PLACEHOLDER.split(content)  # text, mark, text, mark, ..., text
-    if len(pieces) == 1:
-        return content
-    parts = []
-    for number, piece in enumerate(pieces):
-        if number % 2:
-            parts.append({"type": piece})
-        elif piece:
-            parts.append({"type": "text", "text": piece})
-    return parts
 
 
 def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:

@@ -117,7 +117,17 @@ def _content(row: Row) -> bytes:
     """A row's content, as bytes to digest."""
     media = [list(map(_medium, kind)) for kind in (row.images, row.videos, row.audios)]
     messages = tuple(map(tuple, row.messages))  # digests in checkpoints were made of plain tuples
-    plain = (messages, row.text, row.kind, row.weight, row.weights, row.use_audio_in_video, media)
+    plain: tuple[Any, ...] = (
+        messages,
+        row.text,
+        row.kind,
+        row.weight,
+        row.weights,
+        row.use_audio_in_video,
+        media,
+    )
+    if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
+        plain += (row.tools, row.calls, tuple(map(tuple, row.boxes)))
     return repr(plain).encode("utf-8", errors="surrogatepass")
 
 

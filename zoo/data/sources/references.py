@@ -11,6 +11,7 @@ import base64
 import binascii
 import threading
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
         value = _of_mapping(value, kind, where, source)
     if isinstance(value, Path):
         value = str(value)
+    if isinstance(value, str) and value.startswith("file://"):
+        value = _of_file_uri(value)
     if isinstance(value, Blob | Sound):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -226,6 +229,15 @@ def _samples(array: Any, where: str, source: str) -> np.ndarray:
         return found if found.dtype.kind in "fiu" else found.astype(np.float32)
     except (ValueError, TypeError, OverflowError) as error:
         raise RowError(source, "bad_row", f"{where} has an array that is no list of numbers.") from error
+
+
+def _of_file_uri(uri: str) -> str:
+    """The path of a `file://` URI, of this machine; it is checked like any other."""
+    path = uri.removeprefix("file://").removeprefix(
+        "localhost/" if uri.startswith("file://localhost/") else ""
+    )
+    path = f"/{path}" if uri.startswith("file://localhost/") else path
+    return urllib.parse.unquote(path) if "%" in path else path
 
 
 def _check_path(value: str, where: str, access: Access, source: str) -> None:

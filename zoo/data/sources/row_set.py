@@ -6,6 +6,7 @@ Tables give any row by its place. Streams are read in order, and keep only the r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,11 @@ import numpy as np
 from zoo.config.entries import DataEntry
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.choose import PREFERENCE
+from zoo.data.sources.lines import is_bundled
 from zoo.data.sources.mixture import Mixture, Part, SampleId
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, is_bundled
+from zoo.data.sources.rows import Row
 from zoo.data.sources.streams import RowStream, is_stream, open_stream
 from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
@@ -99,6 +102,17 @@ class RowSet(Sequence[Row]):
         shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
         return Mixture(shares, seed, shuffle)
 
+    def notes(self) -> list[str]:
+        """What a user should know of how rows are read, by the first row of each part."""
+        found = []
+        for part, name in zip(self.parts, self.names, strict=True):
+            row = part.peek() if isinstance(part, RowStream) else _first_row(part)
+            if row is not None and row.form == PREFERENCE:
+                found.append(
+                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are passed over"
+                )
+        return found
+
     @property
     def has_stream(self) -> bool:
         """Whether one of the parts is a stream: then nobody knows how many rows there are."""
@@ -137,6 +151,13 @@ class RowSet(Sequence[Row]):
             if isinstance(self.parts[place.part], RowStream):
                 found[place.part] = min(found.get(place.part, place.row), place.row)
         return found
+
+
+def _first_row(part: Sequence[Row]) -> Row | None:
+    """The first row of a table; None where there is none, or it is a bad one."""
+    with suppress(RowError, IndexError):
+        return part[0]
+    return None
 
 
 def open_rows(

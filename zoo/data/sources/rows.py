@@ -9,37 +9,32 @@ loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are t
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.choose import FORMATS, to_own
+from zoo.data.sources.formats.choose import FORMATS, Form, to_own
+from zoo.data.sources.formats.turns import own_tools
+from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
-from zoo.errors import LONGEST, UserError, file_error, printable
-from zoo.files import expanded, why_no_file
+from zoo.errors import UserError
 
 __all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
 PLACEHOLDER = re.compile("<(image|video|audio)>")
-BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
-HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 MEDIA = {
     "image": "images",
     "video": "videos",
     "audio": "audios",
 }  # placeholder and singular key -> plural key
-KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video")
+KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video", "tools")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
-LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MESSAGES = 4096  # of a row
 MAX_MEDIA = 4096  # of a row
@@ -51,8 +46,15 @@ TEXT_KEYS = ("text", "kind", "weight")
 class Message(NamedTuple):
     """One turn of a conversation."""
 
-    role: str  # system, user or assistant
+    role: str  # system, user, assistant or tool
     content: str  # with placeholders
+
+
+class Box(NamedTuple):
+    """A box or point in an image."""
+
+    image: int  # which of the row's images
+    pixels: tuple[float, ...]  # x1, y1, x2, y2 or x, y
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,12 @@ class Row:
     weights: tuple[float, ...] = ()  # of each message in the loss; () where all are 1
     text: str | None = None  # plain text, where there are no messages
     trusted: bool = False  # whether the media are zoo's own, which need no worker to decode them
+    tools: str = ""  # the tools that the conversation offers, a list in JSON; "" for none
+    calls: tuple[
+        str, ...
+    ] = ()  # of each message its tool calls, a list in JSON, "" for none; () where no message has any
+    boxes: tuple[Box, ...] = ()  # one for each <bbox> in the messages
+    form: str = "messages"  # the format that it was read as
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -99,16 +107,16 @@ def read_rows(
     spec: str | Path,
     on_bad: Callable[[RowError], None] | None = None,
     *,
-    form: str | None = None,
+    form: Form | str | None = None,
     access: Access | None = None,
     keep: Callable[[int], bool] = lambda number: True,
 ) -> list[Row]:
-    """All rows of a JSONL file, of a JSON file with one list, or of a bundled set.
+    """All rows of a file of lines (JSONL, a JSON list, CSV, plain text), or of a bundled set.
 
     Args:
         spec: path of the file, or a bundled set with its split ("digits:train").
         on_bad: called with the error of each bad row, which is then left out; None raises the first.
-        form: the rows' format, a name of `zoo.data.sources.formats`; None: found by each row's keys.
+        form: the rows' format, or its name; None: found by each row's keys.
         access: which media rows may name; None: any path, relative to the file's folder.
         keep: whether the row of a line number is wanted.
 
@@ -125,7 +133,7 @@ def read_rows(
             continue
         try:
             source = f"{spec}:{number}"
-            item = load_line(line, source) if isinstance(line, bytes) else _object(line, source)
+            item = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
             rows.append(make_row(item, source, access, form))
         except RowError as error:
             if on_bad is None:
@@ -136,58 +144,19 @@ def read_rows(
     return rows
 
 
-def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
-    """(line number, bytes) of each line of a JSONL file that is not blank; of a `.json` list, (place from 1, item)."""
-    with reading(spec):
-        whole = path.read_bytes() if path.suffix == ".json" and _is_list(path) else None
-    if whole is not None:
-        try:
-            items = json.loads(whole, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{spec}: no valid JSON: {error}.") from error
-        yield from enumerate(items, start=1)
-        return
-    with reading(spec), path.open("rb") as file:
-        number = 0
-        while (line := next_line(file))[1]:
-            number += 1
-            if line[0].strip():
-                yield number, line[0]
-
-
-@contextmanager
-def reading(place: str | Path) -> Iterator[None]:
-    """Errors of the system about a file become a UserError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise file_error(error, place) or error from error
-
-
-def next_line(file: BinaryIO) -> tuple[bytes, int]:
-    """The next line of a file, no more of it than `load_line` needs to refuse it, and how many bytes it has."""
-    limit = LINE_MB * 2**20 + 1
-    line = part = file.readline(limit)
-    size = len(line)
-    while len(part) == limit and not part.endswith(b"\n"):
-        part = file.readline(limit)
-        size += len(part)
-    return line, size
-
-
 def parse_row(line: bytes | str, source: str, root: Path) -> Row:
     """One line of JSONL as a row; see `make_row`. Broken JSON is a RowError ("bad_json")."""
     return make_row(load_line(line, source), source, Access(root))
 
 
-def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | None = None) -> Row:
+def make_row(item: Mapping[str, Any], source: str, access: Access, form: Form | str | None = None) -> Row:
     """A row as a file, a data set or a program has it, checked.
 
     Args:
         item: the row, of any format.
         source: where the row stands, for errors.
         access: which media it may name.
-        form: its format, a name of `zoo.data.sources.formats`; None: found by its keys.
+        form: its format, or the name of that; None: found by its keys.
 
     Raises:
         RowError: a key or value of the wrong name, type or content ("bad_row"), several formats at once ("format"), not as
@@ -195,18 +164,19 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: str | N
             root ("outside_root") or at a URL ("url").
     """
     try:
-        return _made(item, source, access, form)
+        return _made(item, source, access, form if isinstance(form, Form) else Form(form))
     except RecursionError as error:
         raise RowError(source, "bad_row", "the row is nested too deeply.") from error
 
 
-def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None) -> Row:
-    item = to_own(item, form, source)
+def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> Row:
+    item, found, boxes = to_own(item, form, source)
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
-    messages, weights = _messages(item, source)
-    _check_texts((content for _, content in messages), source)
+    messages, weights, calls = _messages(item, source)
+    tools = _plain_json(own_tools(item.get("tools"), source), "tools", source)
+    _check_texts((*(content for _, content in messages), *calls, tools), source)
     named = {name: _listed(item, name, source) for name in MEDIA}
     count = sum(len(found) for _, found in named.values())
     if count > MAX_MEDIA:
@@ -231,6 +201,10 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: str | None
         weight=_weight(item, "the row", source),
         weights=weights if set(weights) != {1.0} else (),
         trusted=access.trusted,
+        tools=tools,
+        calls=calls if any(calls) else (),
+        boxes=_boxes(boxes, len(media["image"]), source),
+        form=found,
     )
     if max(row.answer_weights) > MAX_WEIGHT:
         raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
@@ -254,6 +228,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
         root=access.root,
         weight=_weight(item, "the row", source),
         text=text,
+        form="text",
     )
 
 
@@ -285,81 +260,6 @@ def _format_hint(item: Mapping[str, Any], key: str) -> str:
     if form == "text" and key in (*MEDIA, *MEDIA.values()):
         return "A row of 'text' has no media; write it as 'messages'."
     return f"Columns that a row may have besides are passed over where the entry names its format: {{path: ..., format: {form}}}."
-
-
-def is_bundled(spec: str) -> bool:
-    """Whether a `data` entry names a bundled set; a file of that name comes first."""
-    name, _, split = spec.partition(":")
-    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(spec))
-
-
-def locate(spec: str, key: str = "data") -> Path:
-    """The JSONL file of a path or of a bundled set; `key` is the recipe's key that names it.
-
-    Raises:
-        UserError: no such file or bundled set.
-    """
-    path = expanded(spec)
-    if os.path.isfile(path):
-        return path
-    if is_bundled(spec):
-        name, _, split = spec.partition(":")
-        package = importlib.import_module(f"zoo.data.{name}")
-        return Path(package.__file__ or "").parent / f"{split}.jsonl"
-    known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]
-    near = get_close_matches(spec, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
-    if HUB_ID.fullmatch(spec) and not os.path.isdir(path.parent):
-        hint = f"a data set at the hub is written {{hub: {spec}}}."
-    what, why = "is neither a file nor a bundled set", why_no_file(path)
-    if os.path.isdir(path):
-        what = "is a folder; give the JSONL file in it"
-    elif why not in (None, "there is none"):
-        what = f"can't be read: {why}"
-    raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")
-
-
-def _is_list(path: Path) -> bool:
-    """Whether a JSON file begins with a bracket."""
-    with path.open("rb") as file:
-        return file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
-
-
-def load_line(line: bytes | str, source: str) -> dict[str, Any]:
-    """The JSON object of a line; RowError ("bad_json") where there is none, or the line is over LINE_MB."""
-    if len(line) > LINE_MB * 2**20:
-        text = f"the line is over {LINE_MB} MiB; put media into files of their own."
-        raise RowError(source, "bad_json", text)
-    try:
-        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
-        item = json.loads(text, object_pairs_hook=_once)
-    except RecursionError as error:
-        raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
-    except json.JSONDecodeError as error:
-        text = f"broken JSON at column {error.colno}: {error.msg}."
-        raise RowError(source, "bad_json", text) from error
-    except UnicodeDecodeError as error:
-        text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
-        raise RowError(source, "bad_json", text) from error
-    except ValueError as error:  # a key twice, a whole number of thousands of digits
-        raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
-    return _object(item, source)
-
-
-def _object(item: Any, source: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
-    return item
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
-    item = dict(pairs)
-    if len(item) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {shown(twice)!r} is there twice")
-    return item
 
 
 def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
@@ -395,8 +295,10 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
     return float(weight)
 
 
-def _messages(item: dict[str, Any], source: str) -> tuple[tuple[Message, ...], tuple[float, ...]]:
-    """The messages, and the weight of each."""
+def _messages(
+    item: dict[str, Any], source: str
+) -> tuple[tuple[Message, ...], tuple[float, ...], tuple[str, ...]]:
+    """The messages, the weight of each, and its tool calls as JSON."""
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages:
         seen = "missing" if "messages" not in item else shown(messages)
@@ -407,13 +309,42 @@ def _messages(item: dict[str, Any], source: str) -> tuple[tuple[Message, ...], t
     pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
     if all(role != "assistant" for role, _ in pairs):
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
-    return pairs, tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
+    weights = tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
+    calls = [message.get("tool_calls") or [] for message in messages]
+    return (
+        pairs,
+        weights,
+        tuple(_plain_json(some, f"messages[{n}].tool_calls", source) for n, some in enumerate(calls)),
+    )
+
+
+def _plain_json(value: list[Any], where: str, source: str) -> str:
+    """A list as JSON, "" for an empty one."""
+    if not value:
+        return ""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError) as error:  # a picture, say, or nan
+        raise RowError(source, "bad_row", f"{where} can't be written as JSON: {error}.") from error
+    if _is_torn(text):
+        raise RowError(source, "bad_row", TORN.format(where))
+    return text
+
+
+def _boxes(boxes: list[list[float]], images: int, source: str) -> tuple[Box, ...]:
+    """The boxes whose pixels are written once the images are known."""
+    found = tuple(Box(int(image), tuple(pixels)) for image, *pixels in boxes)
+    wrong = next((box for box in found if box.image >= images), None)
+    if wrong is not None:
+        text = f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0."
+        raise RowError(source, "bad_row", text)
+    return found
 
 
 def _message(message: Any, where: str, source: str) -> Message:
-    if not isinstance(message, dict) or set(message) - {"weight"} != {"role", "content"}:
+    if not isinstance(message, dict) or set(message) - {"weight", "tool_calls"} != {"role", "content"}:
         seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
-        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', if any) are wanted."
+        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight' or 'tool_calls', if any) are wanted."
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
@@ -425,7 +356,10 @@ def _message(message: Any, where: str, source: str) -> Message:
         raise RowError(source, "bad_row", text)
     if _is_torn(content):
         raise RowError(source, "bad_row", TORN.format(where))
-    if role == "assistant" and not content.strip():
+    calls = message.get("tool_calls")
+    if calls and role != "assistant":
+        raise RowError(source, "bad_row", f"{where} has tool calls, but only an assistant calls tools.")
+    if role == "assistant" and not content.strip() and not calls:
         raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
     if role != "assistant" and message.get("weight") is not None:
         text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple, Protocol
 
 from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.identity import digest_of
+from zoo.data.sources.lines import SEPARATORS, load_line, locate, next_line, reading
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, load_line, locate, make_row, next_line, reading
-from zoo.data.sources.tables import held_out, kind_of, plain_item, without_nones
+from zoo.data.sources.rows import Row, make_row
+from zoo.data.sources.tables import form_of, held_out, kind_of, plain_item, without_nones
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -130,7 +132,7 @@ class RowStream:
         reader: Reader,
         name: str,
         access: Access,
-        form: str | None,
+        form: Form | str | None,
         keep: Callable[[int], bool] | None = None,
     ) -> None:
         self.reader, self.name, self.access, self.form, self.keep = reader, name, access, form, keep
@@ -161,6 +163,17 @@ class RowStream:
         if isinstance(found, RowError):
             raise found
         return found
+
+    def peek(self) -> Row | None:
+        """The next row; None where it is a bad one. The stream is left where it was."""
+        place, rows, next_row = self.reader.state(), self.rows, self.next
+        passed = self.passed
+        try:
+            row = self._read()
+        finally:
+            self.reader.start(place)
+            self.rows, self.next, self.passed = rows, next_row, passed
+        return row if isinstance(row, Row) else None
 
     def forget(self, place: int) -> None:
         """No row before `place` will be asked for again (or seldom: it would be read again)."""
@@ -261,12 +274,12 @@ def open_stream(
     """
     keep = None if entry.held_out is None else held_out(entry.held_out, entry.seed, evaluation)
     if entry.rows is not None:
-        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), entry.format, keep)
+        return RowStream(DatasetReader(entry.rows), "rows", access(Path.cwd()), form_of(entry), keep)
     if entry.hub is not None:
         from zoo.data.sources.hub import load_hub
 
         return RowStream(
-            DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), entry.format, keep
+            DatasetReader(load_hub(entry, key)), str(entry), access(Path.cwd()), form_of(entry), keep
         )
     assert entry.path is not None
     kind, path = kind_of(entry.path), expanded(entry.path)
@@ -275,13 +288,17 @@ def open_stream(
 
         folder = path if os.path.isdir(path) else path.parent
         reader: Reader = DatasetReader(load_parquet_stream(entry, key))
-        return RowStream(reader, str(entry), access(folder), entry.format, keep)
+        return RowStream(reader, str(entry), access(folder), form_of(entry), keep)
     if kind != "lines":
         raise UserError(
             f"{key}={entry}: stream=true: rows of a {kind} are read by their places; leave it out."
         )
+    if path.suffix in (*SEPARATORS, ".txt"):
+        raise UserError(
+            f"{key}={entry}: stream=true: a {path.suffix} file is read whole; leave it out, or write it as JSONL."
+        )
     path = locate(entry.path, key)
-    return RowStream(LineReader(path), entry.path, access(path.parent), entry.format, keep)
+    return RowStream(LineReader(path), entry.path, access(path.parent), form_of(entry), keep)
 
 
 def is_stream(entry: DataEntry) -> bool:

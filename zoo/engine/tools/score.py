@@ -26,8 +26,8 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.rows import MEDIA
-from zoo.data.sources.rows import locate as locate_rows
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import object_group

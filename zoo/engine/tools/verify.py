@@ -26,7 +26,7 @@ from zoo.bridge.native import CARRIED, check_sums, native
 from zoo.bridge.streams import of_expert
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, locate, quantisation, read_arch
-from zoo.data.sources.rows import locate as locate_rows
+from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.rows import read_rows
 from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched

@@ -369,6 +369,8 @@ class Run:
                 )
         for change in self.changes:
             self.log.event("changed", self.done, key=change.key, old=change.old, new=change.new)
+        for text in self.source.rows.notes():
+            self.log.say(text)
         for text in messages.at_change(self.changes):
             self.log.say(text)
         for text in self.rows.messages:

@@ -22,8 +22,9 @@ from zoo.data.media import decode as media
 from zoo.data.media import sizes
 from zoo.data.media.decoder import Here
 from zoo.data.media.decoding_workers import Workers
+from zoo.data.sources.lines import LINE_MB
 from zoo.data.sources.references import Access, Blob
-from zoo.data.sources.rows import LINE_MB, TEXT_MB, Row, make_row, read_rows
+from zoo.data.sources.rows import TEXT_MB, Row, make_row, read_rows
 
 ROW_MB = 512
 SECONDS = 3.0

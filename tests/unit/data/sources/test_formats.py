@@ -334,7 +334,7 @@ def test_captions(folder: Path) -> None:
         ({"text": "x", "url": "y"}, "names its format: {path: ..., format: text}"),
         ({"text": "x", "image": "a.png"}, "has no media; write it as 'messages'"),
         (
-            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "reply": "b"},
             "{path: ..., format: ...}; there are messages, conversations, text, ",
         ),
         ({"question": "a", "image": "b"}, "{path: ..., format: ...}; there are messages, "),

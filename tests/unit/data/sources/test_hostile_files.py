@@ -23,7 +23,8 @@ from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sources import references
 from zoo.data.sources.references import Access, opened
 from zoo.data.sources.rows import make_row
-from zoo.data.sources.tables import open_table, tar_files
+from zoo.data.sources.tables import open_table
+from zoo.data.sources.tars import tar_files
 from zoo.errors import UserError
 
 PNG = io.BytesIO()

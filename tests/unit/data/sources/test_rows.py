@@ -50,7 +50,7 @@ def test_a_bundled_set_is_found_by_name():
         ({"zzz": 1}, "bad_row", "known keys: messages"),
         ({"messages": turns("hi", "  ")}, "bad_row", "messages[1] is an empty assistant"),
         ({"messages": turns("hi")[:1]}, "bad_row", "no message has role 'assistant'"),
-        ({"messages": [{"role": "bot", "content": "x"}]}, "bad_row", "role 'bot'; wanted: system, user"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "bad_row", "role 'robot'; wanted: system, user"),
         ({"messages": [{"role": "user"}]}, "bad_row", "['role']"),
         ({"messages": [{"role": "user", "content": 3}]}, "bad_row", "type int"),
         ({"images": "a.png"}, "bad_row", "a list of paths is wanted"),

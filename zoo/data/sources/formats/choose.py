@@ -1,31 +1,94 @@
 """Formats of rows: each turns a row as a file has it into zoo's own `messages` form, checked by `zoo.data.sources.rows`.
 
 A format is a function `(item, source) -> item`: messages with contents as strings and placeholders, and lists of media.
-Where an entry names no format, `detect` finds it by the row's keys.
+Where an entry names no format, `detect` finds it by the row's keys. `Form` is what an entry says of its rows.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, NamedTuple
 
 from zoo.data.errors import RowError
+from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
-from zoo.data.sources.formats.conversations import from_conversations
+from zoo.data.sources.formats.conversations import from_conversations, with_system
+from zoo.data.sources.formats.grounding import with_objects
 from zoo.data.sources.formats.published_sets import SET_FORMATS
+from zoo.data.sources.formats.turns import own_messages
+from zoo.data.sources.formats.user_formats import find_format
+from zoo.data.sources.references import shown
 
 type Item = dict[str, Any]
 type Format = Callable[[Item, str], Item]
 
-BY_KEY = {"messages": "messages", "conversations": "conversations", "text": "text"}  # key -> format
 MESSAGE_KEYS = (
-    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "weight", "use_audio_in_video",
+    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "weight", "use_audio_in_video", "tools", "objects",
 )  # fmt: skip
+# Columns that are lists or objects; a file of texts such as CSV has them as JSON.
+STRUCTURED = (
+    "messages", "conversations", "conversation", "images", "videos", "audios", "history", "tools", "objects", "texts", "answers",
+    "prompt", "completion", "chosen", "rejected",
+)  # fmt: skip
+# A row with these columns is of that format; one with the columns of several is asked about, but for preferences.
+BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("messages", ("messages",)),
+    ("conversations", ("conversations",)),
+    ("conversations", ("conversation",)),
+    ("text", ("text",)),
+    ("alpaca", ("instruction", "output")),
+    ("query_response", ("query", "response")),
+    ("prompt_completion", ("prompt", "completion")),
+    ("question_answer", ("question", "answer")),
+    ("question_answer", ("question", "answers")),
+    ("cauldron", ("images", "texts")),
+)
+PREFERENCE = "preference"
+OPTIONAL = (
+    "images",
+    "videos",
+    "audios",
+    "image",
+    "video",
+    "audio",
+    "kind",
+    "weight",
+    "system",
+    "history",
+    "input",
+    "tools",
+    "objects",
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an entry says of its rows.
+
+    Attributes:
+        name: their format; None: found by their keys.
+        columns: zoo's name of a column -> the name that the source has for it.
+    """
+
+    name: str | None = None
+    columns: Mapping[str, str] | None = None
+
+
+class OwnItem(NamedTuple):
+    """A row in zoo's own form."""
+
+    row: Item
+    form: str  # the format that it had
+    boxes: list[list[float]]  # [image, x1, y1, ...] for each <bbox>, in pixels
 
 
 def from_messages(item: Item, source: str) -> Item:
     """The known keys of a row whose format was named: other columns are passed over."""
-    return from_parts({key: item[key] for key in MESSAGE_KEYS if key in item}, source)
+    row = _own(item, source)
+    return {key: row[key] for key in MESSAGE_KEYS if key in row}
 
 
 def from_text(item: Item, source: str) -> Item:
@@ -33,45 +96,103 @@ def from_text(item: Item, source: str) -> Item:
     return {key: item[key] for key in ("text", "kind", "weight") if key in item}
 
 
+def _own(item: Item, source: str) -> Item:
+    """A row of `messages`, its turns and parts in zoo's own form, and whatever else it has."""
+    turns = item.get("messages")
+    if isinstance(turns, list) and turns:
+        messages = own_messages(turns, "messages", source, strict=False)
+        item = {**item, "messages": messages}
+        if isinstance(messages[0], dict) and "role" in messages[0] and isinstance(item.get("system"), str):
+            with_system(messages, item)
+            del item["system"]
+    return from_parts(item, source)
+
+
 FORMATS: dict[str, Format] = {
     "messages": from_messages,
     "conversations": from_conversations,
     "text": from_text,
+    "alpaca": instructions.from_alpaca,
+    "query_response": instructions.from_query_response,
+    "prompt_completion": instructions.from_prompt_completion,
+    "question_answer": instructions.from_question_answer,
+    PREFERENCE: instructions.from_preference,
     **SET_FORMATS,
 }
 
 
-def to_own(item: Mapping[str, Any], name: str | None, source: str) -> Item:
+def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
     """A row in zoo's own form.
 
     Args:
         item: the row as its file has it.
-        name: its format; None: found by the row's keys.
+        form: what the entry says of it.
         source: where the row stands, for errors.
 
     Raises:
         RowError: the row is not of that format ("bad_row"), or its format can't be found ("format").
+        UserError: a user's format that can't be imported.
     """
-    row = {str(key): value for key, value in item.items()}
-    if name is not None:
-        return FORMATS[name](row, source)
-    found = detect(row, source)
-    if found == "conversations":
-        return from_conversations(row, source)
-    return from_parts(row, source) if found == "messages" else row
+    row = _parsed({str(key): value for key, value in item.items()}, form.columns, source)
+    name = form.name
+    if name is not None and name not in FORMATS:
+        row = find_format(name, tuple(FORMATS))(row, source)
+        name = None
+    found = name or detect(row, source)
+    if name is not None or form.columns or found not in ("messages", "text"):
+        row = FORMATS[found](row, source)
+    elif found == "messages":  # a column too many is refused
+        row = _own(row, source)
+    row, boxes = with_objects(row, source)
+    return OwnItem(row, found, boxes)
+
+
+def _parsed(row: Item, columns: Mapping[str, str] | None, source: str) -> Item:
+    """The row with its columns under zoo's names, and what is written as JSON in a text parsed."""
+    if columns:
+        row = _renamed(row, columns, source)
+    for key in STRUCTURED:
+        value = row.get(key)
+        if isinstance(value, str) and value[:1] in ("[", "{"):
+            try:
+                row[key] = json.loads(value)
+            except ValueError:
+                continue  # a text that begins so
+    return row
+
+
+def _renamed(row: Item, columns: Mapping[str, str], source: str) -> Item:
+    missing = [name for name, column in columns.items() if column not in row and name not in OPTIONAL]
+    if missing:
+        column = columns[missing[0]]
+        near = get_close_matches(column, row, n=1, cutoff=0.5)
+        hint = f"nearest: {near[0]!r}" if near else f"it has {', '.join(sorted(row)) or 'none'}"
+        text = f"the row has no column {shown(column)!r}, which columns names for {missing[0]!r}; {hint}."
+        raise RowError(source, "bad_row", text)
+    taken = {*columns, *columns.values()}
+    renamed = {name: row[column] for name, column in columns.items() if column in row}
+    for name in ("images", "videos", "audios"):
+        if name in renamed and not isinstance(renamed[name], list | tuple) and renamed[name] is not None:
+            value = renamed[name]
+            is_list = isinstance(value, str) and value.startswith("[")
+            renamed[name] = value if is_list else [value]
+    return {**{key: value for key, value in row.items() if key not in taken}, **renamed}
 
 
 def detect(item: Item, source: str) -> str:
     """The format of a row, by its keys; RowError ("format") where several or none fit."""
-    fitting = [key for key in BY_KEY if item.get(key) is not None]
+    there = {key for key, value in item.items() if value is not None}
+    if {"chosen", "rejected"} <= there or ("messages" in there and there & {*instructions.REJECTED}):
+        return PREFERENCE
+    fitting = {name: keys for name, keys in BY_KEYS if there.issuperset(keys)}
     if len(fitting) > 1:
         text = (
-            f"the row has both {' and '.join(map(repr, fitting))}; name the one to read: "
-            f"{{path: ..., format: {' or '.join(BY_KEY[key] for key in fitting)}}}."
+            f"the row has both {' and '.join(' with '.join(map(repr, keys)) for keys in fitting.values())}; name the one to "
+            f"read: {{path: ..., format: {' or '.join(fitting)}}}."
         )
         raise RowError(source, "format", text)
     if fitting:
-        return BY_KEY[fitting[0]]
+        return next(iter(fitting))
     like = [name for name, form in SET_FORMATS.items() if set(form.columns) <= set(item)]
     if like:
         keys = ", ".join(sorted(item))

@@ -1,6 +1,7 @@
-"""Formats of published sets whose rows have a form of their own: LLaVA-Instruct, CORD v2, and images with captions.
+"""Formats of published sets whose rows have a form of their own: LLaVA-Instruct, The Cauldron, CORD v2, images with captions.
 
-Rows of these sets are recognised by their columns, and the entry is asked to name the format.
+Rows of The Cauldron are found by their columns. Rows of the other sets are recognised by them, and the entry is asked to name
+the format.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.conversations import from_conversations
+from zoo.data.sources.formats.instructions import with_marks
+from zoo.data.sources.references import shown
 
 IMAGE = "<image>"
 CAPTION_PROMPT = "<image>Describe the image."
@@ -92,6 +95,29 @@ def from_llava_instruct(item: dict[str, Any], source: str) -> dict[str, Any]:
     return {**row, "kind": row.get("kind", "image" if "image" in row else "text")}
 
 
+def from_cauldron(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """A row of HuggingFaceM4/the_cauldron: `images`, and `texts`, a list of `{"user", "assistant", "source"}`.
+
+    All images stand before the first question.
+    """
+    texts = item.get("texts")
+    if not isinstance(texts, list) or not texts:
+        seen = "missing" if texts is None else shown(repr(texts))
+        text = f"'texts' is {seen}; rows of cauldron have images and a list of {{'user', 'assistant'}}."
+        raise RowError(source, "bad_row", text)
+    messages = []
+    for number, turn in enumerate(texts):
+        said = [turn.get(role) for role in ("user", "assistant")] if isinstance(turn, dict) else [None]
+        if not all(isinstance(text, str) for text in said):
+            text = f"texts[{number}] is {shown(repr(turn))}; {{'user', 'assistant'}} is wanted."
+            raise RowError(source, "bad_row", text)
+        messages += [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), said, strict=True)
+        ]
+    images = item.get("images")
+    return with_marks({"messages": messages, **({} if images is None else {"images": images})})
+
+
 def _exchange(question: str, answer: str, **media: Any) -> dict[str, Any]:
     """A row of one question and its answer."""
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -102,4 +128,5 @@ SET_FORMATS = {
     "cord_v2": SetFormat(from_cord_v2, ("image", "ground_truth")),
     "llava_instruct": SetFormat(from_llava_instruct, ("id", "conversations")),
     "captions": SetFormat(from_captions, ("image", "caption")),
+    "cauldron": SetFormat(from_cauldron, ("images", "texts")),
 }

@@ -1,0 +1,103 @@
+"""A row as a chat template takes it: contents in parts, tool calls and tools; and boxes as text, once images are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from zoo.data.errors import RowError
+from zoo.data.processors.labels import text_begins
+from zoo.data.sources.formats.grounding import BOX, written
+from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+
+EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*</think>)?\s*")  # that a template may put before an answer
+
+
+def chat_messages(row: Row) -> list[dict[str, Any]]:
+    """The row as chat messages: contents with placeholders become lists of text and media parts."""
+    calls = row.calls or ("",) * len(row.messages)
+    found: list[dict[str, Any]] = []
+    for (role, content), called in zip(row.messages, calls, strict=True):
+        message: dict[str, Any] = {"role": role, "content": _parts(content)}
+        if called:
+            message["tool_calls"] = [{"type": "function", "function": one} for one in json.loads(called)]
+        found.append(message)
+    return found
+
+
+def tools_of(row: Row) -> dict[str, Any]:
+    """The tools that the row offers, as an argument of the chat template; {} where it offers none."""
+    return {"tools": json.loads(row.tools)} if row.tools else {}
+
+
+def check_tools(row: Row, text: str) -> None:
+    """That a chat template has written the row's tools, its calls and their results, which many templates don't know.
+
+    Raises:
+        RowError: it has not ("labels").
+    """
+    tools = [tool["function"]["name"] for tool in json.loads(row.tools)] if row.tools else []
+    called = [one["name"] for calls in row.calls if calls for one in json.loads(calls)]
+    results = [
+        piece for role, said in row.messages if role == "tool" for piece in PLACEHOLDER.split(said)[::2]
+    ]
+    for what, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
+        missing = next((name for name in names if name.strip() not in text), None)
+        if missing is not None:
+            said = f"the chat template writes no {what}: {missing[:40]!r} is not in its text; use one that does, or leave the row out."
+            raise RowError(row.source, "labels", said)
+
+
+def call_begins(body: str, content: str, names: Sequence[str]) -> int:
+    """Where an answer with tool calls begins in the turn that a template writes.
+
+    Args:
+        body: the turn, without its header and its end.
+        content: what the answer says before its calls, or "".
+        names: of the functions that it calls.
+
+    Returns:
+        Characters of `body` before the answer.
+
+    Raises:
+        ValueError: the template has written no such calls, or another text.
+    """
+    missing = next((name for name in names if name not in body), None)
+    if missing is not None:
+        raise ValueError(f"the chat template writes no call of {missing[:40]!r}")
+    if not content.strip():
+        found = EMPTY_THOUGHT.match(body)
+        return found.end() if found else 0
+    return text_begins(body, content)
+
+
+def with_boxes(row: Row, sizes: Sequence[tuple[float, float]]) -> Row:
+    """The row with its boxes in the place of `<bbox>`, as thousandths of (height, width) of the images."""
+    if not row.boxes:
+        return row
+    left = iter(row.boxes)
+    messages = []
+    for role, content in row.messages:
+        head, *rest = content.split(BOX)
+        for piece in rest:
+            image, pixels = next(left)
+            height, width = sizes[image]
+            head += written(list(pixels), width, height) + piece
+        messages.append(Message(role, head))
+    return replace(row, messages=tuple(messages), boxes=())
+
+
+def _parts(content: str) -> str | list[dict[str, str]]:
+    pieces = PLACEHOLDER.split(content)  # text, mark, text, mark, ..., text
+    if len(pieces) == 1:
+        return content
+    parts = []
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            parts.append({"type": piece})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts

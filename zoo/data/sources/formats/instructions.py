@@ -1,0 +1,153 @@
+"""Rows with a column for the question and one for the answer: alpaca, query and response, prompt and completion, VQA, preferences.
+
+Where such a row has media and no placeholder for them, they stand before its first question.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from zoo.data.errors import RowError
+from zoo.data.sources.formats.content_parts import from_parts
+from zoo.data.sources.formats.conversations import TAKEN, with_system
+from zoo.data.sources.formats.turns import own_messages
+from zoo.data.sources.references import shown
+
+MEDIA = ("image", "video", "audio")
+QUESTIONS = ("question", "context", "query", "prompt", "instruction")
+REJECTED = ("rejected", "rejected_response", "rejected_messages")
+
+
+def from_alpaca(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """Stanford Alpaca's rows: `instruction`, `input` behind it on a line of its own, `output`; `system` and `history` if any."""
+    question = _with_input(_text(item, "instruction", source, empty=True), item, source)
+    return _exchange(item, question, _text(item, "output", source), source)
+
+
+def from_query_response(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """ms-swift's rows: `query`, `response`, and `system` and `history` if any."""
+    return _exchange(item, _text(item, "query", source), _text(item, "response", source), source)
+
+
+def from_prompt_completion(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """TRL's rows: `prompt` and `completion`, two texts or two lists of messages."""
+    return _continued(item, "prompt", item.get("prompt"), "completion", item.get("completion"), source)
+
+
+def from_question_answer(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """Rows of visual question answering: `question` and `answer`, or `answers`, of which the most frequent one is taken."""
+    name = "context" if "context" in item and "question" not in item else "question"
+    question = _text(item, name, source)
+    key = "answer" if item.get("answer") is not None else "answers"
+    answers = item.get(key)
+    if isinstance(answers, list):
+        said = [one.get("answer") if isinstance(one, dict) else one for one in answers]
+        counts = Counter(one for one in said if isinstance(one, str) and one.strip())
+        if not counts:
+            raise RowError(
+                source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted."
+            )
+        answers = counts.most_common(1)[0][0]
+    return _exchange(item, question, _text({key: answers}, key, source), source)
+
+
+def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """Rows of preference pairs: the `chosen` answer is learnt, the `rejected` one is passed over.
+
+    The question stands in `prompt`, in `question`, `query` or `instruction`, in `conversations` or `messages`, or
+    `chosen` is the whole conversation. ms-swift's `messages` beside `rejected_response` are the chosen ones.
+    """
+    turns = next((key for key in ("messages", "conversations") if isinstance(item.get(key), list)), None)
+    chosen = item.get("chosen")
+    if chosen is None and turns is not None:
+        return _built(own_messages(item[turns], turns, source, strict=True), item, source)
+    if turns is not None:
+        return _continued(item, turns, item[turns], "chosen", chosen, source)
+    key = next((key for key in QUESTIONS if item.get(key) is not None), None)
+    if isinstance(chosen, list) and (key is None or _opens(chosen)):
+        return _built(own_messages(chosen, "chosen", source, strict=True), item, source)
+    asked = item.get(key) if key is not None else None
+    if key == "instruction":
+        asked = _with_input(_text(item, key, source, empty=True), item, source)
+    return _continued(item, key or "prompt", asked, "chosen", chosen, source)
+
+
+def _opens(turns: list[Any]) -> bool:
+    """Whether messages begin with a question or a system text, so that they are a whole conversation."""
+    first = turns[0] if turns else None
+    return isinstance(first, dict) and first.get("role", first.get("from")) in ("user", "human", "system")
+
+
+def _continued(
+    item: dict[str, Any], key: str, asked: Any, answer_key: str, answer: Any, source: str
+) -> dict[str, Any]:
+    """A question and its answer, each a text, a message or a list of messages."""
+    found = []
+    for name, value, role in ((key, asked, "user"), (answer_key, answer, "assistant")):
+        if isinstance(value, str):
+            value = [{"role": role, "content": value}]
+        elif isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            seen = "missing" if value is None else shown(repr(value))
+            text = f"{name!r} is {seen}; a text or a list of messages is wanted."
+            raise RowError(source, "bad_row", text)
+        found += own_messages(value, name, source, strict=True)
+    return _built(found, item, source)
+
+
+def _exchange(item: dict[str, Any], question: str, answer: str, source: str) -> dict[str, Any]:
+    """A question and its answer behind the `history` of earlier ones."""
+    messages = []
+    history = item.get("history")
+    if history is not None and not isinstance(history, list):
+        text = f"'history' is {shown(repr(history))}; a list of [question, answer] is wanted."
+        raise RowError(source, "bad_row", text)
+    for number, pair in enumerate(history or []):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(x, str) for x in pair):
+            text = f"history[{number}] is {shown(repr(pair))}; [question, answer] is wanted."
+            raise RowError(source, "bad_row", text)
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return _built(messages, item, source)
+
+
+def _built(messages: list[dict[str, Any]], item: dict[str, Any], source: str) -> dict[str, Any]:
+    """The row of these messages, its media before the first question where no placeholder says otherwise."""
+    with_system(messages, item)
+    taken = {key: item[key] for key in TAKEN if item.get(key) is not None}
+    row = from_parts({"messages": messages, **taken}, source)
+    return with_marks(row)
+
+
+def with_marks(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a placeholder for each medium before its first question, of kinds that no text has one for."""
+    messages = row["messages"]
+    first = next((one for one in messages if one["role"] == "user"), messages[0])
+    texts = "".join(one["content"] for one in messages if isinstance(one["content"], str))
+    marks = ""
+    for kind in MEDIA:
+        value = row.get(kind, row.get(f"{kind}s"))
+        count = len(value) if isinstance(value, list | tuple) else int(value is not None)
+        marks += f"<{kind}>" * (0 if f"<{kind}>" in texts else count)
+    if not marks or not isinstance(first["content"], str):
+        return row
+    changed = [{**one, "content": marks + one["content"]} if one is first else one for one in messages]
+    return {**row, "messages": changed}
+
+
+def _with_input(instruction: str, item: dict[str, Any], source: str) -> str:
+    given = _text(item, "input", source, empty=True)
+    return "\n".join(text for text in (instruction, given) if text)
+
+
+def _text(item: dict[str, Any], key: str, source: str, *, empty: bool = False) -> str:
+    """A column's text; one that may be `empty` may be missing as well."""
+    value = item.get(key)
+    if value is None and empty:
+        return ""
+    if not isinstance(value, str):
+        seen = "missing" if value is None else shown(repr(value))
+        raise RowError(source, "bad_row", f"{key!r} is {seen}; a text is wanted.")
+    return value

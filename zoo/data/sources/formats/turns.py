@@ -1,0 +1,167 @@
+"""Turns of conversations: roles under their many names, tool calls and tool results, as zoo's own messages.
+
+A tool call is `{"name", "arguments"}`, its arguments an object. Calls are read from OpenAI's `tool_calls` and `function_call`,
+and from turns of their own (`function_call` of LLaMA-Factory, `tool_call` of ms-swift), which join the assistant's turn
+before them. Tools are OpenAI's `{"type": "function", "function": {...}}`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zoo.data.errors import RowError
+from zoo.data.sources.references import shown
+
+CALL = "call"  # a turn that is nothing but a tool call
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "tool_response": "tool",
+    "observation": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
+}
+PAIRS = (("human", "assistant"), ("user", "assistant"))  # a turn that holds a question and its answer
+OF_CALLS = ("tool_calls", "function_call")
+CALL_WANTED = "a call as {'name', 'arguments'} is wanted, its arguments an object"
+
+
+def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> list[Any]:
+    """The turns of `row[key]` as messages with `role`, `content`, and `weight` and `tool_calls` where they have them.
+
+    Args:
+        turns: objects with `from` and `value` or `role` and `content`, or pairs such as `{"human", "assistant"}`.
+        key: where they stand in the row, for messages.
+        source: where the row stands, for errors.
+        strict: raise at a turn of another form; else it is passed on as it is, for `zoo.data.sources.rows` to refuse.
+
+    Raises:
+        RowError: a turn of another form, or a tool call that is none ("bad_row").
+    """
+    messages: list[Any] = []
+    for number, turn in enumerate(turns):
+        where = f"{key}[{number}]"
+        pair = next((pair for pair in PAIRS if isinstance(turn, dict) and set(pair) <= set(turn)), None)
+        if pair is not None:
+            named = ((ROLES[name], turn[name]) for name in pair)
+            messages += [{"role": role, "content": content} for role, content in named]
+            continue
+        message = _message(turn, where, source, strict)
+        last = messages[-1] if messages else None
+        own_turn = isinstance(message, dict) and message.pop("is_call", False)
+        if own_turn and isinstance(last, dict) and last.get("role") == "assistant":
+            last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _message(turn: Any, where: str, source: str, strict: bool) -> Any:
+    if not isinstance(turn, dict):
+        if not strict:
+            return turn
+        text = f"{where} is a {type(turn).__name__}; {{'from', 'value'}} is wanted."
+        raise RowError(source, "bad_row", text)
+    names = ("from", "value") if "from" in turn else ("role", "content")
+    role, content = turn.get(names[0]), turn.get(names[1])
+    if not isinstance(role, str) or role not in ROLES:
+        if not strict:
+            return turn
+        raise RowError(source, "bad_row", f"{where} is from {shown(repr(role))}; wanted: {', '.join(ROLES)}.")
+    calls = _calls(turn, where, source)
+    known: dict[str, Any] = {"role": ROLES[role]}
+    if known["role"] == CALL:
+        calls = _parsed(content, f"{where}.{names[1]}", source)
+        known |= {"role": "assistant", "is_call": True}
+        content = ""
+    elif content is None and calls:
+        content = ""
+    if strict and not isinstance(content, str) and not (isinstance(content, list) and content):
+        text = f"{where} has a value of type {type(content).__name__}; a string is wanted."
+        raise RowError(source, "bad_row", text)
+    if turn.get("weight") is not None:
+        known["weight"] = turn["weight"]
+    elif isinstance(turn.get("loss"), bool) and known["role"] == "assistant":
+        known["weight"] = float(turn["loss"])
+    if strict or names[1] in turn or calls:
+        known["content"] = content
+    if calls:
+        known["tool_calls"] = calls
+    if strict:
+        return known
+    passed = {*names, *OF_CALLS, "weight", "loss"}
+    if known["role"] in ("tool", "assistant"):  # a result names its call, which the order says as well
+        passed |= {"name", "tool_call_id", "id", "refusal"}
+    return {**known, **{name: value for name, value in turn.items() if name not in passed}}
+
+
+def _calls(turn: dict[str, Any], where: str, source: str) -> list[dict[str, Any]]:
+    """The calls that an assistant's turn names beside its content."""
+    found: list[dict[str, Any]] = []
+    for name in OF_CALLS:
+        if turn.get(name):
+            found += _parsed(turn[name], f"{where}.{name}", source)
+    return found
+
+
+def _parsed(value: Any, where: str, source: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        value = _json(value, where, source)
+    listed = value if isinstance(value, list) else [value]
+    return [_call(one, where, source) for one in listed]
+
+
+def _call(value: Any, where: str, source: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        value = _json(value, where, source)
+    inner = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not inner["name"].strip():
+        raise RowError(source, "bad_row", f"{where} is {shown(value)}; {CALL_WANTED}.")
+    given = inner.get("arguments", inner.get("parameters", {}))
+    if isinstance(given, str):
+        given = _json(given, f"{where}.arguments", source) if given.strip() else {}
+    if not isinstance(given, dict):
+        raise RowError(source, "bad_row", f"{where}.arguments is {shown(given)}; an object is wanted.")
+    return {"name": inner["name"], "arguments": given}
+
+
+def own_tools(value: Any, source: str) -> list[dict[str, Any]]:
+    """The tools that a row offers; [] where it offers none.
+
+    Raises:
+        RowError: they are no list of tools ("bad_row").
+    """
+    if isinstance(value, str):
+        value = _json(value, "tools", source) if value.strip() else []
+    if value is None or value == []:
+        return []
+    listed = value if isinstance(value, list) else [value]
+    found = []
+    for number, tool in enumerate(listed):
+        where = f"tools[{number}]"
+        if isinstance(tool, str):
+            tool = _json(tool, where, source)
+        inner = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
+            text = f"{where} is {shown(tool)}; a tool with 'name', 'description' and 'parameters' is wanted."
+            raise RowError(source, "bad_row", text)
+        found.append({"type": "function", "function": inner})
+    return found
+
+
+def _json(text: str, where: str, source: str) -> Any:
+    """A value that is written as JSON in a text."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RowError(source, "bad_row", f"{where} is {shown(text)}, which is no JSON.") from error

@@ -1,0 +1,210 @@
+"""Files of rows, read one after the other: JSONL, a JSON list, CSV, and plain text with a text on each line."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zoo.data.errors import RowError
+from zoo.data.sources.references import shown
+from zoo.errors import LONGEST, UserError, file_error, printable
+from zoo.files import expanded, why_no_file
+
+BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
+HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
+
+
+def numbered_items(path: Path, spec: str) -> Iterator[tuple[int, Any]]:
+    """The rows of a file, as they are written, with their number.
+
+    Returns:
+        (line number, bytes) of each line of a JSONL file that is not blank; (place from 1, item) of a `.json` list; (line
+        number, {column: text}) of a row of `.csv` or `.tsv`; (line number, {"text": line}) of a line of `.txt`.
+    """
+    if path.suffix in SEPARATORS:
+        yield from _of_csv(path, spec)
+        return
+    with reading(spec):
+        whole = path.read_bytes() if path.suffix == ".json" and _is_list(path) else None
+    if whole is not None:
+        try:
+            items = json.loads(whole, object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{spec}: no valid JSON: {error}.") from error
+        yield from enumerate(items, start=1)
+        return
+    with reading(spec), path.open("rb") as file:
+        number = 0
+        while (line := next_line(file))[1]:
+            number += 1
+            if line[0].strip():
+                yield number, _text_of(line[0]) if path.suffix == ".txt" else line[0]
+
+
+def _text_of(line: bytes) -> dict[str, str] | RowError:
+    """A line of plain text as a row."""
+    if len(line) > LINE_MB * 2**20:
+        return RowError("", "bad_row", f"the line is over {LINE_MB} MiB; cut it into several.")
+    try:
+        return {"text": line.decode("utf-8-sig").strip("\r\n")}
+    except UnicodeDecodeError as error:
+        return RowError(
+            "", "bad_row", f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
+        )
+
+
+def _of_csv(path: Path, spec: str) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
+    """The rows of a CSV file: columns by the names of its first line, empty cells left out."""
+    csv.field_size_limit(LINE_MB * 2**20)
+    with reading(spec), path.open(encoding="utf-8-sig", newline="") as file:
+        table = csv.reader(file, delimiter=SEPARATORS[path.suffix], strict=True)
+        names: list[str] | None = None
+        while True:
+            line = table.line_num + 1
+            try:
+                cells = next(table)
+            except StopIteration:
+                return
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{spec}: not UTF-8 near line {line}: {error.reason}; save the file as UTF-8."
+                ) from error
+            except csv.Error as error:
+                yield line, RowError("", "bad_row", f"no row of CSV: {error}.")
+                continue
+            if not cells:
+                continue
+            if names is None:
+                names = [name.strip() for name in cells]
+                _check_names(names, spec)
+            elif len(cells) != len(names):
+                text = f"{len(cells)} cells, but the first line names {len(names)} columns; quote cells that hold {table.dialect.delimiter!r}."
+                yield line, RowError("", "bad_row", text)
+            else:
+                yield line, _cells(dict(zip(names, cells, strict=True)))
+
+
+def _check_names(names: list[str], spec: str) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UserError(f"{spec}: the first line names the column {shown(twice)!r} twice; rename one.")
+
+
+def _cells(row: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {name: cell for name, cell in row.items() if cell != ""}
+    with contextlib.suppress(ValueError):  # refused as no number
+        found |= {"weight": float(found["weight"])} if "weight" in found else {}
+    return found
+
+
+@contextmanager
+def reading(place: str | Path) -> Iterator[None]:
+    """Errors of the system about a file become a UserError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise file_error(error, place) or error from error
+
+
+def next_line(file: BinaryIO) -> tuple[bytes, int]:
+    """The next line of a file, no more of it than `load_line` needs to refuse it, and how many bytes it has."""
+    limit = LINE_MB * 2**20 + 1
+    line = part = file.readline(limit)
+    size = len(line)
+    while len(part) == limit and not part.endswith(b"\n"):
+        part = file.readline(limit)
+        size += len(part)
+    return line, size
+
+
+def is_bundled(spec: str) -> bool:
+    """Whether a `data` entry names a bundled set; a file of that name comes first."""
+    name, _, split = spec.partition(":")
+    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(spec))
+
+
+def locate(spec: str, key: str = "data") -> Path:
+    """The JSONL file of a path or of a bundled set; `key` is the recipe's key that names it.
+
+    Raises:
+        UserError: no such file or bundled set.
+    """
+    path = expanded(spec)
+    if os.path.isfile(path):
+        return path
+    if is_bundled(spec):
+        name, _, split = spec.partition(":")
+        package = importlib.import_module(f"zoo.data.{name}")
+        return Path(package.__file__ or "").parent / f"{split}.jsonl"
+    known = [f"{name}:{split}" for name, splits in BUNDLED.items() for split in splits]
+    near = get_close_matches(spec, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else f"bundled sets: {', '.join(known)}."
+    if HUB_ID.fullmatch(spec) and not os.path.isdir(path.parent):
+        hint = f"a data set at the hub is written {{hub: {spec}}}."
+    what, why = "is neither a file nor a bundled set", why_no_file(path)
+    if os.path.isdir(path):
+        what = "is a folder; give the JSONL file in it"
+    elif why not in (None, "there is none"):
+        what = f"can't be read: {why}"
+    raise UserError(f"{key}={printable(spec, LONGEST)}: {what}; {hint}")
+
+
+def _is_list(path: Path) -> bool:
+    """Whether a JSON file begins with a bracket."""
+    with path.open("rb") as file:
+        return file.read(256).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"["
+
+
+def load_line(line: bytes | str, source: str) -> dict[str, Any]:
+    """The JSON object of a line; RowError ("bad_json") where there is none, or the line is over LINE_MB."""
+    return json_object(json_value(line, source), source)
+
+
+def json_value(line: bytes | str, source: str) -> Any:
+    """The JSON value of a line or of a file; RowError ("bad_json") where it is none, or over LINE_MB."""
+    if len(line) > LINE_MB * 2**20:
+        text = f"the line is over {LINE_MB} MiB; put media into files of their own."
+        raise RowError(source, "bad_json", text)
+    try:
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise RowError(source, "bad_json", "broken JSON: it is nested too deeply.") from error
+    except json.JSONDecodeError as error:
+        text = f"broken JSON at column {error.colno}: {error.msg}."
+        raise RowError(source, "bad_json", text) from error
+    except UnicodeDecodeError as error:
+        text = f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8."
+        raise RowError(source, "bad_json", text) from error
+    except ValueError as error:  # a key twice, a whole number of thousands of digits
+        raise RowError(source, "bad_json", f"broken JSON: {str(error).partition(';')[0]}.") from error
+
+
+def json_object(item: Any, source: str) -> dict[str, Any]:
+    """An item as the object that a row is; RowError where it is none, or an error of `numbered_items`."""
+    if isinstance(item, RowError):
+        raise item.at(source)
+    if not isinstance(item, dict):
+        raise RowError(source, "bad_json", f"the line is a JSON {type(item).__name__}; an object is wanted.")
+    return item
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, each key of which is there once: what a second one says would be lost, or the first."""
+    item = dict(pairs)
+    if len(item) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {shown(twice)!r} is there twice")
+    return item

@@ -1,0 +1,259 @@
+"""Samples of WebDataset tars: members of the same name, up to their extensions, are a row and its media."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zoo.data.errors import RowError
+from zoo.data.sources.energon import EnergonSet, field_of
+from zoo.data.sources.lines import json_object, json_value, reading
+from zoo.data.sources.references import Blob
+from zoo.data.sources.rows import MEDIA
+from zoo.errors import LONGEST, UserError, printable
+from zoo.files import expanded
+
+KINDS = {
+    **dict.fromkeys(
+        ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif", "jp2"), "image"
+    ),
+    **dict.fromkeys(("mp4", "mkv", "webm", "mov", "avi", "mpg", "mpeg", "m4v", "flv", "ts"), "video"),
+    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff"), "audio"),
+}  # last part of a tar member's name -> kind of medium
+NAME_TYPES = (
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+)
+LONGEST_NAME = 2**20  # bytes of a tar member's name and further headers
+MOST_TARS = 100_000  # that braces may stand for
+SAMPLE_MB = 2048  # MiB of the members of one sample, which are read together
+BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+class _Member(NamedTuple):
+    """A file in a tar."""
+
+    extension: str  # the last part of its name
+    start: int  # its first byte in the tar
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The files of one sample."""
+
+    tar: Path
+    key: str
+    parts: tuple[_Member, ...]
+
+
+def tar_files(path: str, key: str) -> list[Path]:
+    """The tars of a path: one tar, a folder of tars, or a pattern with {000..015} or *; UserError where there are none."""
+    place = expanded(path)
+    if os.path.isdir(place):
+        found = sorted(place.rglob("*.tar"))
+    elif span := BRACES.search(path):
+        first, last = span.groups()
+        if len(last) > 9 or int(last) - int(first) >= MOST_TARS:
+            raise UserError(f"{key}={path}: over {MOST_TARS} tars; give their folder, or a pattern with *.")
+        names = [f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1)]
+        found = [expanded(BRACES.sub(name, path, count=1)) for name in names]
+    else:
+        names = [] if "\0" in path else sorted(glob.glob(str(place)))
+        found = [Path(name) for name in names] or [place]
+    missing = [file for file in found if not os.path.isfile(file)]
+    if missing or not found:
+        name = printable(str(missing[0] if missing else path), LONGEST)
+        raise UserError(f"{key}={printable(path, LONGEST)}: no file {name}; a tar of samples is wanted.")
+    return found
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header, within bounds that the standard library does not keep in all its versions."""
+
+    def _block(self, count: int) -> int:
+        if count < 0:  # its reader would go back, and read the same members without end
+            raise tarfile.ReadError(f"a member of {count} bytes")
+        return super()._block(count)  # type: ignore[misc]
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in NAME_TYPES and self.size > LONGEST_NAME:  # they are read whole
+            raise tarfile.ReadError(f"a name of {self.size} bytes")
+        return super()._proc_member(tar)  # type: ignore[misc]
+
+
+def _index(file: Path) -> list[_Members]:
+    """The samples of a tar in order: members that have all before the first dot of their names in common."""
+    found: list[_Members] = []
+    parts: list[_Member] = []
+    last = None
+    try:
+        with tarfile.open(file, "r:", tarinfo=_Header) as tar:
+            for member in tar:
+                if not member.isfile() or member.issparse():  # links, devices, files with holes
+                    continue
+                folder, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                key = f"{folder}/{stem}" if folder else stem
+                if key != last and parts:
+                    found.append(_Members(file, str(last), tuple(parts)))
+                    parts = []
+                last = key
+                parts.append(_Member(extension.lower(), member.offset_data, member.size))
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        text = (
+            f"{file} is no tar that can be read: {error}; compressed ones are to be unpacked to plain tars."
+        )
+        raise UserError(text) from error
+    if parts:
+        found.append(_Members(file, str(last), tuple(parts)))
+    return found
+
+
+class Samples:
+    """The samples of some tars, by their place.
+
+    Args:
+        files: the tars.
+        name: what they are called in messages.
+        form: the format that the entry names; None: found by each row's keys.
+        energon: what `.nv-meta` says of them, or None.
+
+    Raises:
+        UserError: a tar that can't be read, or no samples at all.
+    """
+
+    def __init__(
+        self, files: list[Path], name: str, form: str | None, energon: EnergonSet | None = None
+    ) -> None:
+        self.name, self.form = name, form
+        self.fields = energon.fields if energon is not None else {}
+        left_out = energon.left_out if energon is not None else frozenset()
+        self.samples = [
+            sample
+            for file in files
+            for sample in _index(file)
+            if not left_out or f"{file.parent.name}/{file.name}/{sample.key}" not in left_out
+        ]
+        if not self.samples:
+            raise UserError(f"{name} has no samples; members such as 0001.json and 0001.jpg are wanted.")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __call__(self, place: int) -> dict[str, Any]:
+        """The row of a place; RowError where its members make none."""
+        sample, source = self.samples[place], f"{self.name}:{place + 1}"
+        blobs, texts = _contents(sample, source)
+        if self.fields:
+            return _fields(sample, blobs, texts, self.fields, source)
+        media: dict[str, list[Blob]] = {kind: [] for kind in MEDIA}
+        for extension, blob in blobs.items():
+            media[KINDS[extension.rpartition(".")[2]]].append(blob)
+        listed = {MEDIA[kind]: found for kind, found in media.items() if found}
+        if "json" in texts:
+            return _with_media(json_value(texts["json"], source), sample, blobs, listed, source)
+        if "txt" not in texts:
+            seen = ", ".join([*blobs, *texts])
+            raise RowError(
+                source, "bad_row", f"sample {sample.key} has {seen}; a .json with 'messages' is wanted."
+            )
+        if self.form is None:
+            text = f"sample {sample.key} has no .json; name its format: {{path: ..., format: captions}}."
+            raise RowError(source, "format", text)
+        return {"txt": texts["txt"].decode("utf-8", errors="replace"), **listed}
+
+
+def _contents(sample: _Members, source: str) -> tuple[dict[str, Blob], dict[str, bytes]]:
+    """Extension -> media and what else the sample has."""
+    blobs: dict[str, Blob] = {}
+    texts: dict[str, bytes] = {}
+    size = sum(part.size for part in sample.parts)
+    if size > SAMPLE_MB * 2**20:
+        text = f"sample {sample.key} has {size / 2**20:.0f} MiB, over the limit of {SAMPLE_MB}; use files of their own."
+        raise RowError(source, "bad_row", text)
+    with reading(sample.tar), sample.tar.open("rb") as file:
+        for extension, first, size in sample.parts:
+            if extension in blobs or extension in texts:
+                raise RowError(source, "bad_row", f"sample {sample.key} has two members {extension!r}.")
+            file.seek(first)
+            data = file.read(size)
+            if len(data) < size:
+                text = f"member {sample.key}.{extension} is cut off: {len(data)} of {size} bytes are there."
+                raise RowError(source, "corrupt_media", text)
+            if extension.rpartition(".")[2] in KINDS:
+                blobs[extension] = Blob(data, f"{sample.key}.{extension}")
+            else:
+                texts[extension] = data
+    return blobs, texts
+
+
+def _with_media(
+    item: Any,
+    sample: _Members,
+    blobs: Mapping[str, Blob],
+    listed: Mapping[str, list[Blob]],
+    source: str,
+) -> dict[str, Any]:
+    """What a sample's .json says, with its media in the place of their names, or all in order; a list is a conversation."""
+    if isinstance(item, list):
+        return {"conversations": item, **listed}
+    item = json_object(item, source)
+    named = [key for pair in MEDIA.items() for key in pair if item.get(key)]
+    if not named:
+        return {**item, **listed}
+    for key in named:
+        value = item[key]
+        several = isinstance(value, list)
+        found = [_member(one, sample, blobs, source) for one in (value if several else [value])]
+        item[key] = found if several else found[0]
+    return item
+
+
+def _fields(
+    sample: _Members,
+    blobs: Mapping[str, Blob],
+    texts: Mapping[str, bytes],
+    fields: Mapping[str, str],
+    source: str,
+) -> dict[str, Any]:
+    """The row of a sample whose fields Energon's field_map names."""
+    members: dict[str, Any] = dict(blobs)
+    for extension, data in texts.items():
+        if extension.rpartition(".")[2] == "json":
+            members[extension] = json_value(data, source)
+        elif extension.rpartition(".")[2] in ("txt", "text"):
+            members[extension] = data.decode("utf-8", errors="replace")
+        else:
+            members[extension] = data
+    row: dict[str, Any] = {}
+    for column, place in fields.items():
+        value = field_of(members, place, source)
+        if isinstance(value, bytes):
+            text = f"member {sample.key}.{place} is of no known type (a pickle, say, which is never read); write media as files."
+            raise RowError(source, "bad_row", text)
+        if value is not None:
+            row[column] = [value] if column in MEDIA.values() and not isinstance(value, list) else value
+    return row
+
+
+def _member(name: Any, sample: _Members, blobs: Mapping[str, Blob], source: str) -> Any:
+    """The member that a row names by its file's name or by its extension."""
+    if not isinstance(name, str) or name.startswith("data:"):
+        return name
+    base = name.rpartition("/")[2]
+    stem = sample.key.rpartition("/")[2]
+    for extension in (name.lower(), base.removeprefix(f"{stem}.").lower()):
+        if extension in blobs:
+            return blobs[extension]
+    there = ", ".join(blobs) or "none"
+    raise RowError(source, "missing_file", f"sample {sample.key} has no member {name}; its media: {there}.")
