@@ -85,6 +85,55 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     return entry
 
 
+def entries_of(data: Any, key: str) -> list[Any]:
+    """The entries that a program has given: paths and mappings as they are, objects as entries with `rows`.
+
+    Args:
+        data: an entry, or a list of these; or rows: a list of dicts, a datasets.Dataset, any iterable of dicts.
+        key: data.train or data.eval, for messages.
+
+    Raises:
+        ConfigError: an entry that is none.
+    """
+    if isinstance(data, list | tuple) and not (data and all(map(_is_row, data))):
+        found = []
+        for one in data:
+            plain = isinstance(one, str) or (isinstance(one, Mapping) and one.get("rows") is None)
+            found.append(one if plain else parse_entry(one, key))
+        return found
+    return entries_of([data if not isinstance(data, tuple) else list(data)], key)
+
+
+def _is_row(value: Any) -> bool:
+    """Whether a mapping is a row, rather than an entry."""
+    names = {item.name for item in fields(DataEntry)}
+    return isinstance(value, Mapping) and not set(value) <= names
+
+
+def has_objects(entries: Any) -> bool:
+    """Whether some of a recipe's entries are rows as objects."""
+    return any(isinstance(entry, DataEntry) and entry.rows is not None for entry in entries)
+
+
+def split_objects(changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """Changes of a recipe without those of data.train and data.eval that are objects, and these as entries by name."""
+    plain, objects = dict(changes), {}
+    for name in ("train", "eval"):
+        places: list[tuple[dict[str, Any], str]] = [(plain, f"data.{name}")]
+        if isinstance(plain.get("data"), Mapping):
+            plain["data"] = dict(plain["data"])
+            places.append((plain["data"], name))
+        for held, key in places:
+            value = held.get(key)
+            if value is None or isinstance(value, str):
+                continue
+            found = entries_of(value, f"data.{name}")
+            if has_objects(found):
+                objects[name] = found
+                del held[key]
+    return plain, objects
+
+
 def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
     if value is None and "None" in wanted:
         return

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as with_parts
 from typing import Any
 
+from zoo.config.entries import has_objects, split_objects
 from zoo.config.layers.keys import Bounds, choice, number
 from zoo.config.layers.tree import replaced
 
@@ -209,10 +211,23 @@ class Recipe:
             changes: by dotted key, ``{"train.lr": 1e-4, "data.train[0].weight": 2}``, or nested.
             more: by name, a section's as a dict or as its dataclass: ``replace(train={"lr": 1e-4}, nproc=2)``.
 
+        Rows as objects may stand in data.train and data.eval: `zoo.train` writes them to the run folder.
+
         Raises:
             ConfigError: a key that there is not, or a value that is none of its kind.
         """
-        return replaced(self, {**(changes or {}), **more})
+        given = {name.replace("__", "."): value for name, value in more.items()}  # data__train=rows
+        plain, objects = split_objects({**(changes or {}), **given})
+        held: dict[str, Any] = {name: getattr(self.data, name) for name in ("train", "eval")}
+        held = {name: entries for name, entries in held.items() if has_objects(entries)}
+        section = plain.get("data", {})
+        whole = not isinstance(section, Mapping)  # a DataConfig, which has all keys
+        named = {name for name in held if f"data.{name}" in plain or whole or name in section}
+        parts: dict[str, Any] = {name: one for name, one in held.items() if name not in named} | objects
+        emptied: dict[str, Any] = {name: [] for name in held}
+        base = with_parts(self, data=with_parts(self.data, **emptied))
+        changed = replaced(base, plain)
+        return with_parts(changed, data=with_parts(changed.data, **parts)) if parts else changed
 
 
 # fmt: on

@@ -20,6 +20,7 @@ from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.lines import is_bundled, locate
+from zoo.data.sources.objects import SUFFIX, ObjectRows
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
 from zoo.data.sources.tars import Samples, tar_files
@@ -98,6 +99,10 @@ def open_table(
     kind = kind_of(entry.path)
     if kind == "tar":
         return _of_tars(entry, key, keep)
+    if kind == "objects":
+        path = expanded(entry.path)
+        objects = ObjectRows(path, name)
+        return Table(len(objects), objects, name, access(path.parent), form_of(entry), keep)
     if kind in ("parquet", "disk"):
         from zoo.data.sources.hub import load_local
 
@@ -131,7 +136,7 @@ def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]
 
 
 def kind_of(path: str) -> str:
-    """What a path holds: tar, parquet, disk (a folder of `save_to_disk`) or lines (JSONL, a bundled set, or nothing)."""
+    """What a path holds: tar, parquet, disk (a folder of `save_to_disk`), objects or lines (JSONL, a bundled set, or nothing)."""
     place = expanded(path)
     if os.path.isdir(place):
         if is_energon(place):
@@ -140,6 +145,8 @@ def kind_of(path: str) -> str:
             return "disk"
         found = {file.suffix for file in place.rglob("*") if file.suffix in (".parquet", ".tar")}
         return found.pop().removeprefix(".") if len(found) == 1 else "lines"
+    if place.name.endswith(SUFFIX):
+        return "objects"
     return {".tar": "tar", ".parquet": "parquet"}.get(place.suffix, "lines")
 
 

@@ -18,6 +18,7 @@ from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
 from zoo.engine.launch.kernel_cache import keep_kernels
+from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
 from zoo.engine.report.result import TrainResult
@@ -38,7 +39,7 @@ class WorkerError(RuntimeError):
 
 
 @untouched()
-def launch(recipe: Recipe, *, here: bool = False) -> TrainResult:
+def launch(recipe: Recipe, *, data: Any = None, eval_data: Any = None, here: bool = False) -> TrainResult:
     """Train `recipe` and return the result; also known as `zoo.train`.
 
     Under torchrun (RANK and WORLD_SIZE in the environment) or SLURM (its variables) this process is one rank. Otherwise
@@ -46,6 +47,9 @@ def launch(recipe: Recipe, *, here: bool = False) -> TrainResult:
     process stays as it was whatever happens to them, and uses no memory of a GPU.
 
     Args:
+        data: in the place of data.train: rows (a list of dicts with pictures, arrays and bytes in them, any iterable of
+            these, a datasets.Dataset) or entries. Rows are written to the run folder once, for all ranks to map.
+        eval_data: the same in the place of data.eval.
         here: this process belongs to zoo, as in the command `zoo train`: a single rank runs in it, which saves the
             seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
 
@@ -54,7 +58,7 @@ def launch(recipe: Recipe, *, here: bool = False) -> TrainResult:
         WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    recipe, ranks = prepare(recipe, here=here)
+    recipe, ranks = prepare(with_files(recipe, data, eval_data), here=here)
     if under_torchrun():
         end_with_parent()
     if under_torchrun() or (here and ranks == 1):

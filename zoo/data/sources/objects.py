@@ -1,0 +1,215 @@
+"""Rows as Python objects, written to one file that all ranks map into memory: dicts with pictures, arrays and bytes in them.
+
+The file is Arrow's, a row a record: `row`, the row as JSON in which `{"medium": 3}` under MARK stands for a medium, and `media`, the
+bytes of its media. Pictures are written as PNG and sound as WAV, both without loss. Writing takes the memory of one batch
+(BATCH_MB), however many rows there are; reading takes that of a row.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.data.errors import RowError
+from zoo.data.sources.references import Blob, shown
+from zoo.errors import UserError
+
+SUFFIX = ".rows.arrow"
+MARK = "zoo_medium"  # the one key of a mapping that stands for a medium
+BATCH_MB = 64  # MiB of rows that are held while they are written
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
+RATE = 16_000  # Hz of an array that comes without one
+WAV_TYPES = {"int16": "PCM_16", "int32": "PCM_32", "uint8": "PCM_U8", "float64": "DOUBLE"}
+
+
+def write_objects(rows: Iterable[Any], path: Path, name: str) -> int:
+    """Write rows to a file, whole or not at all.
+
+    Args:
+        rows: dicts; an iterable is read once, to its end.
+        path: the file, which ends in SUFFIX.
+        name: what the rows are called in messages.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        UserError: no rows, or one that holds something else than plain values and media.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema([("row", pa.large_binary()), ("media", pa.list_(pa.large_binary()))])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    count = 0
+    try:
+        with pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            for batch in _batches(rows, name):
+                count += len(batch)
+                texts, media = zip(*batch, strict=True)
+                writer.write_batch(pa.record_batch([list(texts), list(media)], schema=schema))
+        if not count:
+            raise UserError(f"{name} has no rows; a list of dicts is wanted")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return count
+
+
+def _batches(rows: Iterable[Any], name: str) -> Iterator[list[tuple[bytes, list[bytes]]]]:
+    batch: list[tuple[bytes, list[bytes]]] = []
+    size = 0
+    for place, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise UserError(f"{name}: row {place} is a {type(row).__name__}; a dict is wanted")
+        media: list[bytes] = []
+        try:
+            text = json.dumps(_plain(row, media, "the row"), ensure_ascii=False).encode(
+                errors="surrogatepass"
+            )
+        except (ValueError, TypeError, OSError, RecursionError) as error:
+            raise UserError(f"{name}: row {place}: {error}") from error
+        batch.append((text, media))
+        size += len(text) + sum(map(len, media))
+        if size > BATCH_MB * 2**20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _plain(value: Any, media: list[bytes], where: str) -> Any:
+    """A value as JSON can hold it, its media moved to `media`; ValueError for what neither is."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if value.get("array") is not None and "sampling_rate" in value:
+            return _kept(_wav(_array(value["array"]), value["sampling_rate"], where), media)
+        return {str(key): _plain(one, media, f"{where}[{str(key)[:40]!r}]") for key, one in value.items()}
+    if isinstance(value, bytes | bytearray | memoryview):
+        return _kept(bytes(value), media)
+    if isinstance(value, os.PathLike):
+        return str(value)
+    if hasattr(value, "getbands") and hasattr(value, "convert"):
+        return _kept(_png(value), media)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) or hasattr(value, "detach"):
+        return _kept(_of_array(_array(value), where), media)
+    if isinstance(value, list | tuple):
+        return [_plain(one, media, f"{where}[{number}]") for number, one in enumerate(value)]
+    raise ValueError(
+        f"{where} is a {type(value).__name__}, which can't be written for the ranks; texts, numbers, lists, dicts, pictures, "
+        "arrays, bytes and paths are wanted"
+    )
+
+
+def _kept(data: bytes, media: list[bytes]) -> dict[str, int]:
+    media.append(data)
+    return {MARK: len(media) - 1}
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+
+
+def _of_array(array: np.ndarray, where: str) -> bytes:
+    """An array as a file: sound of one or two dimensions, an image of three."""
+    if array.ndim in (1, 2):
+        return _wav(array, RATE, where)
+    if array.ndim == 3 and array.dtype == np.uint8:
+        from PIL import Image
+
+        first = array.shape[0] in (1, 3) and array.shape[-1] not in (1, 3, 4)
+        pixels = array.transpose(1, 2, 0) if first else array
+        return _png(
+            Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels))
+        )
+    raise ValueError(
+        f"{where} is an array of {array.dtype} and shape {array.shape}; sound of one or two dimensions, or an image of uint8 "
+        "and three is wanted"
+    )
+
+
+def _png(image: Any) -> bytes:
+    """A picture without loss, its EXIF orientation kept."""
+    file = io.BytesIO()
+    if image.mode in ("F", "I"):
+        image.save(file, "tiff")
+    else:
+        plain = image if image.mode in PNG_MODES else image.convert("RGB")
+        plain.save(file, "png", compress_level=1, exif=image.getexif())
+    return file.getvalue()
+
+
+def _wav(array: np.ndarray, rate: Any, where: str) -> bytes:
+    import soundfile
+
+    if array.dtype.kind not in "fiu" or array.ndim not in (1, 2) or not array.size:
+        raise ValueError(
+            f"{where} is an array of {array.dtype} and shape {array.shape}; samples of sound are wanted"
+        )
+    samples = array.T if array.ndim == 2 and array.shape[0] < array.shape[1] else array
+    if array.dtype == np.uint8:  # soundfile takes no bytes
+        samples = (samples.astype(np.int16) - 128) << 8
+    elif str(array.dtype) not in (*WAV_TYPES, "float32"):
+        samples = samples.astype(np.float32)
+    file = io.BytesIO()
+    kind = "PCM_16" if array.dtype == np.uint8 else WAV_TYPES.get(str(samples.dtype), "FLOAT")
+    soundfile.write(file, samples, int(rate), format="WAV", subtype=kind)
+    return file.getvalue()
+
+
+class ObjectRows:
+    """The rows of a file of `write_objects`, by their place.
+
+    Raises:
+        UserError: no such file.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        import pyarrow as pa
+
+        self.name = name
+        try:
+            self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            sizes = [self._reader.get_batch(n).num_rows for n in range(self._reader.num_record_batches)]
+            if self._reader.schema.names != ["row", "media"]:
+                raise ValueError("its columns are others")
+        except (OSError, ValueError) as error:  # Arrow's errors are ValueErrors
+            raise UserError(f"{name}: no file of rows that zoo wrote: {error}") from error
+        self._ends = np.array(list(itertools.accumulate(sizes)), np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __call__(self, place: int) -> dict[str, Any]:
+        """The row of a place."""
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        batch = self._reader.get_batch(number)
+        inner = place - (int(self._ends[number - 1]) if number else 0)
+        source = f"{self.name}:{place + 1}"
+        try:
+            row = json.loads(batch.column(0)[inner].as_py())
+            media = batch.column(1)[inner].as_py() or []
+            found = _restored(row, media)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise RowError(source, "bad_row", f"the row can't be read: {shown(str(error))}.") from error
+        if not isinstance(found, dict):
+            raise RowError(source, "bad_row", f"the row is a {type(found).__name__}; a dict is wanted.")
+        return found
+
+
+def _restored(value: Any, media: list[bytes]) -> Any:
+    if isinstance(value, dict):
+        if list(value) == [MARK]:
+            return Blob(media[value[MARK]], f"medium {value[MARK]} of the row")
+        return {key: _restored(one, media) for key, one in value.items()}
+    return [_restored(one, media) for one in value] if isinstance(value, list) else value

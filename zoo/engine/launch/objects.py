@@ -1,0 +1,100 @@
+"""Rows as Python objects on their way to the ranks: written once to the run folder, where every rank maps them into memory."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from zoo.config.derived import run_folder
+from zoo.config.entries import DataEntry, entries_of, has_objects
+from zoo.config.schema import Recipe
+from zoo.data.sources.objects import SUFFIX, write_objects
+from zoo.engine.launch.prepare import under_torchrun
+from zoo.engine.launch.slurm import join_slurm
+from zoo.engine.watchdog.run_lock import refuse_second
+from zoo.errors import ConfigError, UserError
+from zoo.files import expanded
+
+
+def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recipe:
+    """The recipe with files in the place of objects in data.train and data.eval.
+
+    A list or an iterable of dicts becomes one file (`zoo.data.sources.objects`), a datasets.Dataset a folder of its own
+    `save_to_disk`; both replace those of an earlier start whole. An iterable is read once, to its end.
+
+    Args:
+        data: entries or rows in the place of data.train; None: the recipe's.
+        eval_data: the same of data.eval.
+
+    Raises:
+        UserError: objects under torchrun or SLURM, rows that can't be written, a stream, or a run folder in use.
+    """
+    given = {"train": data, "eval": eval_data}
+    entries = {
+        name: getattr(recipe.data, name) if value is None else entries_of(value, f"data.{name}")
+        for name, value in given.items()
+    }
+    if not any(map(has_objects, entries.values())):
+        changed = {f"data.{name}": entries[name] for name, value in given.items() if value is not None}
+        return recipe.replace(changed) if changed else recipe
+    join_slurm()
+    if under_torchrun():
+        raise UserError(
+            "data.train: rows as Python objects need zoo.train to start the ranks; under torchrun or SLURM write them to "
+            "files first (JSONL, or save_to_disk of a datasets.Dataset) and give their path"
+        )
+    folder = expanded(run_folder(recipe))
+    refuse_second(folder)
+    plain = {
+        f"data.{name}": [
+            _written(entry, folder / "data" / f"{name}-{number}", recipe, f"data.{name}")
+            for number, entry in enumerate(some)
+        ]
+        for name, some in entries.items()
+    }
+    return recipe.replace({"data.train": [], "data.eval": []}).replace(plain)
+
+
+def _written(entry: Any, place: Path, recipe: Recipe, key: str) -> Any:
+    """An entry with a path in the place of its rows; another entry as it is."""
+    if not isinstance(entry, DataEntry):
+        return entry
+    if entry.rows is not None:
+        path = _write(entry.rows, place, key)
+        root = entry.root if entry.root is not None else recipe.data.root
+        entry = replace(entry, rows=None, stream=False, path=str(path), root=root or str(Path.cwd()))
+    default = DataEntry()
+    names = [item.name for item in fields(DataEntry)]
+    return {name: getattr(entry, name) for name in names if getattr(entry, name) != getattr(default, name)}
+
+
+def _write(rows: Any, place: Path, key: str) -> Path:
+    if isinstance(rows, dict):
+        raise ConfigError(f"{key}: a {type(rows).__name__} of splits; give one, {key}=data['train']")
+    if hasattr(rows, "save_to_disk"):
+        return _write_dataset(rows, place, key)
+    if hasattr(rows, "load_state_dict") and not hasattr(rows, "__len__"):
+        raise ConfigError(
+            f"{key}: a {type(rows).__name__} may have no end, and can't be handed to ranks; give {{hub: ..., stream: true}}, "
+            "{path: ..., stream: true}, or list(data.take(10000))"
+        )
+    path = place.with_name(f"{place.name}{SUFFIX}")
+    write_objects(rows, path, key)
+    return path
+
+
+def _write_dataset(rows: Any, place: Path, key: str) -> Path:
+    """A folder of `save_to_disk`, in the place of an earlier one."""
+    if rows.format.get("type") == "custom":
+        raise ConfigError(
+            f"{key}: the data set has a transform, which no file keeps; apply it with map() first"
+        )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    rows.save_to_disk(str(partial))
+    shutil.rmtree(place, ignore_errors=True)
+    partial.rename(place)
+    return place
