@@ -49,15 +49,19 @@ def test_another_recipe_is_refused_or_accepted_and_said(zoo: Zoo, folder: Path) 
     message = zoo.refused(*zoo.train_arguments(run, *other))
     assert message.startswith(f"{checkpoint} does not hold this model: ") and len(message) < 600
 
-    accepted = [*common, "train.lr=1e-4", "run.accept_changes=[train.lr,model]"]
+    accepted = [*common, "train.lr=1e-4", "train.exp_avg_dtype=fp8", "run.accept_changes=[train.lr,model]"]
     done = zoo.train(run, *accepted)
     assert (done.code, done.err) == (0, ""), done
     assert "as allowed: model.freeze: [language] there, [] here" in done.out
     assert "as allowed: train.lr: 0.0012 there, 0.0001 here" in done.out
+    assert "the optimizer's state is converted" in done.out
+    assert "holds: train.exp_avg_dtype: fp32 there, fp8 here" in done.out
     assert "accept_changes:\n  - train.lr\n  - model\n" in (run / "config.yaml").read_text()
     again = zoo.train(run, *accepted, "train.steps=4")
     assert again.code == 0 and "as allowed" not in again.out, "the newest checkpoint has the new recipe"
-    assert zoo.train(run, *common, "train.lr=1e-4", "train.steps=5", "train.log_every=2", "nproc=2").code == 0
+    assert "converted" not in again.out
+    back = zoo.train(run, *common, "train.lr=1e-4", "train.steps=5", "train.log_every=2", "nproc=2")
+    assert back.code == 0 and "train.exp_avg_dtype: fp8 there, fp32 here" in back.out
     assert summary(run)["steps"] == 5
 
 
