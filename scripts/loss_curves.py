@@ -1,0 +1,97 @@
+"""Loss curves of runs that hold optimizer state and gradients in fewer bytes, against those in fp32.
+
+    python scripts/loss_curves.py OUT.json [--recipes qwen3_vl_sft,...] [--forms "fp32;bf16"] [--seeds 3] [--steps 1000] [--keys KEY=VALUE ...]
+
+Trains a tiny size of each recipe on the bundled digits, in bf16, once for each form and seed, and writes the held-out exact match
+and loss at the end, and the mean training loss of every hundred steps. Runs that OUT.json has already are not made again, so
+an interrupted call continues. Prints a markdown table: mean over seeds, and the spread of fp32's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+RECIPES = {"qwen3_vl_sft": "tiny", "qwen3_vl_moe_sft": "tiny-moe", "qwen35_vl_sft": "tiny"}
+MOMENTS = ("train.exp_avg_dtype", "train.exp_avg_sq_dtype")
+FORMS = {
+    "fp32": (),
+    "bf16": tuple(f"{key}=bf16" for key in MOMENTS),
+    "fp8": tuple(f"{key}=fp8" for key in MOMENTS),
+    "fp8, gradients bf16": (*(f"{key}=fp8" for key in MOMENTS), "train.main_grads_dtype=bf16"),
+}
+EVERY = 100  # steps of a point of a curve
+
+
+def run(recipe: str, form: str, seed: int, steps: int, more: list[str]) -> dict[str, Any]:
+    """One run: held-out metrics at its end, and the curve of its training loss."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = (
+            f"recipe={recipe}", f"size={RECIPES[recipe]}", "engine.precision=bf16", f"train.steps={steps}", f"run.seed={seed}",
+            "nproc=1", "engine.threads=1", "export=false", "log.tensorboard=false", f"run.dir={folder}", *FORMS[form], *more,
+        )  # fmt: skip
+        subprocess.run([sys.executable, "-m", "zoo", "train", *keys], check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads(Path(folder, "summary.json").read_text())
+        lines = map(json.loads, Path(folder, "train.jsonl").read_text().splitlines())
+        losses = [line["loss"] for line in lines if "grad_norm" in line]
+    curve = [round(mean(losses[first : first + EVERY]), 5) for first in range(0, len(losses), EVERY)]
+    held_out = {name: summary["metrics"][name] for name in ("loss", "exact_match")}
+    return {
+        "recipe": recipe,
+        "form": form,
+        "seed": seed,
+        "steps": steps,
+        "keys": more,
+        "curve": curve,
+        **held_out,
+    }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Held-out exact match and loss by recipe and form."""
+    lines = ["| recipe | state | seeds | exact match | loss |", "|---|---|---|---|---|"]
+    for recipe in RECIPES:
+        for form in FORMS:
+            runs = [one for one in found if (one["recipe"], one["form"]) == (recipe, form)]
+            if runs:
+                cells = (_cell([one[name] for one in runs]) for name in ("exact_match", "loss"))
+                lines.append(f"| {recipe} | {form} | {len(runs)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float]) -> str:
+    spread = f" ± {stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{mean(values):.3f}{spread}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--recipes", default=",".join(RECIPES))
+    parser.add_argument("--forms", default=";".join(FORMS), help="separated by ;")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--keys", nargs="*", default=[], help="further keys of every run")
+    given = parser.parse_args()
+    found = json.loads(given.out.read_text()) if given.out.exists() else []
+    done = {(one["recipe"], one["form"], one["seed"], one["steps"]) for one in found}
+    for seed in range(given.seeds):
+        for recipe in given.recipes.split(","):
+            for form in given.forms.split(";"):
+                if (recipe, form, seed, given.steps) not in done:
+                    found.append(run(recipe, form, seed, given.steps, given.keys))
+                    given.out.write_text(json.dumps(found, indent=1) + "\n")
+                    print(json.dumps(found[-1]), flush=True)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
