@@ -140,6 +140,7 @@ def test_a_plan_says_what_each_measure_saves() -> None:
     )
     more = plan(without, ranks).worst.total - found.worst.total
     assert by_name["moments in bf16"].bytes == pytest.approx(more)
+    assert by_name["gradients in bf16"].bytes == pytest.approx(found.worst.grads / 2)
     assert not by_name["moments in 8 bits"].taken and by_name["moments in 8 bits"].bytes > 0
     lines = table(found).splitlines()
     assert any(line.startswith("  saves GB: split master weights ") for line in lines)
