@@ -49,9 +49,10 @@ INNER = {
         "checkpoint": "megatron distributed model report",
         "planning": "distributed model",
         "watchdog": "distributed planning report",
+        "generate": "distributed model checkpoint",
         "train": "megatron distributed model checkpoint planning report watchdog",
         "launch": "distributed planning report watchdog train",
-        "tools": "distributed model checkpoint report watchdog train launch",
+        "tools": "distributed model checkpoint generate report watchdog train launch",
     },
     "data": {
         "sources": "",

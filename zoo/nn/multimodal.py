@@ -158,7 +158,8 @@ class MultimodalModel(LanguageModule):
 
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
         prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token;
-        without `label_rows` all logits (B, T, vocab). Other stages: what the next one needs, (T', B, hidden).
+        without `targets` the logits (N, vocab) of `label_rows`, without these too all logits (B, T, vocab). Other stages:
+        what the next one needs, (T', B, hidden).
         """
         if self.pre_process:
             hidden, deepstack, ahead = self._embed(inputs)
@@ -295,7 +296,7 @@ class MultimodalModel(LanguageModule):
     def _head(
         self, hidden: Tensor, rows: Tensor | None, targets: Tensor | None, count_correct: bool = False
     ) -> Tensor:
-        """Losses of the rows that predict a label, as `forward` says; all logits where `rows` is None."""
+        """Losses of the rows that predict a label, or logits, as `forward` says."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -303,11 +304,12 @@ class MultimodalModel(LanguageModule):
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
-        if rows is None:
-            logits, _ = self.output_layer(hidden, weight=weight)
+        if targets is None:
+            states = hidden if rows is None else hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+            logits, _ = self.output_layer(states, weight=weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
-            return logits.transpose(0, 1)
-        assert targets is not None
+            return logits.transpose(0, 1) if rows is None else logits
+        assert rows is not None
         count = rows.shape[0]
         if count == 0:  # the head runs all the same: its gradient is waited for
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)

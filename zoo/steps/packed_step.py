@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_logprobs
 from zoo.steps.media import MediaStream, RankShare, rank_share
-from zoo.steps.shard import IGNORE, ContextShard, Parts
+from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
@@ -119,12 +119,17 @@ class PackedStep:
         return output, loss_func
 
     def prepare(
-        self, batch: MicroBatchLike, *, evaluate: bool = False, logits: bool = False, logprobs: bool = False
+        self,
+        batch: MicroBatchLike,
+        *,
+        evaluate: bool = False,
+        logits: bool | Literal["last"] = False,
+        logprobs: bool = False,
     ) -> tuple[ModelInputs, LossInputs]:
         """All host stages: capture, pack, positions, place, shard.
 
-        `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, in the place of
-        losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
+        `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, or of each sample's last
+        one, in the place of losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
         """
         layout, batch = self.capture(batch), HostBatch.of(batch)
         parts = self.pack(batch, layout)
@@ -248,7 +253,7 @@ class PackedStep:
         media: Mapping[str, Tensor],
         *,
         evaluate: bool,
-        logits: bool,
+        logits: bool | Literal["last"],
         training: bool = True,
     ) -> tuple[ModelInputs, LossInputs]:
         """This context-parallel rank's part of a packed micro-batch, on the device: tokens, media, labels.
@@ -257,7 +262,7 @@ class PackedStep:
             parts: the whole micro-batch, as `pack` gives it.
             media: of the whole micro-batch.
             evaluate: also say whether each label was the most likely token.
-            logits: of all tokens, in the place of losses.
+            logits: of all tokens, or of each sample's last one, in the place of losses.
             training: run the depths of multi-token prediction.
         """
         padded = self.packing.mode == "none"
@@ -265,9 +270,10 @@ class PackedStep:
         mine = ContextShard(parts, row, self.cp_rank, self.cp_size)
         tokens = self._shard_tokens(parts, mine, padded)
         towers, shares = self._shard_media(parts, mine, media)
-        labels, output = self._shard_labels(parts, mine, shares, self.mtp_depths if training else 0)
+        found = mine.last_tokens() if logits == "last" else mine.labels()
+        labels, output = self._shard_labels(parts, mine, shares, self.mtp_depths if training else 0, found)
         if logits:
-            labels |= {"label_rows": None, "targets": None}
+            labels |= {"targets": None} if logits == "last" else {"label_rows": None, "targets": None}
         return ModelInputs(**tokens, **towers, **labels, count_correct=evaluate), output
 
     def _shard_tokens(self, parts: Parts, mine: ContextShard, padded: bool) -> dict[str, Any]:
@@ -309,10 +315,14 @@ class PackedStep:
         return {name: rank_share(tower, media, rank, size) for name, tower in streams.items() if tower}
 
     def _shard_labels(
-        self, parts: Parts, mine: ContextShard, shares: Mapping[str, RankShare], depths: int
+        self,
+        parts: Parts,
+        mine: ContextShard,
+        shares: Mapping[str, RankShare],
+        depths: int,
+        labels: Labels,
     ) -> tuple[dict[str, Any], LossInputs]:
         """Rows that predict a label and what they predict, at each of `depths` further depths too."""
-        labels = mine.labels()
         ahead, places = [], [labels.rows[:0]]  # `zoo.nn.decoder.mtp` shows by an example what a depth reads
         for depth in range(1, depths + 1):
             further = mine.labels(depth + 1)

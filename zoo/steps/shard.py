@@ -98,6 +98,16 @@ class ContextShard:
         )
         return Labels(here * rows + row, parts.labels[label], label)
 
+    def last_tokens(self) -> Labels:
+        """The last token of each segment, where this rank holds it: it predicts a token that is not there yet."""
+        parts, rows = self.parts, self.parts.labels.shape[0]
+        follows = F.pad(parts.segment_ids, (0, 1), value=-1)[:, 1:]
+        row, column = ((parts.segment_ids >= 0) & (follows != parts.segment_ids)).nonzero(as_tuple=True)
+        here = self.local[column]
+        keep = here >= 0
+        row, column, here = row[keep], column[keep], here[keep]
+        return Labels(here * rows + row, parts.input_ids[row, column], (row, column))
+
     def successors(self, depth: int) -> tuple[Tensor, Tensor, dict[str, Placement]]:
         """What stands `depth` tokens behind each token of this rank in its own segment, for multi-token prediction.
 

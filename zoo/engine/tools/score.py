@@ -68,7 +68,7 @@ def score(
     check_beside_weights(place)
     recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
-        spec = str(rows) if isinstance(rows, str | Path) else _written(rows, Path(folder))
+        spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))
         locate_rows(spec, "rows")
         task, scoring = "zoo.engine.tools.score:score_here", for_scoring(recipe, spec)
         return run_task(task, scoring, world_size(recipe), fresh=not here)
@@ -88,7 +88,7 @@ def for_scoring(recipe: Recipe, rows: str) -> Recipe:
     )
 
 
-def _written(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
+def written_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """The rows as a JSONL file, their media by absolute paths."""
     keys = {*MEDIA, *MEDIA.values()}
 

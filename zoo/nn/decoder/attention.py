@@ -26,6 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.decoder.cache import DecodeCache
 from zoo.nn.decoder.rotary import apply_rotary
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
@@ -38,10 +39,11 @@ class SeqParams(PackedSeqParams):
     """mcore's description of a packed row, with the layout it was made from.
 
     `layout` is the packed row, or None for a padded (B, T) batch; it lives on the device of the call, and knows nothing
-    of a padded batch that the row came from.
+    of a padded batch that the row came from. `cache` is what a generation's passes share; None in training.
     """
 
     layout: PackedLayout | None = None
+    cache: DecodeCache | None = None
 
     @classmethod
     def of(cls, layout: PackedLayout, cp_group: Any = None) -> SeqParams:
@@ -73,14 +75,20 @@ class SelfAttention(McoreSelfAttention):
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        out = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            attn_mask_type=self.attn_mask_type,
-            packed_seq_params=packed_seq_params,
-        )
+        cache: DecodeCache | None = getattr(packed_seq_params, "cache", None)
+        if cache is not None and cache.decoding:
+            out = cache.attend(self.layer_number, query, key, value)
+        else:
+            out = self.core_attention(
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=self.attn_mask_type,
+                packed_seq_params=packed_seq_params,
+            )
+            if cache is not None:
+                cache.keep_prompts(self.layer_number, key, value, packed_seq_params.layout)
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
         return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
 

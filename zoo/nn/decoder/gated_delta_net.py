@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import uniform_layout
+from zoo.nn.decoder.cache import DecodeCache
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
@@ -88,12 +89,12 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         rows = mixed.transpose(0, 1).flatten(0, 1)
         if self.cp_size > 1:
             rows = self._tokens_of_my_heads(rows, layout)
-        out = self._mix(rows, layout)
+        out = self._mix(rows, layout, getattr(packed_seq_params, "cache", None))
         if self.cp_size > 1:
             out = self._heads_of_my_tokens(out, layout)
         return self.out_proj(out.unflatten(0, (batch, tokens)).transpose(0, 1).contiguous())
 
-    def _mix(self, rows: Tensor, layout: PackedLayout) -> Tensor:
+    def _mix(self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None) -> Tensor:
         """(N, channels of this rank's heads) -> (N, value width of this rank's heads)."""
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         widths = [section // self.cp_size for section in sections]
@@ -106,20 +107,52 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
-        parts = zip(qkv, kernel.squeeze(1).split(widths), strict=True)
-        query, key, value = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
-        value = value.unflatten(-1, (-1, self.value_head_dim))
-        out = gated_delta_rule(
-            query.unflatten(-1, (-1, self.key_head_dim)),
-            key.unflatten(-1, (-1, self.key_head_dim)),
-            value,
-            decay,
-            beta.sigmoid(),
-            layout,
-            self.delta_rule,
-        )
+        beta, taps = beta.sigmoid(), kernel.squeeze(1)
+        if cache is not None:
+            out = self._mix_cached(rows[:, : sum(widths)], taps, decay, beta, layout, cache)
+        else:
+            parts = zip(qkv, taps.split(widths), strict=True)
+            mixed = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
+            out = gated_delta_rule(*self._heads(*mixed), decay, beta, layout, self.delta_rule)
         return self.out_norm(out, gate.reshape(out.shape)).flatten(1)
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(N, width) each -> query, key (N, H, K), value (N, G, V)."""
+        widths = (self.key_head_dim, self.key_head_dim, self.value_head_dim)
+        query, key, value = (
+            x.unflatten(-1, (-1, width)) for x, width in zip((query, key, value), widths, strict=True)
+        )
+        return query, key, value
+
+    def _mix_cached(
+        self,
+        qkv: Tensor,
+        taps: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        layout: PackedLayout,
+        cache: DecodeCache,
+    ) -> Tensor:
+        """(N, G, V) of the packed prompts, whose end the cache keeps, or of the next token of each of its sequences."""
+        layer, widths = self.layer_number, [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
+        if not cache.decoding:
+            cache.keep_inputs(layer, qkv, taps.shape[1], layout)
+            parts = zip(qkv.split(widths, -1), taps.split(widths), strict=True)
+            heads = self._heads(*(causal_convolution(part, tap, layout) for part, tap in parts))
+            # Padding behind a segment writes nothing and forgets nothing, so its end is the state at its last token.
+            padding = layout.padding_mask[0].unsqueeze(-1)
+            decay, beta = decay.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
+            out, state = gated_delta_rule_and_state(*heads, decay, beta, layout, self.delta_rule)
+            cache.keep_state(layer, state)
+            return out
+        count = cache.sequences  # the rows behind are padding
+        query, key, value = self._heads(*cache.convolve(layer, qkv[:count], taps).split(widths, -1))
+        repeats = value.shape[1] // query.shape[1]
+        query, key = (_unit(x).repeat_interleave(repeats, 1) for x in (query, key))
+        query = query * query.shape[-1] ** -0.5
+        out = cache.apply_delta_rule(layer, query, key, value, decay[:count], beta[:count])
+        return F.pad(out.to(value.dtype), (0, 0, 0, 0, 0, len(qkv) - count))
 
     def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row."""
@@ -244,21 +277,36 @@ def gated_delta_rule(
     query, key (T, H, K) not yet normalised; value (T, G, V), G a multiple of H; decay, beta (T, G) -> (T, G, V).
     `wanted`: see `delta_rule_kernel`.
     """
+    return gated_delta_rule_and_state(query, key, value, decay, beta, layout, wanted, keep=False)[0]
+
+
+def gated_delta_rule_and_state(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    layout: PackedLayout,
+    wanted: str = "auto",
+    keep: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As `gated_delta_rule`, and the state (S, G, K, V) fp32 at the end of each segment; without `keep` it may be None."""
     if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         use_shipped_settings()
         kernel_offsets = _kernel_offsets(layout.padded_lengths, value.device)
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
-        out, _ = chunk_gated_delta_rule(*packed, use_qk_l2norm_in_kernel=True, **kernel_offsets)
-        return out[0]
+        options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
+        out, state = chunk_gated_delta_rule(*packed, **options, **kernel_offsets)
+        return out[0], state
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
 
 
 def chunked_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, lengths: tuple[int, ...]
-) -> Tensor:
-    """`gated_delta_rule` in plain PyTorch, in fp32: chunks of all segments at once, then a scan over a segment's chunks.
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` and its states in plain PyTorch, in fp32: chunks of all segments at once, then a scan over these.
 
     Within a chunk the corrections of its tokens depend on one another through a unit lower triangular system (the
     WY form of arXiv 2412.06464, section 3.3); what they owe to the state before the chunk is linear in that state
@@ -296,15 +344,19 @@ def chunked_delta_rule(
     kept = total[..., -1].exp()[..., None, None]
 
     state = value.new_zeros(len(lengths), value.shape[1], key.shape[-1], value.shape[-1], dtype=torch.float32)
-    outputs = []
+    outputs, ends = [], []
     steps = (x.split(active) for x in (updates, owed, scores, reads, writes, kept))
     for update, owe, score, read, write, keep in zip(*steps, strict=True):
+        ends.append(state[len(update) :])  # of segments that have no further chunk
         state = state[: len(update)]
         update = update - owe @ state
         outputs.append(read @ state + score @ update)
         state = state * keep + write.mT @ update
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    return out.index_select(0, slots).to(dtype)
+    by_length = sorted(range(len(lengths)), key=lambda segment: -(-(-lengths[segment] // CHUNK)))
+    place = host_to_device(int64(by_length).argsort(), value.device)
+    states = torch.cat((state, *reversed(ends))).index_select(0, place)
+    return out.index_select(0, slots).to(dtype), states
 
 
 def _unit(x: Tensor) -> Tensor:

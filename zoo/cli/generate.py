@@ -1,0 +1,160 @@
+"""
+usage: zoo generate CHECKPOINT "PROMPT" [image=FILE] [audio=FILE] [video=FILE] [key=value ...]
+       zoo generate CHECKPOINT rows=FILE [key=value ...]
+       zoo generate CHECKPOINT
+
+Prints a model's answer to a prompt, writes its answers to the rows of a JSONL file (or a bundled set such as
+digits:heldout), one JSON object a line, or holds a chat on a terminal. CHECKPOINT is a Hugging Face folder or hub id,
+zoo's own weights, or the folder or checkpoint of a run (with adapters, too).
+
+  image=FILE             a file that the prompt is about; repeat it for several
+  out=FILE               where to write the answers of rows; default: standard output
+  max_new_tokens=256     most tokens of an answer
+  temperature=0          0: the most likely tokens (greedy); above: drawn at random
+  top_p=1 seed=0         draw from the most likely tokens alone that together reach top_p
+  batch=16 max_rows=N    rows answered at once; the first N rows only
+  nproc=N parallel.tp=2  any key of the recipe (`zoo show --schema`)
+
+In a chat a line is a question, with files as image=FILE before it; an empty line ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zoo.cli.arguments import split_flags
+from zoo.errors import UserError
+
+USAGE = 'zoo generate CHECKPOINT "PROMPT" [image=FILE ...], or zoo generate CHECKPOINT rows=FILE'
+FILES = ("image", "audio", "video")
+_KEY = re.compile(r"[A-Za-z_][\w.\[\]]*=")
+
+
+def _number(kind: Callable[[str], Any], wanted: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise UserError(f"{text!r} is no {wanted}") from None
+
+    return read
+
+
+_WHOLE, _REAL = _number(int, "whole number"), _number(float, "number")
+OPTIONS = {
+    "max_new_tokens": _WHOLE,
+    "temperature": _REAL,
+    "top_p": _REAL,
+    "seed": _WHOLE,
+    "batch": _WHOLE,
+    "max_rows": _WHOLE,
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Answer a prompt or rows, or chat."""
+    _, rest = split_flags(arguments, ())
+    places, overrides, values, files = _split(rest)
+    if not places or len(places) > 2:
+        raise UserError(f"{len(places)} of CHECKPOINT and PROMPT given: {USAGE}")
+    path, prompt = places[0], places[1] if len(places) == 2 else None
+    rows, out = values.pop("rows", None), values.pop("out", None)
+    if rows is None and prompt is None:
+        if not sys.stdin.isatty():
+            raise UserError(f"no prompt and no rows, and standard input is no terminal to chat on: {USAGE}")
+        return _chat(path, overrides, values)
+    if rows is not None and (prompt is not None or any(files.values())):
+        raise UserError(f"rows={rows} has prompts and files of its own; leave the others out: {USAGE}")
+
+    from zoo.engine.launch.launcher import WorkerError
+    from zoo.engine.tools.generate import generate
+
+    try:
+        answers = generate(path, rows, overrides, prompt=prompt, **files, **values, here=True)
+    except WorkerError as error:
+        if error.code != 2:  # a user's mistake has been printed already
+            print(f"zoo: {error.line}", file=sys.stderr)
+        return error.code
+    if rows is None:
+        print(answers[0]["text"])
+        return 0
+    text = "".join(f"{json.dumps(answer, ensure_ascii=False)}\n" for answer in answers)
+    if out is None:
+        sys.stdout.write(text)
+    else:
+        Path(out).write_text(text, encoding="utf-8")
+        print(f"{len(answers)} answers written to {out}")
+    return 0
+
+
+def _split(
+    arguments: Sequence[str],
+) -> tuple[list[str], list[str], dict[str, Any], dict[str, list[str]]]:
+    """Arguments in their places, overrides of the recipe, options by name, and files by kind."""
+    places: list[str] = []
+    overrides: list[str] = []
+    values: dict[str, Any] = {}
+    files: dict[str, list[str]] = {kind: [] for kind in FILES}
+    for given in arguments:
+        argument = given.removeprefix("--") if _KEY.match(given.removeprefix("--")) else given
+        key, _, value = argument.partition("=")
+        if key in FILES and _KEY.match(argument):
+            files[key].append(_there(key, value))
+        elif key in OPTIONS and _KEY.match(argument):
+            values[key] = OPTIONS[key](value)
+        elif key in ("rows", "out", "prompt") and _KEY.match(argument):
+            if key == "prompt":
+                places.append(value)
+            else:
+                values[key] = value
+        elif _KEY.match(argument) and " " not in argument and not Path(argument).exists():
+            overrides.append(argument)
+        else:
+            places.append(given)
+    return places, overrides, values, files
+
+
+def _there(kind: str, path: str) -> str:
+    from zoo.files import expanded
+
+    if not expanded(path).is_file():
+        raise UserError(f"{kind}={path}: no such file")
+    return str(expanded(path))
+
+
+def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int:
+    """Questions from the terminal until an empty line, the end of input or Ctrl-C."""
+    from zoo.engine.generate.sampling import Sampling
+    from zoo.engine.tools.generate import chat
+
+    taken = ("max_new_tokens", "temperature", "top_p", "seed")
+    sampling = Sampling(**{key: value for key, value in values.items() if key in taken})
+    with chat(path, overrides, sampling) as talk:
+        print(f"{path} is loaded. Ask, with files as image=FILE before the text; an empty line ends the chat.")
+        while True:
+            try:
+                line = input("> ").strip()
+            except EOFError:
+                return 0
+            if not line:
+                return 0
+            try:
+                text, files = _question(line)
+                print(talk.ask(text, files))
+            except UserError as error:
+                print(f"zoo: {error}", file=sys.stderr)
+
+
+def _question(line: str) -> tuple[str, dict[str, list[str]]]:
+    """A line's text, and the files that stand before it."""
+    files: dict[str, list[str]] = {kind: [] for kind in FILES}
+    left = line
+    while match := re.match(r"(image|audio|video)=(?:\"([^\"]+)\"|(\S+))\s*", left):
+        files[match[1]].append(_there(match[1], match[2] or match[3]))
+        left = left[match.end() :]
+    return left, files

@@ -1,0 +1,150 @@
+"""`Answering`: a loaded model on this rank that answers rows, dealt out over data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.data.errors import RowError
+from zoo.data.loading.bad_rows import BadRows
+from zoo.data.sources.rows import Row
+from zoo.engine.checkpoint import initial_weights
+from zoo.engine.distributed.world import World, world
+from zoo.engine.generate.decoding import Decoding
+from zoo.engine.generate.prompts import Prompt, make_prompt, most_positions
+from zoo.engine.generate.sampling import Sampling, end_tokens
+from zoo.engine.model import build
+from zoo.errors import UserError
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Answers rows with a model on this rank.
+
+    Attributes:
+        decoding: makes the tokens.
+        batch: most prompts that are answered at once.
+        bad_rows: decides about rows that can't be used.
+    """
+
+    decoding: Decoding
+    batch: int
+    bad_rows: BadRows
+
+    def all(
+        self, rows: Sequence[Any], count: int, unanswered: frozenset[int] = frozenset()
+    ) -> dict[int, dict[str, Any]]:
+        """The results of all rows, by number, on every rank; see `result`.
+
+        Args:
+            rows: a `RowSet`, or rows; the same on every rank.
+            count: how many these are.
+            unanswered: numbers of those whose last answer is a stand-in.
+        """
+        here, decoding = self.decoding.here, self.decoding
+        groups = [range(first, min(first + self.batch, count)) for first in range(0, count, self.batch)]
+        mine: dict[int, dict[str, Any]] = {}
+        bins = self._bins(groups[here.dp_rank :: here.dp_size], rows, unanswered)
+        spare: dict[int, Prompt] = {}
+        while decoding.any((prompts := next(bins, {})) != {}):
+            if not prompts:  # other ranks have some left, which this one takes passes with
+                spare = spare or self._spare(rows, count, unanswered)
+            given = prompts or spare
+            samples = [prompt.sample for prompt in given.values()]
+            tokens = decoding.answer(samples, list(given))
+            for (number, prompt), found in zip(prompts.items(), tokens, strict=False):
+                mine[number] = self.result(prompt, found)
+        return _gathered(mine, here)
+
+    def result(self, prompt: Prompt, tokens: list[int]) -> dict[str, Any]:
+        """An answer as users read it.
+
+        `source` (the row's file and line), `kind`, `text`, `reference` (the row's own answer, or None), `prompt_tokens`,
+        `token_ids` (with the end token) and `finish`: "stop", or "length" for an answer that was cut.
+        """
+        processor, ends = self.decoding.assembly.processor, self.decoding.ends
+        stopped = bool(tokens) and tokens[-1] in ends
+        said = tokens[:-1] if stopped else tokens
+        return {
+            "source": prompt.row.source,
+            "kind": prompt.row.kind,
+            "text": processor.tokenizer.decode(
+                said, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            ).strip(),
+            "reference": prompt.reference,
+            "prompt_tokens": prompt.sample.length,
+            "token_ids": tokens,
+            "finish": "stop" if stopped else "length",
+        }
+
+    def prompt(self, row: Row, answered: bool = True) -> Prompt:
+        """The prompt of a row; RowError as `make_prompt` raises it."""
+        assembly, data = self.decoding.assembly, self.decoding.recipe.data
+        most = most_positions(assembly.config)
+        return make_prompt(assembly.processor, row, data, most=most, answered=answered)
+
+    def _bins(
+        self, groups: Sequence[range], rows: Sequence[Any], unanswered: frozenset[int]
+    ) -> Iterator[dict[int, Prompt]]:
+        """Prompts by number that are read in one pass: a group's, up to packing.budget tokens."""
+        budget, align = self.decoding.recipe.packing.budget, self.decoding.align
+        for group in groups:
+            found: dict[int, Prompt] = {}
+            tokens = 0
+            for number in group:
+                try:
+                    prompt = self.prompt(rows[number], number not in unanswered)
+                except RowError as error:
+                    self.bad_rows.leave_out(number, error)
+                    continue
+                length = -(-prompt.sample.length // align) * align
+                if found and tokens + length > budget:
+                    yield found
+                    found, tokens = {}, 0
+                found[number], tokens = prompt, tokens + length
+            if found:
+                yield found
+
+    def _spare(
+        self, rows: Sequence[Any], count: int, unanswered: frozenset[int]
+    ) -> dict[int, Prompt]:
+        """A prompt to take passes with, whose answer nobody reads."""
+        for number in range(count):
+            try:
+                return {number: self.prompt(rows[number], number not in unanswered)}
+            except RowError:
+                continue
+        raise UserError(f"no row can be used ({self.bad_rows.summary()})")
+
+
+@contextmanager
+def loaded(
+    recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None
+) -> Iterator[Answering]:
+    """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
+    with world(recipe) as here:
+        recipe = validate(recipe, here.size)
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
+        for chunk in chunks:
+            chunk.eval()
+        ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
+        decoding = Decoding(assembly, chunks, recipe, here, sampling, ends, cached)
+        yield Answering(decoding, batch, BadRows(recipe.data))
+
+
+def _gathered(mine: Mapping[int, dict[str, Any]], here: World) -> dict[int, dict[str, Any]]:
+    """The results of all ranks, by row number."""
+    everyone: list[Mapping[int, dict[str, Any]]] = [{} for _ in range(here.size)]
+    dist.all_gather_object(everyone, mine)
+    found = {number: result for of_rank in everyone for number, result in of_rank.items()}
+    return dict(sorted(found.items()))
+
+

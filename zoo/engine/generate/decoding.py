@@ -1,0 +1,207 @@
+"""`Decoding`: the forward passes that make answers, several prompts at once.
+
+With a cache (`zoo.nn.decoder.cache`), the prompts are read in one packed pass, and each further pass takes one token of
+each answer. Without, every pass reads prompts and answers anew: slower by about the tokens of a sequence, but right under
+every parallel layout. Pipeline and context parallel ranks go that way. Both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zoo.config.schema import Recipe
+from zoo.data.loading.batches import make_batch
+from zoo.data.sample import IGNORE, Sample
+from zoo.engine.distributed.world import World
+from zoo.engine.generate.prompts import most_positions
+from zoo.engine.generate.sampling import Answers, Sampling
+from zoo.engine.model import build
+from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.decoder.cache import DecodeCache
+from zoo.nn.inputs import ModelInputs
+from zoo.packing import PackedLayout
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Makes answers with a model on this rank, in evaluation mode.
+
+    Attributes:
+        assembly: family, config and processor.
+        chunks: this rank's model chunks.
+        recipe: parallel sizes and packing.align.
+        here: the process groups.
+        sampling: which tokens are taken.
+        ends: tokens that end an answer.
+        cached: keep keys, values and states between passes; default: where the layout allows it.
+    """
+
+    assembly: build.Assembly
+    chunks: Sequence[Any]
+    recipe: Recipe
+    here: World
+    sampling: Sampling
+    ends: Collection[int]
+    cached: bool | None = None
+
+    @cached_property
+    def step(self) -> Any:
+        """The family's step, on packed rows of any length."""
+        packing = {"packing.mode": "thd", "packing.pad_to": None}
+        return build.build_step(self.assembly, self.recipe.replace(packing), self.here)
+
+    @property
+    def align(self) -> int:
+        """Multiple that each prompt, and the tokens of a pass, are padded to."""
+        return self.recipe.packing.align or 1
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether passes share a cache: not over pipeline stages or context parallel ranks."""
+        whole = self.recipe.parallel.pp == self.recipe.parallel.cp == 1
+        return whole if self.cached is None else self.cached and whole
+
+    @property
+    def together(self) -> bool:
+        """Whether data-parallel ranks must take each pass together: for experts, or to exchange tokens."""
+        return self.here.dp_size > 1 and (self.recipe.parallel.ep > 1 or not self.keeps_cache)
+
+    @torch.no_grad()
+    def answer(self, samples: Sequence[Sample], rows: Sequence[int]) -> list[list[int]]:
+        """Tokens of each prompt's answer, its end token included.
+
+        Args:
+            samples: prompts.
+            rows: the number of each, for draws at random.
+        """
+        most = most_positions(self.assembly.config)
+        room = [min(self.sampling.max_new_tokens, most - sample.length) for sample in samples]
+        answers = Answers(room, self.ends)
+        if self.keeps_cache:
+            self._with_cache(samples, rows, answers)
+        else:
+            self._recompute(samples, rows, answers)
+        return answers.tokens
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set, here or on any rank that takes passes together with this one."""
+        return self.here.sum([float(flag)])[0] > 0 if self.together else flag
+
+    def _with_cache(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
+        """Read the prompts, then a token of each answer a pass."""
+        inputs, _ = self.step.prepare(self._batch(samples), logits="last")
+        params = inputs.seq_params
+        assert isinstance(params, SeqParams) and params.layout is not None
+        further = self.sampling.max_new_tokens if self.together else max(answers.limits)
+        cache = DecodeCache(len(samples), max(params.layout.lengths) + further)
+        params.cache = cache
+        logits = self.step.forward(self.chunks[0], inputs)
+        cache.prompts_read(params.layout, logits.device)
+        place = next_positions(inputs.positions, params.layout)
+        for count in itertools.count():
+            picks = self.sampling.choose(logits, rows, count)
+            for number, token in enumerate(picks):
+                answers.add(number, token)
+            if not self.any(bool(answers.growing)):
+                return
+            logits = self.step.forward(self.chunks[0], self._next_inputs(picks, place, cache))
+            cache.token_read()
+            place = place + 1
+
+    def _next_inputs(self, tokens: Sequence[int], place: Tensor, cache: DecodeCache) -> ModelInputs:
+        """One token of each sequence, padded to a multiple of `align`."""
+        count = len(tokens)
+        layout = PackedLayout.from_lengths([1] * count, 1, -(-count // self.align) * self.align)
+        params = SeqParams.of(layout.to(place.device))
+        params.cache = cache
+        padding = layout.total - count
+        ids = torch.tensor([*tokens, *[self.assembly.processor.pad_id] * padding])[None].to(place.device)
+        positions = torch.nn.functional.pad(place, (0, padding))[:, None]
+        mask = layout.padding_mask.to(place.device) if padding else None
+        rows = torch.arange(count, device=place.device)
+        return ModelInputs(ids, positions, mask, params, label_rows=rows)
+
+    def _recompute(self, samples: Sequence[Sample], rows: Sequence[int], answers: Answers) -> None:
+        """Read prompts and answers so far anew for each token."""
+        for count in itertools.count():
+            growing = answers.growing
+            if not self.any(bool(growing)):
+                return
+            numbers = growing or [0]
+            grown = [_grown(samples[number], answers.tokens[number]) for number in numbers]
+            logits = self._last_logits(grown)
+            picks = dict(zip(logits, self._choose(logits, [rows[n] for n in numbers], count), strict=True))
+            for segment, token in self._exchanged(picks).items():
+                answers.add(numbers[segment], token)
+
+    def _choose(self, logits: dict[int, Tensor], rows: Sequence[int], count: int) -> list[int]:
+        """The next token of each segment that this rank knows the logits of."""
+        if not logits:
+            return []
+        table = torch.stack(list(logits.values()))
+        return self.sampling.choose(table, [rows[segment] for segment in logits], count)
+
+    def _exchanged(self, picks: dict[int, int]) -> dict[int, int]:
+        """Token by segment, of all ranks with the same samples."""
+        if self.here.size == 1:
+            return picks
+        everyone: list[tuple[int, dict[int, int]]] = [(0, {})] * self.here.size
+        dist.all_gather_object(everyone, (self.here.dp_rank, picks))
+        return {s: t for rank, found in everyone if rank == self.here.dp_rank for s, t in found.items()}
+
+    def _last_logits(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        """Segment -> logits (vocab,) behind its last token, where this rank has them; one pass through all stages."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        batch = self._batch(samples)
+
+        def forward(data: Iterator[Any], model: Any) -> Any:
+            inputs, found = self.step.prepare(next(data), logits="last")
+            output = self.step.forward(model, replace(inputs, input_ids=_unmarked(inputs.input_ids)))
+            return output, lambda output: (output.sum(), {"logits": output, "of": found.label_segments})
+
+        many = len(self.chunks) > 1
+        results = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[itertools.repeat(batch) for _ in self.chunks] if many else itertools.repeat(batch),
+            model=list(self.chunks),
+            num_microbatches=self.here.pp_size if many else 1,
+            seq_length=batch.input_ids.shape[1],
+            micro_batch_size=1,
+            forward_only=True,
+        )
+        if not results:
+            return {}
+        return dict(zip(results[0]["of"].tolist(), results[0]["logits"].float(), strict=True))
+
+    def _batch(self, samples: Sequence[Sample]) -> Any:
+        return make_batch(samples, "thd", self.align, None, self.assembly.processor.pad_id)
+
+
+def _grown(sample: Sample, tokens: Sequence[int]) -> Sample:
+    """The sample with an answer, whose tokens are marked: a placeholder in an answer stands for no medium."""
+    ids = torch.cat((sample.input_ids, sample.input_ids.new_tensor(tokens).neg() - 1))
+    return replace(sample, input_ids=ids, labels=torch.full_like(ids, IGNORE))
+
+
+def _unmarked(ids: Tensor) -> Tensor:
+    return torch.where(ids < 0, -1 - ids, ids)
+
+
+def next_positions(positions: Tensor, layout: PackedLayout) -> Tensor:
+    """(A, S) position of the token behind each prompt, of the positions (A, 1, T) of the packed prompts.
+
+    It is one above the largest of the prompt on any axis, which text goes on from on all axes: what transformers keeps as
+    `rope_deltas`.
+    """
+    pieces = positions[:, 0].split(list(layout.padded_lengths), dim=1)
+    found = [piece[:, :length].max() + 1 for piece, length in zip(pieces, layout.lengths, strict=True)]
+    return torch.stack(found).expand(len(positions), -1)

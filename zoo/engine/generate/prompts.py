@@ -1,0 +1,81 @@
+"""Rows as prompts: everything that training puts before a row's last answer, with the media.
+
+A thinking model's empty block before an answer belongs to the prompt, as it carries no loss in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zoo.config.schema import DataConfig
+from zoo.data.errors import RowError
+from zoo.data.processors.processor import Processor
+from zoo.data.sample import IGNORE, Sample
+from zoo.data.sources.row_set import check_modalities
+from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+
+STAND_IN = "."  # the answer of a row that has none, while its prompt is found
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What an answer is made from.
+
+    Attributes:
+        row: as it was read.
+        sample: tokens and media before the answer; no labels.
+        reference: the row's own answer; None where it has none.
+    """
+
+    row: Row
+    sample: Sample
+    reference: str | None
+
+
+def make_prompt(
+    processor: Processor, row: Row, data: DataConfig, *, most: int, answered: bool = True
+) -> Prompt:
+    """The prompt of a row.
+
+    Args:
+        processor: the family's.
+        row: a checked row. Its last answer is left out; a row that ends with a question has none.
+        data: video_fps and max_frames are used.
+        most: positions that the model was made for.
+        answered: False for a row whose last answer is a stand-in.
+
+    Raises:
+        RowError: what `Processor.encode` raises, a plain text ("plain_text"), media in the answer ("media_in_answer") or
+            more tokens than the model takes ("overlong").
+    """
+    if row.text is not None:
+        raise RowError(row.source, "plain_text", "a plain text has no question to answer; wanted messages.")
+    check_modalities(row, processor.modalities)
+    asked, reference = _without_answer(row)
+    last = Message("assistant", STAND_IN if reference is None else reference)
+    whole = replace(asked, messages=(*asked.messages, last), weights=(), weight=1.0)
+    sample = processor.encode(whole, video_fps=data.video_fps, max_frames=data.max_frames, labels="last")
+    length = int((sample.labels != IGNORE).nonzero()[0])
+    if length >= most:
+        text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."
+        raise RowError(row.source, "overlong", text)
+    kept = replace(sample, input_ids=sample.input_ids[:length], labels=sample.labels[:length], weights=None)
+    return Prompt(row, kept, reference if answered else None)
+
+
+def _without_answer(row: Row) -> tuple[Row, str | None]:
+    """The row without its last answer, and that answer."""
+    if row.messages[-1].role != "assistant":
+        return row, None
+    answer = row.messages[-1].content
+    if PLACEHOLDER.search(answer):
+        raise RowError(
+            row.source, "media_in_answer", "the last answer has media, which no model here can write."
+        )
+    return replace(row, messages=row.messages[:-1]), answer
+
+
+def most_positions(config: Any) -> int:
+    """Positions that a family's model was made for."""
+    return int(getattr(config.text, "max_position_embeddings", None) or 2**31)

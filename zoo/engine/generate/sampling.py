@@ -1,0 +1,111 @@
+"""Which token comes next, and when an answer ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.errors import ConfigError, UserError
+from zoo.files import read_object
+
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are made.
+
+    Attributes:
+        max_new_tokens: most tokens of an answer.
+        temperature: 0 takes the most likely token; above, tokens are drawn at random, the higher the freer.
+        top_p: draws from the most likely tokens alone that together reach this probability.
+        seed: of the draws. An answer depends on it and on the row's number, not on how rows are batched.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.max_new_tokens, int) and self.max_new_tokens >= 1):
+            raise UserError(f"max_new_tokens={self.max_new_tokens}: wanted a whole number from 1")
+        if not 0 <= self.temperature <= 100:
+            raise UserError(f"temperature={self.temperature}: wanted a number from 0 (greedy) to 100")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p}: wanted a number above 0, at most 1")
+        if not (isinstance(self.seed, int) and 0 <= self.seed < 2**32):
+            raise UserError(f"seed={self.seed}: wanted a whole number from 0, below 2**32")
+
+    def choose(self, logits: Tensor, rows: Sequence[int], step: int) -> list[int]:
+        """The next token of each sequence.
+
+        Args:
+            logits: (S, vocab).
+            rows: the number of each sequence's row.
+            step: tokens that the answers have so far.
+        """
+        if self.temperature == 0.0:
+            found: list[int] = logits.argmax(-1).tolist()
+            return found
+        shares = torch.softmax(logits.float().cpu() / self.temperature, -1)
+        return [self._draw(share, row, step) for share, row in zip(shares, rows, strict=True)]
+
+    def _draw(self, share: Tensor, row: int, step: int) -> int:
+        """A token by its probabilities (vocab,), from a generator of its own."""
+        kept, order = share.sort(descending=True, stable=True)
+        kept = kept.masked_fill(kept.cumsum(0) - kept >= self.top_p, 0.0)  # the first one stays
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + row) * 1_000_003 + step)
+        return int(order[torch.multinomial(kept, 1, generator=generator)])
+
+
+@dataclass
+class Answers:
+    """Answers that grow a token at a time, until an end token or their limit.
+
+    Attributes:
+        limits: most tokens of each.
+        ends: tokens that end an answer, of which they are the last.
+        tokens: of each answer so far.
+    """
+
+    limits: Sequence[int]
+    ends: Collection[int]
+    tokens: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [[] for _ in self.limits]
+
+    @property
+    def growing(self) -> list[int]:
+        """The answers that are not at their end."""
+        return [number for number in range(len(self.tokens)) if not self.ended(number)]
+
+    def ended(self, number: int) -> bool:
+        """Whether an answer is at its end."""
+        tokens = self.tokens[number]
+        return len(tokens) >= self.limits[number] or bool(tokens and tokens[-1] in self.ends)
+
+    def add(self, number: int, token: int) -> None:
+        """Add a token to an answer that is not at its end."""
+        if not self.ended(number):
+            self.tokens[number].append(token)
+
+
+def end_tokens(files: Path | None, processor: Any) -> frozenset[int]:
+    """Tokens that end an answer: those of generation_config.json in `files`, and the one that ends a turn in training.
+
+    Raises:
+        ConfigError: the file's eos_token_id is no token id.
+    """
+    path = files / GENERATION if files is not None else None
+    given = read_object(path, error=ConfigError).get("eos_token_id") if path and path.is_file() else None
+    found = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(token) is int for token in found):
+        raise ConfigError(f"{path}: eos_token_id is {given!r}; wanted a token id, or a list of these")
+    return frozenset(found) | {processor.end_id}

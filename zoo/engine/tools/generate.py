@@ -1,0 +1,180 @@
+"""Answers that a checkpoint gives to rows or to a prompt; `zoo.generate`, and a chat.
+
+The model is zoo's own, under any parallel layout (`zoo.engine.generate`). Greedy answers are those of transformers'
+`generate` on the exported folder, token by token.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import recipe_for_weights
+from zoo.config.entries import parse_entry
+from zoo.config.locate import locate, read_arch
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.data.sources.references import Access
+from zoo.data.sources.row_set import open_rows
+from zoo.data.sources.rows import MEDIA, make_row
+from zoo.data.sources.rows import locate as locate_rows
+from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.generate.answering import Answering, loaded
+from zoo.engine.generate.prompts import STAND_IN
+from zoo.engine.generate.sampling import Sampling
+from zoo.engine.launch.launcher import run_task
+from zoo.engine.launch.prepare import world_size
+from zoo.engine.model.meta_model import family_of
+from zoo.engine.tools.score import for_scoring, written_rows
+from zoo.errors import UserError
+
+Paths = str | Path | Sequence[str | Path]
+
+
+@untouched()
+def generate(
+    path: str | Path,
+    rows: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    prompt: str | None = None,
+    image: Paths = (),
+    audio: Paths = (),
+    video: Paths = (),
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch: int = 16,
+    max_rows: int | None = None,
+    here: bool = False,
+) -> list[dict[str, Any]]:
+    """Answer some rows, or one prompt, in separate processes.
+
+    Args:
+        path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (adapters included).
+        rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts. A row's last answer is left out of its
+            prompt; a dict may end with the question.
+        overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
+        prompt: one question, in the place of rows.
+        image: files that it is about, before its text; and so audio and video.
+        max_new_tokens: most tokens of an answer.
+        temperature: 0 is greedy; above, tokens are drawn at random.
+        top_p: draws from the most likely tokens alone that together reach this probability.
+        seed: of the draws.
+        batch: most prompts that are answered at once.
+        max_rows: answer the first so many rows only.
+        here: a single rank runs in this process, as in the command `zoo generate`.
+
+    Returns:
+        One dict per row, in order: `source`, `kind`, `text`, `reference` (the row's own answer, or None), `prompt_tokens`,
+        `token_ids` (the end token included) and `finish` ("stop" or "length").
+
+    Raises:
+        UserError: no such checkpoint or file, an override that can't run, a bad row (under data.on_error=raise), or a
+            prompt that is longer than the model takes.
+    """
+    if (prompt is None) == (rows is None):
+        raise UserError("wanted either rows or a prompt")
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+    files = {"image": image, "audio": audio, "video": video}
+    given = rows if prompt is None else [prompt_row(prompt, files)]
+    recipe = _recipe(path, overrides)
+    with tempfile.TemporaryDirectory(prefix="zoo-generate-") as folder:
+        asked: list[int] = []
+        if isinstance(given, str | Path):
+            spec = str(given)
+        else:
+            assert given is not None
+            asked = [number for number, row in enumerate(given) if _ends_with_question(row)]
+            spec = written_rows([_with_stand_in(row) for row in given], Path(folder))
+        locate_rows(spec, "rows")
+        options = {"sampling": asdict(sampling), "batch": batch, "unanswered": asked, "max_rows": max_rows}
+        task, ranks = "zoo.engine.tools.generate:generate_here", world_size(recipe)
+        found: list[dict[str, Any]] = run_task(task, for_scoring(recipe, spec), ranks, options, fresh=not here)
+        return found
+
+
+def _recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
+    place = locate(str(path))
+    check_beside_weights(place)
+    return recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
+
+
+def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`generate` on this rank, for the rows of data.eval; returns all results on every rank."""
+    with loaded(recipe, Sampling(**options["sampling"]), options["batch"]) as answering:
+        entries = [parse_entry(spec, "data.eval") for spec in recipe.data.eval]
+        modalities, bad = answering.decoding.assembly.processor.modalities, answering.bad_rows
+        given = open_rows(
+            entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True
+        )
+        found = answering.all(given, len(given), frozenset(options["unanswered"]))
+        if bad.counts and answering.decoding.here.is_main:
+            print(f"rows left out: {bad.summary()}", file=sys.stderr)
+        return list(found.values())
+
+
+class Chat:
+    """A conversation with a loaded model; a failed question leaves it as it was."""
+
+    def __init__(self, answering: Answering) -> None:
+        self._answering = answering
+        self._row: dict[str, Any] = {"messages": []}
+
+    def ask(self, text: str, files: Mapping[str, Paths]) -> str:
+        """The model's answer to a question with files.
+
+        Raises:
+            UserError: a file that is missing or broken, or a conversation that is longer than the model takes.
+        """
+        asked = prompt_row(text, files)
+        row = {
+            name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())
+        }
+        whole = make_row(_with_stand_in(row), "", Access(Path(), outside=True))
+        prompt = self._answering.prompt(whole, answered=False)
+        (tokens,) = self._answering.decoding.answer([prompt.sample], [len(row["messages"])])
+        answer: str = self._answering.result(prompt, tokens)["text"]
+        said = {"role": "assistant", "content": answer or STAND_IN}
+        self._row = row | {"messages": [*row["messages"], said]}
+        return answer
+
+
+@contextmanager
+def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iterator[Chat]:
+    """A chat with a checkpoint's model in this process; UserError for more than one rank."""
+    recipe = _recipe(path, overrides)
+    if (ranks := world_size(recipe)) != 1:
+        raise UserError(f"a chat runs on one rank, and the recipe asks for {ranks}; set nproc=1")
+    with loaded(validate(for_scoring(recipe, "none"), 1), sampling, 1) as answering:
+        yield Chat(answering)
+
+
+def prompt_row(text: str, files: Mapping[str, Paths]) -> dict[str, Any]:
+    """A row with a question, the files before its text, by absolute paths."""
+    named = {
+        kind: [paths] if isinstance(paths, str | Path) else list(paths) for kind, paths in files.items()
+    }
+    marks = "".join(f"<{kind}>" * len(paths) for kind, paths in named.items())
+    media = {MEDIA[kind]: [str(Path(path).absolute()) for path in paths] for kind, paths in named.items()}
+    return {"messages": [{"role": "user", "content": marks + text}], **media}
+
+
+def _ends_with_question(row: Mapping[str, Any]) -> bool:
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "user"
+
+
+def _with_stand_in(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with an answer, which readers of rows want."""
+    if not _ends_with_question(row):
+        return dict(row)
+    return {**row, "messages": [*row["messages"], {"role": "assistant", "content": STAND_IN}]}
