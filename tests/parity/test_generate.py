@@ -25,7 +25,7 @@ from zoo.data.sample import IGNORE
 from zoo.engine.generate.decoding import Decoding
 from zoo.engine.generate.sampling import Sampling
 
-TOKENS = 12
+TOKENS = 10
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class Asked:
     @cached_property
     def samples(self) -> list[Any]:
         pairs = zip(self.examples.values(), self.lengths, strict=True)
-        return [replace(e.sample, input_ids=e.sample.input_ids[:n], labels=e.sample.labels[:n]) for e, n in pairs]
+        return [
+            replace(e.sample, input_ids=e.sample.input_ids[:n], labels=e.sample.labels[:n]) for e, n in pairs
+        ]
 
     def wanted(self, ends: frozenset[int] = frozenset()) -> list[list[int]]:
         """What transformers generates."""
@@ -65,11 +67,17 @@ class Asked:
             for name, x in example.features.items()
         }
         out = self.hf.generate(
-            **features, max_new_tokens=TOKENS, do_sample=False, eos_token_id=sorted(ends) or [10**6], pad_token_id=0
+            **features,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=sorted(ends) or [10**6],
+            pad_token_id=0,
         )
         return out[0, length:].tolist()
 
-    def found(self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any) -> list[list[int]]:
+    def found(
+        self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any
+    ) -> list[list[int]]:
         zoo = self.zoo
         recipe = zoo.recipe.replace({key.replace("__", "."): value for key, value in overrides.items()})
         made = Decoding(zoo.assembly, [zoo.model.eval()], recipe, zoo.world, Sampling(TOKENS), ends, cached)
@@ -89,13 +97,15 @@ def other(write: Callable[[Path], Path], family: str, examples: Any, folder: Pat
 
 
 FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
+    "qwen35_vl": partial(other, write_tiny_qwen35, "qwen35_vl", vision_examples),
     "qwen3_omni": omni,
     "qwen3_vl": partial(other, write_tiny_qwen3_vl, "qwen3_vl", vision_examples),
     "qwen3_vl moe": partial(other, partial(write_tiny_qwen3_vl, moe=True), "qwen3_vl", vision_examples),
-    "qwen35_vl": partial(other, write_tiny_qwen35, "qwen35_vl", vision_examples),
     "qwen35_vl moe": partial(other, partial(write_tiny_qwen35, moe=True), "qwen35_vl", vision_examples),
     "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
-    "llava_onevision": partial(other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples),
+    "llava_onevision": partial(
+        other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
+    ),
 }
 
 

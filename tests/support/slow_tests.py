@@ -111,6 +111,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_call_writes_nothing_on_the_modules": 2,
     },
     "parity/test_flops.py": {"test_flops_of_a_sample_by_part": 7},
+    "parity/test_generate.py": {"test_greedy_answers_are_those_of_transformers": 7},
     "parity/test_grid_positions.py": {"test_positions_of_any_pack": 2},
     "parity/test_llava.py": {
         "test_other_architectures": 7,

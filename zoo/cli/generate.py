@@ -15,7 +15,7 @@ zoo's own weights, or the folder or checkpoint of a run (with adapters, too).
   batch=16 max_rows=N    rows answered at once; the first N rows only
   nproc=N parallel.tp=2  any key of the recipe (`zoo show --schema`)
 
-In a chat a line is a question, with files as image=FILE before it; an empty line ends it.
+In a chat a line is a question, with files as image=FILE before its text; an empty line ends it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ OPTIONS = {
 def run(arguments: Sequence[str]) -> int:
     """Answer a prompt or rows, or chat."""
     _, rest = split_flags(arguments, ())
-    places, overrides, values, files = _split(rest)
+    places, overrides, values, files = split(rest)
     if not places or len(places) > 2:
         raise UserError(f"{len(places)} of CHECKPOINT and PROMPT given: {USAGE}")
     path, prompt = places[0], places[1] if len(places) == 2 else None
     rows, out = values.pop("rows", None), values.pop("out", None)
+    files = {kind: [_there(kind, file) for file in given] for kind, given in files.items()}
     if rows is None and prompt is None:
         if not sys.stdin.isatty():
             raise UserError(f"no prompt and no rows, and standard input is no terminal to chat on: {USAGE}")
@@ -75,7 +76,8 @@ def run(arguments: Sequence[str]) -> int:
     from zoo.engine.tools.generate import generate
 
     try:
-        answers = generate(path, rows, overrides, prompt=prompt, **files, **values, here=True)
+        options: dict[str, Any] = {**files, **values}
+        answers = generate(path, rows, overrides, prompt=prompt, here=True, **options)
     except WorkerError as error:
         if error.code != 2:  # a user's mistake has been printed already
             print(f"zoo: {error.line}", file=sys.stderr)
@@ -92,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _split(
+def split(
     arguments: Sequence[str],
 ) -> tuple[list[str], list[str], dict[str, Any], dict[str, list[str]]]:
     """Arguments in their places, overrides of the recipe, options by name, and files by kind."""
@@ -104,7 +106,7 @@ def _split(
         argument = given.removeprefix("--") if _KEY.match(given.removeprefix("--")) else given
         key, _, value = argument.partition("=")
         if key in FILES and _KEY.match(argument):
-            files[key].append(_there(key, value))
+            files[key].append(value)
         elif key in OPTIONS and _KEY.match(argument):
             values[key] = OPTIONS[key](value)
         elif key in ("rows", "out", "prompt") and _KEY.match(argument):
@@ -135,7 +137,9 @@ def _chat(path: str, overrides: Sequence[str], values: Mapping[str, Any]) -> int
     taken = ("max_new_tokens", "temperature", "top_p", "seed")
     sampling = Sampling(**{key: value for key, value in values.items() if key in taken})
     with chat(path, overrides, sampling) as talk:
-        print(f"{path} is loaded. Ask, with files as image=FILE before the text; an empty line ends the chat.")
+        print(
+            f"{path} is loaded. Ask, with files as image=FILE before the text; an empty line ends the chat."
+        )
         while True:
             try:
                 line = input("> ").strip()

@@ -50,7 +50,9 @@ class ModelInputs:
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: all rows
-    targets: Tensor | None = None  # (N,) int64 the token each such row should predict; None: logits of the rows
+    targets: Tensor | None = (
+        None  # (N,) int64 the token each such row should predict; None: logits of the rows
+    )
     count_correct: bool = False  # also say whether each target was the most likely token
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 

@@ -111,9 +111,7 @@ class Answering:
             if found:
                 yield found
 
-    def _spare(
-        self, rows: Sequence[Any], count: int, unanswered: frozenset[int]
-    ) -> dict[int, Prompt]:
+    def _spare(self, rows: Sequence[Any], count: int, unanswered: frozenset[int]) -> dict[int, Prompt]:
         """A prompt to take passes with, whose answer nobody reads."""
         for number in range(count):
             try:
@@ -124,9 +122,7 @@ class Answering:
 
 
 @contextmanager
-def loaded(
-    recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None
-) -> Iterator[Answering]:
+def loaded(recipe: Recipe, sampling: Sampling, batch: int, cached: bool | None = None) -> Iterator[Answering]:
     """The model that a recipe's `model.init` names, loaded on this rank under the recipe's parallel layout."""
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
@@ -146,5 +142,3 @@ def _gathered(mine: Mapping[int, dict[str, Any]], here: World) -> dict[int, dict
     dist.all_gather_object(everyone, mine)
     found = {number: result for of_rank in everyone for number, result in of_rank.items()}
     return dict(sorted(found.items()))
-
-

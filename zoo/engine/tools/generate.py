@@ -97,7 +97,9 @@ def generate(
         locate_rows(spec, "rows")
         options = {"sampling": asdict(sampling), "batch": batch, "unanswered": asked, "max_rows": max_rows}
         task, ranks = "zoo.engine.tools.generate:generate_here", world_size(recipe)
-        found: list[dict[str, Any]] = run_task(task, for_scoring(recipe, spec), ranks, options, fresh=not here)
+        found: list[dict[str, Any]] = run_task(
+            task, for_scoring(recipe, spec), ranks, options, fresh=not here
+        )
         return found
 
 
@@ -159,9 +161,7 @@ def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iter
 
 def prompt_row(text: str, files: Mapping[str, Paths]) -> dict[str, Any]:
     """A row with a question, the files before its text, by absolute paths."""
-    named = {
-        kind: [paths] if isinstance(paths, str | Path) else list(paths) for kind, paths in files.items()
-    }
+    named = {kind: [paths] if isinstance(paths, str | Path) else list(paths) for kind, paths in files.items()}
     marks = "".join(f"<{kind}>" * len(paths) for kind, paths in named.items())
     media = {MEDIA[kind]: [str(Path(path).absolute()) for path in paths] for kind, paths in named.items()}
     return {"messages": [{"role": "user", "content": marks + text}], **media}

@@ -88,7 +88,9 @@ class SelfAttention(McoreSelfAttention):
                 packed_seq_params=packed_seq_params,
             )
             if cache is not None:
-                cache.keep_prompts(self.layer_number, key, value, packed_seq_params.layout)
+                layout = getattr(packed_seq_params, "layout", None)
+                assert layout is not None, "a cache is filled from packed prompts"
+                cache.keep_prompts(self.layer_number, key, value, layout)
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
         return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
 

@@ -353,7 +353,9 @@ def chunked_delta_rule(
         outputs.append(read @ state + score @ update)
         state = state * keep + write.mT @ update
     out = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
-    by_length = sorted(range(len(lengths)), key=lambda segment: -(-(-lengths[segment] // CHUNK)))
+    by_length = sorted(
+        range(len(lengths)), key=lambda segment: -lengths[segment] // CHUNK
+    )  # as `_chunk_slots`
     place = host_to_device(int64(by_length).argsort(), value.device)
     states = torch.cat((state, *reversed(ends))).index_select(0, place)
     return out.index_select(0, slots).to(dtype), states

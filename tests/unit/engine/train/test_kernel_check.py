@@ -73,7 +73,9 @@ def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        gated_delta_net, "chunked_delta_rule", lambda q, k, v, decay, beta, lengths: (v * beta[..., None], None)
+        gated_delta_net,
+        "chunked_delta_rule",
+        lambda q, k, v, decay, beta, lengths: (v * beta[..., None], None),
     )
     with pytest.raises(UserError, match=r"the kernel delta_rule \(torch\) is wrong on this GPU: .*; fix: "):
         kernel_check.check_kernels(recipe)
