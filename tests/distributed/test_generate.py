@@ -54,7 +54,7 @@ def test_prompts_adapters_and_mistakes(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"no picture")
     base = tmp_path / "base"
     pool.run(1, rank_tasks.train, [*TRAIN, f"run.dir={base}"], "qwen3_omni_sft", timeout=300.0)
-    adapted = [*TRAIN, "lora.rank=4", "train.lr=0.01", f"model.init={base / 'export'}", f"run.dir={run}"]
+    adapted = [*TRAIN, "lora.rank=4", "train.lr=0.3", f"model.init={base / 'export'}", f"run.dir={run}"]
     pool.run(1, rank_tasks.train, adapted, "qwen3_omni_sft", timeout=300.0)
 
     def ask(folder: Path, prompt: str = "Read.", image: Path = picture) -> list[dict]:
