@@ -19,10 +19,10 @@ from zoo.config.entries import parse_entry
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
-from zoo.data.sources.rows import locate as locate_rows
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
