@@ -195,7 +195,7 @@ def load_optimizer(trainable: Trainable, world: World, index: Index | FormerInde
 
 
 def _fill(pieces: list[Piece], then: list[Callable[[], None]], index: Index | FormerIndex) -> None:
-    fill(pieces, index)
+    fill(pieces, index, direct=True)
     for action in then:
         action()
     pieces.clear()

@@ -1,7 +1,8 @@
 """Files of a checkpoint on the disk: written through to it, summed up in `integrity.json`, and checked against that.
 
 `integrity.json` names the algorithm of its sums: XXH3, which finds damage at the rate of memory, or SHA-256 in checkpoints
-of earlier zoos. Neither is a seal: whoever changes a file can change its sum. Imports no torch.
+of earlier zoos. Files of tensors have a sum for each of their blocks (`disk.SUMMED`), which whoever reads a block checks.
+None is a seal: whoever changes a file can change its sum. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from zoo.files import replaced, sync, write_atomically
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
 _FORMER = "sha256"
+Sum = str | list[str]  # of a whole file, or of each of its blocks
 
 
 def digest(path: Path, algorithm: str = ALGORITHM) -> str:
@@ -64,9 +66,9 @@ class Kept:
             sync(folder / name)
 
 
-def write_manifest(folder: Path, known: Mapping[str, str], tick: Callable[[], None] = lambda: None) -> None:
+def write_manifest(folder: Path, known: Mapping[str, Sum], tick: Callable[[], None] = lambda: None) -> None:
     """Sum up all files of a folder; `known` holds digests that need not be worked out again."""
-    sums = {}
+    sums: dict[str, Sum] = {}
     for name in files_of(folder):
         tick()
         sums[name] = known.get(name) or digest(folder / name)
@@ -92,20 +94,34 @@ def faults(folder: Path, rank: int = 0, ranks: int = 1) -> list[str]:
 
 
 def damaged(
-    folder: Path, rank: int = 0, ranks: int = 1, concerns: Callable[[str], bool] = lambda name: True
+    folder: Path,
+    rank: int = 0,
+    ranks: int = 1,
+    concerns: Callable[[str], bool] = lambda name: True,
+    *,
+    read: bool = True,
 ) -> dict[str, str]:
-    """The same by file, of the files that it `concerns`; what is wrong with the manifest stands under its own name."""
+    """The same by file, of the files that it `concerns`; what is wrong with the manifest stands under its own name.
+
+    Without `read`, files with a sum for each block are looked for and not read: whoever loads them checks what it reads.
+    """
     try:
         wanted, algorithm = _read_manifest(folder)
     except UserError as error:
         return {MANIFEST: str(error)}
     names = sorted(filter(concerns, {*wanted, *files_of(folder)}))[rank::ranks]
     with ThreadPoolExecutor(disk.READERS, "zoo-save-check") as pool:
-        found = pool.map(lambda name: _fault(folder, name, wanted.get(name), algorithm), names)
+        found = pool.map(lambda name: _fault(folder, name, wanted.get(name), algorithm, read=read), names)
         return {name: fault for name, fault in zip(names, found, strict=True) if fault}
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, str], str]:
+def block_sums(folder: Path) -> dict[str, list[str]]:
+    """The sums of blocks that a checkpoint's manifest has, by file; none of a file that was summed up as a whole."""
+    sums, _ = _read_manifest(folder)
+    return {name: found for name, found in sums.items() if isinstance(found, list)}
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
     """Sums by file, and their algorithm; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
@@ -122,7 +138,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, str], str]:
 
 def strangers(folder: Path) -> list[str]:
     """Files of a checkpoint's folder that were not written with it; all of its files where there is no manifest."""
-    known: dict[str, str] = {}
+    known: dict[str, Sum] = {}
     with contextlib.suppress(UserError):
         known, _ = _read_manifest(folder)
     return [name for name in files_of(folder) if name not in known]
@@ -142,7 +158,7 @@ def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     return None
 
 
-def _fault(folder: Path, name: str, wanted: str | None, algorithm: str) -> str | None:
+def _fault(folder: Path, name: str, wanted: Sum | None, algorithm: str, *, read: bool) -> str | None:
     path = folder / name
     if wanted is None:
         return f"{path} does not belong there: {MANIFEST} does not name it"
@@ -151,7 +167,9 @@ def _fault(folder: Path, name: str, wanted: str | None, algorithm: str) -> str |
     if not path.is_file():
         return f"{path} is missing"
     try:
-        found = digest(path, algorithm)
+        if not read and isinstance(wanted, list):
+            return None
+        found: Sum = disk.digests(path) if isinstance(wanted, list) else digest(path, algorithm)
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
     return None if found == wanted else f"{path} is damaged: its checksum is not the one in {MANIFEST}"

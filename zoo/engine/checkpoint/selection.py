@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
+from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.model.build import find_source
 from zoo.engine.report.result import evaluations_by_step
@@ -28,13 +29,38 @@ _RECIPE = "config.yaml"
 _SMALLER_IS_BETTER = {"loss"}
 
 
-def faults(checkpoint: Path) -> dict[str, str]:
-    """What is wrong with a checkpoint's files, by file; the ranks share the work and all know the result."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return integrity.damaged(checkpoint)
+def faults(checkpoint: Path, *, read: bool = True) -> dict[str, str]:
+    """What is wrong with a checkpoint's files, by file; the ranks share the work and all know the result.
+
+    Without `read`, tensors are left to whoever loads them: see `together`.
+    """
+    if not dist.is_initialized():
+        return integrity.damaged(checkpoint, read=read)
+    return _of_all_ranks(integrity.damaged(checkpoint, dist.get_rank(), dist.get_world_size(), read=read))
+
+
+def _of_all_ranks(found: dict[str, str]) -> dict[str, str]:
     everyone: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, integrity.damaged(checkpoint, dist.get_rank(), len(everyone)))
-    return {name: fault for found in everyone for name, fault in found.items()}
+    dist.all_gather_object(everyone, found)
+    return {name: fault for one in everyone for name, fault in one.items()}
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """All ranks load inside the block, each what it needs.
+
+    Raises:
+        Damaged: what any of them has read is not what was written; on all of them.
+    """
+    found: dict[str, str] = {}
+    try:
+        yield
+    except Damaged as error:
+        found = error.faults
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = _of_all_ranks(found)
+    if found:
+        raise Damaged(found)
 
 
 def is_beside_weights(name: str) -> bool:
@@ -118,10 +144,9 @@ def _warn(text: str) -> None:
 
 
 def refuse_faults(checkpoint: Path) -> None:
-    """Raises UserError where a checkpoint's files are not those that were written."""
-    found = faults(checkpoint)
-    if found:
-        raise UserError(f"{_summary(list(found.values()))}; take another checkpoint")
+    """Raises Damaged where a checkpoint's files are not those that were written; its tensors are checked as they are read."""
+    if found := faults(checkpoint, read=False):
+        raise Damaged(found)
 
 
 def _summary(found: list[str]) -> str:
@@ -139,14 +164,18 @@ class Chosen:
     )  # damaged beside the weights -> what became of it
 
 
-def choose(run_dir: Path) -> Chosen:
+def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> Chosen:
     """The newest whole checkpoint of a run. Newer ones that are not are put out of the way, and that is said.
 
-    Called by all ranks alike. Raises UserError where there are checkpoints, but none that is whole.
+    Called by all ranks alike. Tensors are checked as they are loaded. Where a load has found some damaged, it is called
+    again with what is `known` (faults by file, by checkpoint), and reads the others whole.
+
+    Raises:
+        UserError: there are checkpoints, but none that is whole.
     """
     passed_over: dict[str, str] = {}
     for checkpoint in reversed(_listed(run_dir)):
-        found = faults(checkpoint)
+        found = (known or {}).get(checkpoint.name) or faults(checkpoint, read=known is not None)
         if all(is_beside_weights(name) and "does not belong" not in fault for name, fault in found.items()):
             if passed_over:
                 _put_away(run_dir, passed_over, checkpoint)

@@ -19,7 +19,8 @@ from zoo.engine.checkpoint.contents import (
     objects_wanted,
     weights_wanted,
 )
-from zoo.engine.checkpoint.selection import refuse_faults
+from zoo.engine.checkpoint.integrity import block_sums
+from zoo.engine.checkpoint.selection import refuse_faults, together
 from zoo.engine.checkpoint.snapshot import random_key, set_random_state
 from zoo.engine.checkpoint.storage.index import FormerIndex, Index, open_index
 from zoo.engine.checkpoint.storage.reading import fill
@@ -78,11 +79,19 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     """Put a checkpoint's weights, optimizer state and schedule into what was built for this run.
 
     The random generators go on from their states where it was written by so many `ranks` as there are now.
+
+    Raises:
+        Damaged: on all ranks, where any has read what was not written; what was built holds some of it.
     """
-    index = open_index(checkpoint)
+    with together():
+        _load(trainable, checkpoint, world, ranks)
+
+
+def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
+    index = open_index(checkpoint, block_sums(checkpoint))
     schedule = read_state(checkpoint).get("scheduler") or _common_state(index)["scheduler"]
     modules = [chunk.module for chunk in trainable.chunks]
-    fill(weights_wanted(modules, trainable.adapters, world), index)
+    fill(weights_wanted(modules, trainable.adapters, world), index, direct=world.size == 1)
     load_optimizer(trainable, world, index, schedule["num_steps"])
     if trainable.adapters is None:
         _load_objects(modules, index, world)
@@ -109,12 +118,15 @@ def _load_objects(modules: Sequence[Any], index: Index | FormerIndex, world: Wor
 def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
     """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has."""
     refuse_faults(checkpoint)
-    index = open_index(checkpoint)
-    fill(weights_wanted(chunks, None, world), index)
-    _load_objects(chunks, index, world)
+    index = open_index(checkpoint, block_sums(checkpoint))
+    with together():
+        fill(weights_wanted(chunks, None, world), index, direct=world.size == 1)
+        _load_objects(chunks, index, world)
 
 
 def load_adapters(adapters: Adapters, checkpoint: Path, world: World) -> None:
     """Put a checkpoint's adapters into those of a model, under whatever parallel layout either has."""
     refuse_faults(checkpoint)
-    fill(weights_wanted([], adapters, world), open_index(checkpoint))
+    index = open_index(checkpoint, block_sums(checkpoint))
+    with together():
+        fill(weights_wanted([], adapters, world), index)

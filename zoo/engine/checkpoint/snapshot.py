@@ -7,6 +7,7 @@ state runs beside the next step, whose update waits for it.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 
 from zoo.engine.checkpoint.contents import Trainable, packed, to_write
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
+from zoo.engine.checkpoint.storage.pieces import Piece
 from zoo.engine.distributed.world import World
+
+_OPTIMIZER = "optimizer."  # prefix of the keys of its state
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,13 @@ def take(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: boo
     """Copy everything, or all but the `optimizer`'s state; on a GPU, begin to."""
     held = to_write(trainable, world, optimizer=optimizer)
     held.objects[random_key(world.rank, world.size)] = packed(random_state())
-    copied.take(held.pieces, held.objects)
+    copied.take(ordered(held.pieces), held.objects)
     return Snapshot(copied, world.rank, world.size)
+
+
+def ordered(pieces: Sequence[Piece]) -> list[Piece]:
+    """Weights first: ranks that need them alone, or those of another rank, read no optimizer state."""
+    return sorted(pieces, key=lambda piece: piece.key.startswith(_OPTIMIZER))
 
 
 def random_state() -> dict[str, Any]:

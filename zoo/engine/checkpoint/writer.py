@@ -84,7 +84,7 @@ class _Written:
     """What one rank has written."""
 
     table: RankTable
-    sums: dict[str, str]  # of its files
+    sums: dict[str, list[str]]  # of its files
 
 
 def write(snapshot: Snapshot, order: Order, channel: Channel) -> Path:

@@ -29,8 +29,10 @@ from zoo.errors import ConfigError, UserError
 _ORDER = ("run.seed", "data.shuffle", "data.train")
 
 
-def choose_checkpoint(folder: Path, recipe: Recipe) -> Chosen:
-    """The checkpoint of a run folder to resume from. Every rank calls it.
+def choose_checkpoint(
+    folder: Path, recipe: Recipe, known: Mapping[str, dict[str, str]] | None = None
+) -> Chosen:
+    """The checkpoint of a run folder to resume from; `known` faults as for `choose`. Every rank calls it.
 
     Raises:
         UserError: `run.resume=false` and the folder holds checkpoints; or no checkpoint there is whole.
@@ -41,7 +43,7 @@ def choose_checkpoint(folder: Path, recipe: Recipe) -> Chosen:
             f"run.resume=false: {folder} holds {found[-1].name} of an earlier run; "
             "give another run.dir, or move that folder away"
         )
-    return choose(folder)
+    return choose(folder, known)
 
 
 def read_state(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from zoo.engine.checkpoint import export, initial_weights, lora_files, model_car
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.saver import Saved, Saver
 from zoo.engine.checkpoint.selection import repaired_source
+from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
@@ -53,7 +54,19 @@ class Run:
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))
         self.description = sharded.describe(recipe, self.assembly.config.hf)
-        self.chosen = resume.choose_checkpoint(self.folder, recipe)
+        self._choose()
+        self.saved_at = time.monotonic()
+        self.save_due = self.late_save_logged = False  # due by train.save_minutes
+        self.adapters: lora.Adapters | None = None
+        self.exported: str | None = None
+        self.interrupted = self.preempted = False
+        self.times = StepTimes(world.device, recipe.log.slow_step)
+        self.startup.mark("data")
+
+    def _choose(self, known: Mapping[str, dict[str, str]] | None = None) -> None:
+        """Choose the checkpoint to resume from, and open the data; `known`: faults that a load has found."""
+        recipe = self.recipe
+        self.chosen = resume.choose_checkpoint(self.folder, recipe, known)
         self.resume_from = self.chosen.folder
         self.state, self.changes = resume.read_state(self.resume_from, recipe, self.description)
         self._open_data()
@@ -63,14 +76,7 @@ class Run:
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
-        self.saved_at = time.monotonic()
-        self.save_due = self.late_save_logged = False  # due by train.save_minutes
-        self.adapters: lora.Adapters | None = None
-        self.exported: str | None = None
-        self.interrupted = self.preempted = False
         self.progress.step = self.done
-        self.times = StepTimes(world.device, recipe.log.slow_step)
-        self.startup.mark("data")
 
     def _open_data(self) -> None:
         self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
@@ -100,9 +106,8 @@ class Run:
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
         self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick)
-        if self.resume_from is not None and self.state is not None:
-            sharded.load(self.trainable, self.resume_from, world, self.state["ranks"])
-            resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
+        if self.resume_from is not None:
+            self._resume(self.resume_from)
         for chunk in wrapped:
             chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
@@ -118,6 +123,18 @@ class Run:
             self.saver.before_update,
         )
         self.startup.mark("optimizer")
+
+    def _resume(self, checkpoint: Path) -> None:
+        """Load a checkpoint; the newest whole one before it where its tensors turn out to be damaged."""
+        assert self.state is not None
+        try:
+            sharded.load(self.trainable, checkpoint, self.world, self.state["ranks"])
+        except Damaged as damaged:
+            self.data.close()
+            self._choose({checkpoint.name: damaged.faults})
+            assert self.resume_from is not None and self.state is not None
+            sharded.load(self.trainable, self.resume_from, self.world, self.state["ranks"])
+        resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
 
     def _adapt(self, chunks: list[Any]) -> None:
         """Load the weights that adapters belong to, and put new adapters (or those of lora.init) beside them."""

@@ -87,15 +87,15 @@ def test_a_factory_that_makes_no_views_is_refused() -> None:
 def save(folder: Path, by_rank: list[list[Piece]], objects: list[dict[str, bytes]] | None = None) -> Index:
     """Each rank's pieces written as a run writes them."""
     folder.mkdir(exist_ok=True)
-    tables = []
+    tables, sums = [], {}
     for rank, pieces in enumerate(by_rank):
         copied = HostCopy(CPU)
         copied.take(pieces, objects[rank] if objects else {})
         files = [(f"rank{rank}_{i}.bin", size) for i, size in enumerate(disk.parts(copied.size))]
-        disk.write(folder, files, copied.view(), lambda count: None)
+        sums |= disk.write(folder, files, copied.view(), lambda count: None)
         tables.append(RankTable(files, copied.pieces, copied.objects))
     write_index(folder, tables)
-    return Index(folder)
+    return Index(folder, sums)
 
 
 def grid(tensor: Tensor, key: str, counts: list[int]) -> list[Piece]:
@@ -121,7 +121,7 @@ def test_what_one_cut_writes_any_other_reads(
     written: list[list[Piece]] = [[] for _ in range(ranks)]
     tensors = {}
     for number in range(data.draw(st.integers(1, 3))):
-        shape = data.draw(st.lists(st.integers(1, 9), max_size=3))
+        shape = data.draw(st.lists(st.integers(1, 19), max_size=3))
         dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64]))
         key = f"tensor {number}"
         tensors[key] = torch.randn(shape).mul(100).to(dtype)
@@ -133,7 +133,7 @@ def test_what_one_cut_writes_any_other_reads(
             written[rank] += flat(boxes(described(key, tensors[key])), tuple(shape), part, start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disk, "SMALL", 4096)  # several files a rank
-        patch.setattr("zoo.engine.checkpoint.storage.index._SPAN", data.draw(st.sampled_from([8, 64, 2**20])))
+        small_blocks(patch, data.draw(st.sampled_from([4096, 2**22])))
         index = save(folder, written)
         back = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
         counts = {
@@ -170,21 +170,81 @@ def test_pieces_that_make_up_no_whole_tensor_are_not_published(tmp_path: Path) -
     assert not (tmp_path / INDEX).exists()
 
 
-def test_a_read_takes_the_bytes_that_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(patch: pytest.MonkeyPatch, size: int = 4096) -> None:
+    """Files are read and summed up by so many bytes."""
+    for module in ("disk", "index", "reading"):
+        patch.setattr(f"zoo.engine.checkpoint.storage.{module}.SUMMED", size)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_read_takes_the_blocks_that_it_needs(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that asks for a quarter of the rows reads a quarter of the bytes, and none twice."""
+    small_blocks(monkeypatch)
     tensor = torch.randn(64, 1024)
     index = save(tmp_path, [grid(tensor, "w", [2, 1])])
     read: list[int] = []
-    plain = disk.Files.read
+    plain = os.preadv
 
-    def counted(self: Any, path: Path, offset: int, buffer: Any) -> None:
-        read.append(len(memoryview(buffer).cast("B")))
-        plain(self, path, offset, buffer)
+    def counted(handle: int, buffers: Any, offset: int) -> int:
+        read.append(plain(handle, buffers, offset))
+        return read[-1]
 
-    monkeypatch.setattr(disk.Files, "read", counted)
+    monkeypatch.setattr(os, "preadv", counted)
     wanted = torch.empty(16, 1024)
-    fill([Piece("w", (64, 1024), (24, 0), (16, 1024), wanted)], index)
+    parts = [Piece("w", (64, 1024), (24 + i, 0), (8, 1024), wanted[i : i + 8]) for i in (0, 8)]
+    fill(parts, index, direct=direct)
     assert torch.equal(wanted, tensor[24:40]) and sum(read) == wanted.nbytes
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_every_changed_bit_that_is_read_is_found(
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none that isn't read, which another rank checks that needs it."""
+    small_blocks(monkeypatch)
+    tensor = torch.randn(8, 1024)
+    index = save(tmp_path, [grid(tensor, "w", [1, 1])], [{"one": b"x" * 5000}])
+    path, wanted = tmp_path / "rank0_0.bin", torch.empty(2, 1024)
+    original = path.read_bytes()
+    for byte in range(0, len(original), 1023):
+        path.write_bytes(original[:byte] + bytes([original[byte] ^ 4]) + original[byte + 1 :])
+        rows = Piece("w", (8, 1024), (3, 0), (2, 1024), wanted)
+        if byte // 4096 in (3, 4):
+            with pytest.raises(disk.Damaged, match=r"rank0_0\.bin is damaged: its checksum") as raised:
+                fill([rows], index, direct=direct)
+            assert raised.value.faults.keys() == {"rank0_0.bin"}
+        else:
+            fill([rows], index, direct=direct)
+            assert torch.equal(wanted, tensor[3:5])
+        if byte // 4096 in (8, 9):
+            with pytest.raises(disk.Damaged, match="is damaged"):
+                index.object("one")
+    path.write_bytes(original[:17000])
+    with pytest.raises(disk.Damaged, match=r"rank0_0\.bin is damaged: it ends too early"):
+        fill([rows], index, direct=direct)
+
+
+def test_a_direct_read_that_is_refused_goes_on_as_a_plain_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = os.preadv, []
+
+    def refuse(handle: int, buffers: Any, offset: int) -> int:
+        calls.append(offset)
+        if len(calls) == 1:
+            raise OSError(errno.EINVAL, "not so")
+        if len(calls) == 2:
+            return plain(handle, [buffers[0][:5000]], offset)
+        return plain(handle, buffers, offset)
+
+    tensor = torch.arange(2048)
+    index = save(tmp_path, [grid(tensor, "w", [1])])
+    monkeypatch.setattr(os, "preadv", refuse)
+    wanted = torch.empty_like(tensor)
+    fill(grid(wanted, "w", [1]), index, direct=True)
+    assert torch.equal(wanted, tensor) and calls == [0, 0, 4096]
 
 
 def test_objects_come_back_and_run_nothing(tmp_path: Path) -> None:
@@ -276,7 +336,8 @@ def test_files_hold_the_memory_and_their_sums(
     sums = disk.write(tmp_path, files, copied.view(), done.append)
     content = b"".join((tmp_path / name).read_bytes() for name, _ in files)
     assert content == bytes(copied.view()) and sum(done) == size
-    assert sums == {name: disk.digest(tmp_path / name) for name, _ in files}
+    assert sums == {name: disk.digests(tmp_path / name) for name, _ in files}
+    assert [len(sums[name]) for name, _ in files] == [-(-size // disk.SUMMED) for _, size in files]
 
 
 def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(

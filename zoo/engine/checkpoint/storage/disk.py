@@ -2,7 +2,8 @@
 
 A rank's bytes lie in files of at most PART, which threads write side by side: one file takes one thread's rate, and the
 kernel locks a file while it grows. Direct writes (O_DIRECT) spare a copy into the page cache, and the cache itself;
-a file system without them takes plain ones, flushed as they go. A digest is of one whole file, as it was in memory.
+a file system without them takes plain ones, flushed as they go. Each SUMMED bytes of a file have a digest, worked out as
+they were in memory, so that a rank checks exactly what it reads, while it reads.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import fcntl
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from zoo.errors import UserError
+
 BLOCK = 4096  # bytes; direct writes begin, end and lie in memory at multiples
-CHUNK = 2**24  # bytes of one call
+CHUNK = 2**24  # bytes of one write
+SUMMED = 2**22  # bytes of one read, and of one digest
 FLUSH = 2**28  # bytes after which a plain write waits for the disk
 PART = 2**30  # bytes of a file at most
 SMALL = 2**26  # bytes that are not worth a second thread
@@ -46,7 +50,7 @@ def parts(total: int) -> list[int]:
 
 def write(
     folder: Path, files: Sequence[tuple[str, int]], memory: memoryview, done: Callable[[int], None]
-) -> dict[str, str]:
+) -> dict[str, list[str]]:
     """Write memory as files of the given names and sizes, through to the disk.
 
     Args:
@@ -56,7 +60,7 @@ def write(
         done: called with bytes as they are written, from any thread.
 
     Returns:
-        the digest of each file (`digest`).
+        the digests of each file (`digests`).
 
     Raises:
         OSError: a write failed; it names the file.
@@ -64,14 +68,14 @@ def write(
     starts = [sum(size for _, size in files[:i]) for i in range(len(files))]
     failures: list[BaseException] = []
 
-    def one(number: int) -> str:
+    def one(number: int) -> list[str]:
         name, size = files[number]
         part = memory[starts[number] : starts[number] + size]
         try:
             return _write_file(folder / name, part, done, failures)
         except BaseException as error:
             failures.append(error)
-            return ""
+            return []
 
     with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer") as pool:
         sums = list(pool.map(one, range(len(files))))
@@ -82,15 +86,15 @@ def write(
 
 def _write_file(
     path: Path, memory: memoryview, done: Callable[[int], None], failures: Sequence[BaseException]
-) -> str:
+) -> list[str]:
     """Write one file; it is left unfinished once another thread has failed."""
-    summed, waiting = xxhash.xxh3_128(), 0
+    summed, waiting = Digests(), 0
     try:
         handle, direct = _opened(path)
         try:
             for at in range(0, len(memory), CHUNK):
                 if failures:
-                    return ""
+                    return []
                 chunk = memory[at : at + CHUNK]
                 direct = _write_chunk(handle, chunk, at, direct)
                 summed.update(chunk)
@@ -108,7 +112,29 @@ def _write_file(
     except OSError as error:
         error.filename = str(path)
         raise
-    return summed.hexdigest()
+    return summed.values()
+
+
+class Digests:
+    """XXH3 (128 bits) of each SUMMED bytes of what it is given, piece by piece."""
+
+    def __init__(self) -> None:
+        self._values: list[str] = []
+        self._one, self._left = xxhash.xxh3_128(), SUMMED
+
+    def update(self, data: memoryview) -> None:
+        """Take the next bytes."""
+        while data:
+            part, data = data[: self._left], data[self._left :]
+            self._one.update(part)
+            self._left -= len(part)
+            if not self._left:
+                self._values.append(self._one.hexdigest())
+                self._one, self._left = xxhash.xxh3_128(), SUMMED
+
+    def values(self) -> list[str]:
+        """In hexadecimal, the last one of what is left."""
+        return self._values + ([self._one.hexdigest()] if self._left < SUMMED else [])
 
 
 def _opened(path: Path) -> tuple[int, bool]:
@@ -144,39 +170,111 @@ def _buffered(handle: int) -> bool:
 
 def digest(path: Path) -> str:
     """XXH3 (128 bits) of a file, in hexadecimal."""
-    summed, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(CHUNK, max(1, path.stat().st_size))))
+    summed = xxhash.xxh3_128()
+    _read_into(path, summed)
+    return summed.hexdigest()
+
+
+def digests(path: Path) -> list[str]:
+    """The same of each SUMMED bytes of a file."""
+    summed = Digests()
+    _read_into(path, summed)
+    return summed.values()
+
+
+def _read_into(path: Path, summed: Any) -> None:
+    buffer = memoryview(bytearray(min(CHUNK, max(1, path.stat().st_size))))
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):
             summed.update(buffer[:count])
-    return summed.hexdigest()
+
+
+class Damaged(UserError):
+    """Files of a checkpoint are not those that were written: `faults` by the file's name."""
+
+    def __init__(self, faults: Mapping[str, str]) -> None:
+        first, more = next(iter(faults.values())), len(faults) - 1
+        super().__init__(first + (f" (and {more} more faults)" if more else "") + "; take another checkpoint")
+        self.faults = dict(faults)
+
+
+class _Short(OSError):
+    """A file has fewer bytes than its checkpoint's index says."""
 
 
 class Files:
     """Files that several threads read from, each opened once."""
 
-    def __init__(self) -> None:
-        self._handles: dict[Path, int] = {}
+    def __init__(
+        self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None, *, direct: bool = False
+    ) -> None:
+        """`sums` are the files' digests, where a read checks them; `direct`: past the page cache, where that is possible."""
+        self._folder, self._sums, self._direct = folder, sums or {}, direct
+        self._handles: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def read(self, path: Path, offset: int, buffer: Any) -> None:
-        """Fill a buffer from an offset on; OSError, which names the file, where it can't be read or ends before."""
+    def read(self, name: str, offset: int, buffer: Any) -> None:
+        """Fill a buffer from an offset on, unchecked; OSError, which names the file, where it can't be read or is too short."""
         view, got = memoryview(buffer).cast("B"), 0
         try:
             while got < len(view):
-                count = os.preadv(self._handle(path), [view[got : got + 2**30]], offset + got)
+                count = self._once(name, view[got : got + 2**30], offset + got)
                 if not count:
-                    raise OSError(errno.EIO, "it ends too early")
+                    raise _Short(errno.EIO, "it ends too early")
                 got += count
         except OSError as error:
-            error.filename = str(path)
+            error.filename = str(self._folder / name)
             raise
 
-    def _handle(self, path: Path) -> int:
+    def block(self, name: str, number: int, size: int, buffer: memoryview) -> memoryview:
+        """The `number`-th SUMMED bytes of a file, of which `size` are there, read into a buffer of SUMMED bytes and checked.
+
+        Raises:
+            Damaged: they are not those that were written, or can't be read.
+        """
+        try:
+            whole = (
+                padded(size) if self._direct else size
+            )  # a direct read ends at a multiple, or where the file does
+            got = self._once(name, buffer[:whole], number * SUMMED)
+            if got < size:
+                self.read(name, number * SUMMED + got // BLOCK * BLOCK, buffer[got // BLOCK * BLOCK : size])
+        except OSError as error:
+            what = (
+                "is damaged: it ends too early"
+                if isinstance(error, _Short)
+                else f"can't be read ({error.strerror})"
+            )
+            raise Damaged({name: f"{self._folder / name} {what}"}) from None
+        sums = self._sums.get(name)
+        summed = xxhash.xxh3_128()
+        summed.update(buffer[:size])
+        if sums is not None and (number >= len(sums) or summed.hexdigest() != sums[number]):
+            raise Damaged(
+                {name: f"{self._folder / name} is damaged: its checksum is not the one in integrity.json"}
+            )
+        return buffer[:size]
+
+    def _once(self, name: str, buffer: memoryview, offset: int) -> int:
+        handle = self._handle(name)
+        try:
+            return os.preadv(handle, [buffer], offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._direct:
+                raise
+        _buffered(handle)  # a file system that opens a file for direct reads, and refuses them
+        return os.preadv(handle, [buffer], offset)
+
+    def _handle(self, name: str) -> int:
         with self._lock:
-            if path not in self._handles:
-                self._handles[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._handles[path]
+            if name not in self._handles:
+                flags, handle = os.O_RDONLY | os.O_CLOEXEC, -1
+                if self._direct:
+                    with contextlib.suppress(OSError):
+                        handle = os.open(self._folder / name, flags | os.O_DIRECT)
+                self._handles[name] = handle if handle >= 0 else os.open(self._folder / name, flags)
+            return self._handles[name]
 
     def __enter__(self) -> Files:
         return self

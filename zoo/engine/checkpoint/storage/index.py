@@ -17,15 +17,17 @@ import io
 import json
 import math
 import pickle
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.disk import Files
+from zoo.engine.checkpoint.storage.disk import BLOCK, SUMMED, Files
 from zoo.engine.checkpoint.storage.pieces import Shape
 from zoo.errors import UserError
 from zoo.files import read_json, write_atomically
@@ -37,7 +39,6 @@ INDEX = "index.json"
 FORMER = ".metadata"
 _FORMAT, _VERSION = "zoo sharded tensors", 1
 _MOST = 2**31  # bytes of an index
-_SPAN = 2**25  # bytes that are read at once
 
 _DTYPES = {
     str(value).removeprefix("torch."): value
@@ -94,9 +95,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 class Index:
     """An opened `index.json`: `tensors` by key, and their bytes."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError where it is not the index of a checkpoint."""
-        self.folder, path = folder, folder / INDEX
+    def __init__(self, folder: Path, sums: Mapping[str, Sequence[str]] | None = None) -> None:
+        """`sums` are digests of its files, which reads are checked against.
+
+        Raises:
+            UserError: it is not the index of a checkpoint.
+        """
+        self.folder, self._sums, path = folder, sums, folder / INDEX
         if not path.is_file():
             raise UserError(f"{path} is missing; take another checkpoint")
         content = read_json(path, most=_MOST)
@@ -111,7 +116,9 @@ class Index:
         if (content["format"], content["version"]) != (_FORMAT, _VERSION):
             raise ValueError(f"it has format {content['format']!r}, version {content['version']!r}")
         self._files = [[_checked_file(*file) for file in files] for files in content["files"]]
-        self._ends = [sum(size for _, size in files) for files in self._files]
+        if any(size % BLOCK for files in self._files for _, size in files[:-1]):
+            raise ValueError("a file ends within a block")
+        self._starts = [[*accumulate((size for _, size in files), initial=0)] for files in self._files]
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self._at: dict[str, list[tuple[int, int]]] = {}
         for key, entry in content["tensors"].items():
@@ -120,6 +127,8 @@ class Index:
             self._at[key] = [(piece[0], piece[1]) for piece in entry["pieces"]]
             for chunk, (rank, at) in zip(chunks, self._at[key], strict=True):
                 self._check(rank, at, math.prod(chunk.sizes) * dtype.itemsize)
+                if at % dtype.itemsize:
+                    raise ValueError("a piece begins within an element")
             properties = TensorProperties(dtype=dtype)
             self.tensors[key] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
         self._objects = {key: tuple(place) for key, place in content["objects"].items()}
@@ -129,7 +138,7 @@ class Index:
     def _check(self, rank: int, at: int, size: int) -> None:
         if not (_is_count(rank) and _is_count(at) and _is_count(size)):
             raise ValueError("a place in it is no number")
-        if at + size > self._ends[rank]:
+        if at + size > self._starts[rank][-1]:
             raise ValueError("it points out of its files")
 
     def object(self, key: str) -> Any:
@@ -137,89 +146,55 @@ class Index:
         if key not in self._objects:
             return None
         rank, at, size = self._objects[key]
-        buffer = bytearray(size)
-        with Files() as files:
-            self._fill(files, rank, at, buffer)
-        return _plain(self.folder, key, bytes(buffer))
+        content, buffer = bytearray(size), memoryview(bytearray(SUMMED))
+        with self.files() as files:
+            for block in self.blocks(rank, at, at + size):
+                low, high = max(at, block.at), min(at + size, block.at + block.size)
+                read = files.block(block.name, block.number, block.size, buffer)
+                content[low - at : high - at] = read[low - block.at : high - block.at]
+        return _plain(self.folder, key, bytes(content))
 
-    def spans(self, item: Any) -> Iterator[Span]:
-        """The ranges of bytes that a planned read needs, each of some 32 MiB at most."""
+    def files(self, *, direct: bool = False) -> Files:
+        """The files to read from, as `Files`."""
+        return Files(self.folder, self._sums, direct=direct)
+
+    def place(self, item: Any) -> Place:
+        """Where the stored piece lies that a planned read takes a part of."""
         key, number = item.storage_index.fqn, item.storage_index.index
         stored = self.tensors[key]
-        rank, at = self._at[key][number]
-        sizes, dtype = tuple(stored.chunks[number].sizes), stored.properties.dtype
-        most = max(1, _SPAN // dtype.itemsize)
-        for start, end, rows, lengths in _ranges(
-            sizes, tuple(item.storage_offsets), tuple(item.lengths), most
-        ):
-            to = tuple(o + r for o, r in zip(item.dest_offsets, rows, strict=True))
-            yield Span(rank, at + start * dtype.itemsize, end - start, dtype, sizes, to, lengths)
+        return Place(*self._at[key][number], tuple(stored.chunks[number].sizes), stored.properties.dtype)
 
-    def read(self, files: Files, span: Span, buffer: Tensor) -> Tensor:
-        """A span's rectangle, as a view of the buffer (uint8) that it is read into."""
-        size = span.elements * span.dtype.itemsize
-        part = buffer[:size]
-        self._fill(files, span.rank, span.at, part.numpy())
-        strides = torch.empty(span.stored, device="meta").stride()
-        return part.view(span.dtype).as_strided(span.lengths, strides)
-
-    def _fill(self, files: Files, rank: int, at: int, buffer: Any) -> None:
-        view, start = memoryview(buffer).cast("B"), 0
-        for name, size in self._files[rank]:
-            low, high = max(at, start), min(at + len(view), start + size)
-            if low < high:
-                files.read(self.folder / name, low - start, view[low - at : high - at])
-            start += size
+    def blocks(self, rank: int, low: int, high: int) -> Iterator[Block]:
+        """The blocks of a rank's files that hold its bytes from `low` to `high`."""
+        starts = self._starts[rank]
+        for file in range(max(0, bisect_right(starts, low) - 1), len(self._files[rank])):
+            (name, size), start = self._files[rank][file], starts[file]
+            if start >= high:
+                return
+            first = max(low - start, 0) // SUMMED
+            for number in range(first, -(-min(high - start, size) // SUMMED)):
+                at = number * SUMMED
+                yield Block(name, number, start + at, min(SUMMED, size - at))
 
 
 @dataclass(frozen=True)
-class Span:
-    """A range of one rank's bytes, and the rectangle that is taken of it."""
+class Place:
+    """Where a stored piece lies."""
 
     rank: int
-    at: int
-    elements: int
+    at: int  # byte of that rank's sequence
+    sizes: Shape
     dtype: torch.dtype
-    stored: Shape  # sizes of the piece
-    to: Shape  # offsets in what is to be filled
-    lengths: Shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read."""
-        return self.elements * self.dtype.itemsize
 
 
-def _ranges(
-    sizes: Shape, offsets: Shape, lengths: Shape, most: int
-) -> Iterator[tuple[int, int, Shape, Shape]]:
-    """Flat ranges of a row-major rectangle that hold a part of it: start, end, offsets within the part, sizes.
+@dataclass(frozen=True)
+class Block:
+    """The `number`-th block of a file, as long as one digest reaches."""
 
-    A range has `most` elements at most, or one row of those elements that are wanted, and what lies between rows.
-    """
-    if not sizes:
-        yield 0, 1, (), ()
-        return
-    row = math.prod(sizes[1:])
-    first, count = offsets[0], lengths[0]
-    if row > most:
-        for i in range(count):
-            for start, end, at, part in _ranges(sizes[1:], offsets[1:], lengths[1:], most):
-                yield start + (first + i) * row, end + (first + i) * row, (i, *at), (1, *part)
-        return
-    strides = torch.empty(sizes, device="meta").stride()
-    low = sum(o * s for o, s in zip(offsets[1:], strides[1:], strict=True))
-    high = sum((o + n - 1) * s for o, n, s in zip(offsets[1:], lengths[1:], strides[1:], strict=True)) + 1
-    step = max(1, most // row)
-    for i in range(0, count, step):
-        n = min(step, count - i)
-        begin = first + i
-        yield (
-            begin * row + low,
-            (begin + n - 1) * row + high,
-            (i, *(0,) * (len(sizes) - 1)),
-            (n, *lengths[1:]),
-        )
+    name: str
+    number: int
+    at: int  # byte of the rank's sequence
+    size: int
 
 
 class FormerIndex:
@@ -262,14 +237,14 @@ class FormerIndex:
 
     def _bytes(self, place: Any) -> bytes:
         buffer = bytearray(place.length)
-        with Files() as files:
-            files.read(self.folder / place.relative_path, place.offset, buffer)
+        with Files(self.folder) as files:
+            files.read(place.relative_path, place.offset, buffer)
         return bytes(buffer)
 
 
-def open_index(folder: Path) -> Index | FormerIndex:
-    """The index of a checkpoint, of today or of an earlier zoo."""
-    return FormerIndex(folder) if (folder / FORMER).exists() else Index(folder)
+def open_index(folder: Path, sums: Mapping[str, Sequence[str]] | None = None) -> Index | FormerIndex:
+    """The index of a checkpoint, of today (whose files have `sums`) or of an earlier zoo."""
+    return FormerIndex(folder) if (folder / FORMER).exists() else Index(folder, sums)
 
 
 def _plain(folder: Path, key: str, content: bytes) -> Any:

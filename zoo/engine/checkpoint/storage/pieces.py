@@ -86,6 +86,11 @@ def rectangles(shape: Sequence[int], start: int, end: int) -> Iterator[tuple[Sha
         yield (last, *offsets), (1, *sizes)
 
 
+def strides_of(shape: Shape) -> Shape:
+    """Those of a row-major tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
 def boxes(entry: Any) -> list[Box]:
     """How megatron-core's description of a parameter, a ShardedTensor or a factory, cuts it into tensors.
 

@@ -1,28 +1,37 @@
-"""Filling pieces from a checkpoint: each rank reads the ranges of bytes that its own need, several at once."""
+"""Filling pieces from a checkpoint: each rank reads the blocks that its own lie in, several at once, and checks them.
+
+A block is as long as one digest reaches. It is read into a buffer once, checked, and copied from there to all tensors that
+it holds a part of.
+"""
 
 from __future__ import annotations
 
 import math
+import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.disk import READERS, Files
-from zoo.engine.checkpoint.storage.index import FormerIndex, Index
-from zoo.engine.checkpoint.storage.pieces import Piece
+from zoo.engine.checkpoint.storage.disk import READERS, SUMMED
+from zoo.engine.checkpoint.storage.index import Block, FormerIndex, Index
+from zoo.engine.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
 from zoo.errors import UserError
 
 
 @torch.no_grad()
-def fill(pieces: Sequence[Piece], index: Index | FormerIndex) -> None:
+def fill(pieces: Sequence[Piece], index: Index | FormerIndex, *, direct: bool = False) -> None:
     """Put what the checkpoint holds into the pieces' tensors, converted to their dtypes.
+
+    `direct`: past the page cache, for what no other rank reads.
 
     Raises:
         UserError: it lacks a tensor, has one of another shape, or one that is not whole.
+        Damaged: bytes that were read are not those that were written; tensors may hold some.
     """
     check_shapes(pieces, index)
     by_key: dict[str, list[Piece]] = {}
@@ -33,7 +42,7 @@ def fill(pieces: Sequence[Piece], index: Index | FormerIndex) -> None:
     if isinstance(index, FormerIndex):
         _fill_former(planned, index, device)
     else:
-        _fill(planned, index, device)
+        _fill(planned, index, device, direct=direct)
 
 
 def check_shapes(pieces: Iterable[Piece], index: Index | FormerIndex) -> None:
@@ -68,28 +77,67 @@ def _planned(key: str, wanted: Sequence[Piece], index: Index | FormerIndex) -> l
     return [(item, wanted[item.dest_index.index].data) for item in items]
 
 
-def _fill(planned: Sequence[tuple[Any, Tensor]], index: Index, device: torch.device) -> None:
-    """By spans, in the order in which they lie in the files."""
-    spans = [(span, target) for item, target in planned for span in index.spans(item)]
-    spans.sort(key=lambda pair: (pair[0].rank, pair[0].at))
-    most = max((span.nbytes for span, _ in spans), default=0)
+@dataclass(frozen=True)
+class _Copy:
+    """A rectangle within a block, and the part of a tensor that it goes to."""
+
+    dtype: torch.dtype
+    first: int  # element of the block
+    sizes: Shape
+    strides: Shape
+    target: Tensor
+
+
+def _fill(planned: Sequence[tuple[Any, Tensor]], index: Index, device: torch.device, *, direct: bool) -> None:
+    """By blocks, each read and checked once, in the order in which they lie in the files."""
+    by_block: dict[tuple[int, int], tuple[Block, list[_Copy]]] = {}
+    for item, target in planned:
+        for rank, block, copy in _copies(item, target, index):
+            by_block.setdefault((rank, block.at), (block, []))[1].append(copy)
     buffers = threading.local()
 
-    with Files() as files:
+    with index.files(direct=direct) as files:
 
-        def one(pair: tuple[Any, Tensor]) -> None:
-            span, target = pair
-            part = _part(target, span.to, span.lengths)
-            straight = part.device.type == "cpu" and part.is_contiguous() and part.dtype == span.dtype
-            if straight and part.numel() == span.elements:
-                flat = part.view(-1).view(torch.uint8) if part.ndim else part.view(1).view(torch.uint8)
-                index.read(files, span, flat)
-                return
-            if not hasattr(buffers, "one"):
-                buffers.one = torch.empty(most, dtype=torch.uint8, pin_memory=device.type == "cuda")
-            part.copy_(index.read(files, span, buffers.one))
+        def one(task: tuple[Block, list[_Copy]]) -> None:
+            block, copies = task
+            if not hasattr(buffers, "tensor"):
+                buffers.tensor = _buffer(device)
+                buffers.view = memoryview(buffers.tensor.numpy())
+            files.block(block.name, block.number, block.size, buffers.view)
+            for copy in copies:
+                flat = buffers.tensor.view(copy.dtype)
+                copy.target.copy_(flat.as_strided(copy.sizes, copy.strides, copy.first))
 
-        _on_threads(one, spans, device)
+        _on_threads(one, [by_block[key] for key in sorted(by_block)], device)
+
+
+def _buffer(device: torch.device) -> Tensor:
+    """Room for a block, (SUMMED,), that direct reads and copies to a GPU accept."""
+    if device.type == "cuda":
+        return torch.empty(SUMMED, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(mmap.mmap(-1, SUMMED), dtype=torch.uint8)
+
+
+def _copies(item: Any, target: Tensor, index: Index) -> Iterator[tuple[int, Block, _Copy]]:
+    """What a planned read takes of each block."""
+    place = index.place(item)
+    size, sizes = place.dtype.itemsize, place.sizes
+    strides = strides_of(sizes)
+    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    low = sum(o * s for o, s in zip(offsets, strides, strict=True))
+    high = low + sum((n - 1) * s for n, s in zip(lengths, strides, strict=True)) + 1
+    for block in index.blocks(place.rank, place.at + low * size, place.at + high * size):
+        start = max(low, -((place.at - block.at) // size))
+        end = min(high, (block.at + block.size - place.at) // size)
+        for at, extent in rectangles(sizes, start, end):
+            first = tuple(map(max, at, offsets))
+            last = [min(a + n, o + m) for a, n, o, m in zip(at, extent, offsets, lengths, strict=True)]
+            common = tuple(b - a for a, b in zip(first, last, strict=True))
+            if all(n > 0 for n in common):
+                byte = place.at + sum(a * s for a, s in zip(first, strides, strict=True)) * size - block.at
+                to = [d + a - o for d, a, o in zip(item.dest_offsets, first, offsets, strict=True)]
+                part = _part(target, to, common)
+                yield place.rank, block, _Copy(place.dtype, byte // size, common, strides, part)
 
 
 def _fill_former(planned: Sequence[tuple[Any, Tensor]], index: FormerIndex, device: torch.device) -> None:
