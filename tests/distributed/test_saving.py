@@ -143,10 +143,11 @@ def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
     assert (finished / "checkpoints" / "best").resolve() == second  # alone evaluated
 
 
-def spoil_tensors(folder: Path) -> str:
+def spoil_tensors(folder: Path, share: float = 0.5) -> str:
+    """Change a bit; weights lie at the beginning of a file, optimizer state behind them."""
     path = folder / "rank0_0.bin"
     with path.open("r+b") as file:
-        file.seek(path.stat().st_size // 2)
+        file.seek(int(path.stat().st_size * share))
         byte = file.read(1)
         file.seek(-1, io.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
@@ -224,7 +225,10 @@ def test_where_none_is_whole_nothing_is_started_anew(pool: Pool, copied: Path) -
 
 
 def test_other_commands_name_the_damaged_file(pool: Pool, copied: Path, tmp_path: Path) -> None:
+    """As far as they read it: a conversion needs no moments."""
     spoil_tensors(copied / "checkpoints" / "iter_4")
+    pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "whole"), timeout=300.0)
+    spoil_tensors(copied / "checkpoints" / "iter_4", 0.0)
     with pytest.raises(PoolError, match=r"UserError: .*iter_4/rank0_0.bin is damaged"):
         pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 

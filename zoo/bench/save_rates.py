@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import xxhash
 
@@ -152,8 +153,15 @@ class SavesRun(BenchRun):
         assert self.saved is not None
         loading = self._measured_load()
         self.saver.close()
+        copies = _copy_rate()
         parameters = sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters())
-        return {"parameters_of_rank": parameters, "step_ms": plain, "saves": saves, "load": loading}
+        return {
+            "parameters_of_rank": parameters,
+            "step_ms": plain,
+            "copy": copies,
+            "saves": saves,
+            "load": loading,
+        }
 
     def _measured_save(self, lines: Lines) -> dict[str, float]:
         before, first = _memory("VmRSS"), len(lines.steps)
@@ -203,6 +211,15 @@ class SavesRun(BenchRun):
         return max(self.world.sum(flat) if self.world.size > 1 else flat)
 
 
+def _copy_rate() -> float:
+    """Bytes a second that PyTorch copies from one place of the host's memory to another."""
+    source, target = (torch.ones(2**28, dtype=torch.uint8) for _ in range(2))
+    began = time.monotonic()
+    for _ in range(4):
+        target.copy_(source)
+    return 4 * source.nbytes / (time.monotonic() - began)
+
+
 def _memory(name: str) -> float:
     """Bytes of this process's memory, by the kernel's name."""
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
@@ -214,7 +231,7 @@ def table(found: dict[str, Any]) -> str:
     disk, load = found["disk"], found["load"]
     lines = [
         f"{found['recipe']} size={found['size']} on {found['ranks']} ranks: {found['parameters_of_rank']:,} parameters a rank, "
-        f"a step takes {found['step_ms']:,.0f} ms",
+        f"a step takes {found['step_ms']:,.0f} ms; host memory is copied at {in_words(found['copy'])}/s",
         f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
         f"{in_words(disk['hash'])}/s",
     ]

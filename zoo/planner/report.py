@@ -31,6 +31,7 @@ class Plan:
     row: Row
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
     measures: list[Measure]  # what saves memory, from cheap to dear
+    saved: int = 0  # bytes of a checkpoint, of all ranks
 
     @property
     def seconds(self) -> float | None:
@@ -48,6 +49,17 @@ class Plan:
     def fits(self) -> bool | None:
         """Whether every rank has room; None where no memory is known."""
         return None if self.room is None else self.worst.total <= self.room
+
+    @property
+    def checkpoint(self) -> dict[str, int]:
+        """Bytes of a save: of all ranks, of one (on the disk, and as its copy in the host's memory), of all that are kept."""
+        kept = self.recipe.train.keep + 1  # and the one that is being written
+        return {
+            "all": self.saved,
+            "rank": -(-self.saved // self.ranks),
+            "host_memory_of_rank": -(-self.saved // self.ranks),
+            "disk": kept * self.saved,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values: counts, bytes and FLOPs."""
@@ -76,6 +88,7 @@ class Plan:
             "room_bytes": self.room,
             "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
             "measures": [measure.as_dict() for measure in self.measures],
+            "checkpoint_bytes": self.checkpoint,
             "fits": self.fits,
             "row": {
                 "tokens": self.row.total,
@@ -102,9 +115,16 @@ def _gpu(recipe: Recipe) -> dict[str, Any] | None:
 
 
 def make_plan(
-    model: Model, recipe: Recipe, ranks: int, row: Row, *, fused: bool, limit: float | None
+    model: Model,
+    recipe: Recipe,
+    ranks: int,
+    row: Row,
+    *,
+    fused: bool,
+    limit: float | None,
+    saved: int = 0,
 ) -> Plan:
-    """The plan of a validated recipe on so many ranks, `limit` bytes each."""
+    """The plan of a validated recipe on so many ranks, `limit` bytes each, with `saved` bytes a checkpoint."""
     forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
     for length in row.lengths:
         forward["decoder"] += model.cost.decoder.flops(length)
@@ -122,6 +142,7 @@ def make_plan(
         row=row,
         room=limit if limit is not None else room(recipe),
         measures=measures(model, recipe, row, ranks, fused=fused),
+        saved=saved,
     )
 
 
@@ -157,6 +178,12 @@ def table(plan: Plan) -> str:
     if plan.room is not None:
         lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
         lines += [_measures(plan, taken) for taken in (True, False) if _measures(plan, taken)]
+    if plan.saved:
+        save = plan.checkpoint
+        lines.append(
+            f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
+            f"train.keep={plan.recipe.train.keep} and the one being written take {save['disk'] / size:.2f} of the disk"
+        )
     row = found["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)
     samples = "1 sample" if row["samples"] == 1 else f"{row['samples']} samples"

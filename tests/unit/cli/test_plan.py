@@ -17,6 +17,7 @@ def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "h200: 141 GB, 989.5 TFLOP/s in bf16, FlashAttention 4, FP8, measured: " in printed
     assert "8 ranks: " in printed and " fits" in printed and "31.07 B" in printed
+    assert "  a save " in printed and "train.keep=2 and the one being written take " in printed
     assert main([*BIG, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is True
@@ -27,6 +28,9 @@ def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]
     assert found["parameters"]["total"] == 31_070_754_032
     assert found["memory_bytes"][0]["total"] < found["room_bytes"]
     assert found["parallel"]["ep"] > 1
+    save = found["checkpoint_bytes"]  # fp32 weights and two moments
+    assert save["all"] == 12 * 31_070_754_032 and save["disk"] == 3 * save["all"]
+    assert save["rank"] == save["host_memory_of_rank"] == -(-save["all"] // 8)
 
 
 def test_a_plan_says_nothing_else() -> None:

@@ -7,6 +7,7 @@ summing it up happen outside of Python's lock.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +22,15 @@ from zoo.engine.checkpoint import integrity, snapshot
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.progress import PARTIAL, Saving, saving
 from zoo.engine.checkpoint.selection import tidy
+from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.distributed.world import TIMEOUT, World
+from zoo.engine.report.messages import late_save
+from zoo.engine.report.result import records
+from zoo.engine.report.run_log import RunLog
 
+_WORTH_A_TEST = 2**30  # bytes of a save that may last
 LEAVE_SECONDS = 10.0  # how long a run that fails waits for a save that is being written
 
 
@@ -36,6 +42,7 @@ class Saved:
     step: int
     stall_seconds: float  # training waited so long
     write_seconds: float  # until it was published, beside training
+    size: int  # bytes of all ranks; known on the first one, elsewhere 0
 
 
 class Saver:
@@ -55,8 +62,25 @@ class Saver:
         self._run_dir = Path(recipe.run.dir)
         self._folder = self._run_dir / "checkpoints"
         self._copied = HostCopy(world.device)
+        self.expected_seconds: float | None = None  # of a save, before the first one; known on the first rank
         self._channel: Channel | None = None
         self._writing: _Writing | None = None
+
+    def prepare(self, trainable: Trainable) -> None:
+        """After the first step, which has made the optimizer's state: take the memory for saves while further ones run."""
+        full = self._recipe.train.save == "full"
+        size = float(snapshot.prepare(trainable, self._world, self._copied, optimizer=full))
+        total = self._world.sum([size])[0] if self._world.size > 1 else size
+        if self._world.is_main and total > _WORTH_A_TEST:
+            threading.Thread(target=self._expect, args=(total,), name="zoo-save-test", daemon=True).start()
+
+    def _expect(self, total: float) -> None:
+        """Estimate how long a save takes, by the rate of the run's last one or by a short test of the disk."""
+        saves = [one for one in records(self._run_dir) if one.get("event") == "save" and one.get("bytes")]
+        with contextlib.suppress(OSError):  # the first save says so
+            self._folder.mkdir(parents=True, exist_ok=True)
+            rate = saves[-1]["bytes"] / saves[-1]["write_ms"] * 1e3 if saves else disk.rate(self._folder)
+            self.expected_seconds = total / rate
 
     def start(self, trainable: Trainable, state: dict[str, Any]) -> Saved | None:
         """Copy the state of `state["step"]`, and write it beside what comes. An earlier save is waited for.
@@ -125,6 +149,28 @@ class Saver:
             self._copied.release()
 
 
+class SaveReport:
+    """What the log says of saves: each that is published, and once that one takes longer than a signal leaves time for."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._warned = False
+
+    def note(self, saved: Saved, log: RunLog) -> None:
+        """Log a checkpoint that has been published."""
+        waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
+        details = {"stall_ms": waited, "write_ms": wrote, "bytes": saved.size}
+        log.event("save", saved.step, path=str(saved.folder), **details)
+        self.expect(saved.stall_seconds + saved.write_seconds, log, "")
+
+    def expect(self, seconds: float | None, log: RunLog, about: str = "about ") -> None:
+        """Warn where a save takes `seconds`, None while that is not known, and `run.save_within` allows fewer."""
+        late = None if seconds is None or self._warned else late_save(seconds, self._recipe, about)
+        if late is not None:
+            self._warned = True
+            log.say(late)
+
+
 class _Writing:
     """A thread that writes one checkpoint."""
 
@@ -143,13 +189,14 @@ class _Writing:
             target=self._run, args=(copied, channel), name="zoo-save", daemon=True
         )
         self._error: Exception | None = None
+        self._size = 0
         self._thread.start()
 
     def _run(self, copied: snapshot.Snapshot, channel: Channel) -> None:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread has the first one
-            write(copied, self._order, channel)
+            self._size = write(copied, self._order, channel)
         except Exception as error:
             self._error = error
         self._ended = time.monotonic()
@@ -171,4 +218,5 @@ class _Writing:
             raise self._error
         assert self._ended is not None
         step = self._order.state["step"]
-        return Saved(self._order.target, step, self._copied - self._began, self._ended - self._copied)
+        stall, wrote = self._copied - self._began, self._ended - self._copied
+        return Saved(self._order.target, step, stall, wrote, self._size)

@@ -44,6 +44,13 @@ def take(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: boo
     return Snapshot(copied, world.rank, world.size)
 
 
+def prepare(trainable: Trainable, world: World, copied: HostCopy, *, optimizer: bool = True) -> int:
+    """Take the host memory for `take` beside the steps; optimizer state must be there. Returns its bytes."""
+    held = to_write(trainable, world, optimizer=optimizer)
+    held.objects[random_key(world.rank, world.size)] = packed(random_state())
+    return copied.prepare(held.pieces, held.objects)
+
+
 def ordered(pieces: Sequence[Piece]) -> list[Piece]:
     """Weights first: ranks that need them alone, or those of another rank, read no optimizer state."""
     return sorted(pieces, key=lambda piece: piece.key.startswith(_OPTIMIZER))

@@ -87,8 +87,8 @@ class _Written:
     sums: dict[str, list[str]]  # of its files
 
 
-def write(snapshot: Snapshot, order: Order, channel: Channel) -> Path:
-    """Write and publish; returns the folder. Raises, on all ranks, what has failed on any of them."""
+def write(snapshot: Snapshot, order: Order, channel: Channel) -> int:
+    """Write and publish; returns the bytes of all ranks, on the first one. Raises, on all, what has failed on any."""
     main = snapshot.rank == 0
     try:
         sizes = channel.collect(snapshot.copied.size)
@@ -100,7 +100,7 @@ def write(snapshot: Snapshot, order: Order, channel: Channel) -> Path:
         if main:
             integrity.remove([order.partial])
         raise
-    return order.target
+    return sum(sizes)
 
 
 def _begin(order: Order, total: int) -> None:

@@ -73,7 +73,8 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     recipe = validate(choose_layout(model, recipe, ranks, row), ranks)
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _limit_here(ranks)
-    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit)
+    saved = _checkpoint_bytes(model, recipe)
+    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saved=saved)
 
 
 def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
@@ -173,7 +174,11 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
     planned = as_planned(recipe)
     if planned is None:
         return None
-    parameters, half = model_of(planned).parameters, recipe.engine.precision == "bf16"
+    return _checkpoint_bytes(model_of(planned), recipe)
+
+
+def _checkpoint_bytes(model: Model, recipe: Recipe) -> int:
+    parameters, half = model.parameters, recipe.engine.precision == "bf16"
     kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
     states = 0 if recipe.train.save == "weights" else parameters.trained * saved_state_bytes(recipe)
     return kept * (2 if half else 4) + states

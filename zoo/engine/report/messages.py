@@ -77,13 +77,16 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
 
 
-def late_save(seconds: float, recipe: Recipe) -> str | None:
-    """A warning where a save takes `seconds`, which is longer than run.save_within allows after a signal; else None."""
+def late_save(seconds: float, recipe: Recipe, about: str = "") -> str | None:
+    """A warning where a save takes `seconds`, which is longer than run.save_within allows after a signal; else None.
+
+    `about` stands before the seconds of an estimate.
+    """
     allowed = recipe.run.save_within
     if seconds <= allowed:
         return None
     return (
-        f"WARNING: a save takes {seconds:.0f} s. A run that a signal stops leaves after {allowed:.0f} s (run.save_within) "
+        f"WARNING: a save takes {about}{seconds:.0f} s. A run that a signal stops leaves after {allowed:.0f} s (run.save_within) "
         f"without one, and loses the steps since the last save. Set run.save_within={2 * seconds:.0f} if the scheduler "
         f"waits that long, else save more often (train.save_every)"
     )

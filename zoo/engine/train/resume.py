@@ -22,6 +22,8 @@ from zoo.engine.checkpoint import sharded
 from zoo.engine.checkpoint.selection import Chosen, choose
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
+from zoo.engine.report.messages import at_change
+from zoo.engine.report.run_log import RunLog
 from zoo.engine.train.dataloader import RunData
 from zoo.errors import ConfigError, UserError
 
@@ -160,6 +162,21 @@ def place_loader(loader: BatchLoader, saved: Mapping[str, Any], rows: Rows, done
     else:
         void: dict[str, Any] = {"corrected": []} if rows.others else {}
         loader.load_state_dict({**saved, **void}, rows.sizes)
+
+
+def log_differences(log: RunLog, done: int, changed: Sequence[Change], rows: Rows, chosen: Chosen) -> None:
+    """Log what differs from the checkpoint that a run resumes from, and what was found damaged."""
+    for change in changed:
+        log.event("changed", done, key=change.key, old=change.old, new=change.new)
+    for text in at_change(changed):
+        log.say(text)
+    for text in rows.messages:
+        log.event("rows", done, told=text)
+        log.say(text)
+    for name, why in chosen.passed_over.items():
+        log.event("damaged_checkpoint", done, checkpoint=name, why=why)
+    for name, outcome in chosen.side_files.items():
+        log.event("damaged_file", done, file=name, outcome=outcome)
 
 
 def _rows_known(state: Mapping[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
 from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
 from zoo.engine.checkpoint.contents import Trainable
-from zoo.engine.checkpoint.saver import Saved, Saver
+from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
 from zoo.engine.checkpoint.selection import repaired_source
 from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
@@ -56,7 +56,8 @@ class Run:
         self.description = sharded.describe(recipe, self.assembly.config.hf)
         self._choose()
         self.saved_at = time.monotonic()
-        self.save_due = self.late_save_logged = False  # due by train.save_minutes
+        self.save_due = False  # by train.save_minutes
+        self.save_report = SaveReport(recipe)
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = self.preempted = False
@@ -146,7 +147,7 @@ class Run:
 
     def run(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
-        if self._is_complete():
+        if agreed(self._was_completed):
             return self._leave_as_it_is()
         self._build()
         with self.stop.deferred(), self.saver:
@@ -172,11 +173,8 @@ class Run:
             dist.barrier()
         return self._result(metrics)
 
-    def _is_complete(self) -> bool:
-        """Whether an earlier start has done all steps, the evaluation and the export, as the first rank sees it."""
-        return agreed(self._was_completed)
-
     def _was_completed(self) -> bool:
+        """Whether an earlier start has done all steps, the evaluation and the export, as this rank sees it."""
         summary = read_summary(self.folder)
         if summary is None or self.done < self.total_steps:
             return False
@@ -198,6 +196,7 @@ class Run:
         while self.done < self.total_steps:
             self._train_step()
             self._note_saved(self.saver.poll())
+            self.save_report.expect(self.saver.expected_seconds, self.log)
             out_of_time = (
                 train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
             )
@@ -227,10 +226,11 @@ class Run:
         result = self.train_step.take(self.done + 1, last=self.done + 1 >= self.total_steps)
         self.done += 1
         self._log_step(result)
-        if not self.startup.done:
-            self.startup.finish(self.log, self.done)
         if result.bad is not None:
             self._record_bad_step(result, result.bad)
+        if not self.startup.done:
+            self.startup.finish(self.log, self.done)
+            self.saver.prepare(self.trainable)
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""
@@ -328,12 +328,7 @@ class Run:
         """Log a checkpoint that has been published."""
         if saved is not None:
             self.saved = saved.folder
-            waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
-            self.log.event("save", saved.step, path=str(saved.folder), stall_ms=waited, write_ms=wrote)
-            late = messages.late_save(saved.stall_seconds + saved.write_seconds, self.recipe)
-            if late is not None and not self.late_save_logged:
-                self.late_save_logged = True
-                self.log.say(late)
+            self.save_report.note(saved, self.log)
 
     def _show_saving(self) -> None:
         """Show how much of the save that the run waits for is written."""
@@ -384,19 +379,9 @@ class Run:
                 self.log.say(
                     "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
                 )
-        for change in self.changes:
-            self.log.event("changed", self.done, key=change.key, old=change.old, new=change.new)
         for text in self.source.rows.notes():
             self.log.say(text)
-        for text in messages.at_change(self.changes):
-            self.log.say(text)
-        for text in self.rows.messages:
-            self.log.event("rows", self.done, told=text)
-            self.log.say(text)
-        for name, why in self.chosen.passed_over.items():
-            self.log.event("damaged_checkpoint", self.done, checkpoint=name, why=why)
-        for name, outcome in self.chosen.side_files.items():
-            self.log.event("damaged_file", self.done, file=name, outcome=outcome)
+        resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen)
         held_out = self.data.held_out
         self.log.say(
             messages.at_start(

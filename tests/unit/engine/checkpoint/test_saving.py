@@ -7,12 +7,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from zoo.bench.saves import Options, report, run
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
 from zoo.engine.checkpoint import integrity, progress
+from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
 from zoo.engine.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
+from zoo.engine.checkpoint.storage import disk
 from zoo.engine.report.messages import late_save
 from zoo.errors import UserError
 
@@ -292,6 +295,52 @@ def test_how_far_a_save_is_stands_beside_its_files(tmp_path: Path, monkeypatch: 
     assert found is not None and (found.step, str(found)) == (40, "saving 12 of 30.0 MB, 6.0 MB/s")
     progress.end(folder)
     assert progress.saving(tmp_path) is None
+
+
+class Log:
+    """What a run's log was given."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.messages: list[str] = []
+
+    def event(self, name: str, step: int, **details: Any) -> None:
+        self.events.append({"event": name, "step": step, **details})
+
+    def say(self, text: str) -> None:
+        self.messages.append(text)
+
+
+@pytest.mark.parametrize("before", [None, {"event": "save", "step": 2, "write_ms": 2e4, "bytes": 2e9}])
+def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
+    before: dict[str, Any] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rate of the run's last save, or by a test of its disk."""
+    run = SimpleNamespace(dir=str(tmp_path), save_within=110.0)
+    recipe: Any = SimpleNamespace(run=run, train=SimpleNamespace(save="full"))
+    if before is not None:
+        (tmp_path / "train.jsonl").write_text(json.dumps(before) + "\n")
+    monkeypatch.setattr(disk, "rate", lambda folder: 1e8)
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    found, saver, log = SaveReport(recipe), Saver(recipe, world, lambda folder: None), Log()
+    saver._expect(1e10)
+    assert saver.expected_seconds == 100.0
+    found.expect(saver.expected_seconds, log)  # type: ignore[arg-type]
+    assert not log.messages
+    saver._expect(2e10)
+    for _ in range(2):
+        found.expect(saver.expected_seconds, log)  # type: ignore[arg-type]
+    found.note(Saved(tmp_path, 4, 1.0, 300.0, 10**9), log)  # type: ignore[arg-type]
+    (said,) = log.messages
+    assert "a save takes about 200 s" in said and "run.save_within=400" in said
+    assert log.events == [
+        {"event": "save", "step": 4, "path": str(tmp_path), "stall_ms": 1e3, "write_ms": 3e5, "bytes": 10**9}
+    ]
+
+
+def test_the_test_of_a_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "TESTED", 2**16)
+    assert disk.rate(tmp_path) > 0 and not os.listdir(tmp_path)
 
 
 def test_a_save_that_a_signal_would_cut_short_is_logged() -> None:

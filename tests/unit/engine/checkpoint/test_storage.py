@@ -4,11 +4,13 @@ import errno
 import itertools
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -312,6 +314,25 @@ def test_the_copy_takes_the_rank_s_own_bytes_and_no_more_the_second_time() -> No
     assert any(copied.view()[:1000]), "a copy, not the tensors"
     copied.take(pieces, {"object": b"y" * 10})
     assert copied._bytes.data_ptr() == place and not any(copied.view()[:1000])
+
+
+def test_memory_that_was_taken_beforehand_is_the_one_that_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(1000, 1000)
+    pieces, copied = grid(tensor, "w", [2, 1]), HostCopy(CPU)
+    copied.prepare(pieces, {"object": b"x" * 10})
+    copied.release()  # waits for it
+    copied.prepare(pieces, {"object": b"x" * 10})
+    copied._prepared()
+    place = copied._bytes.data_ptr()
+    with monkeypatch.context() as patch:
+        patch.setattr(mmap, "mmap", None)  # nothing more is taken
+        copied.take(pieces, {"object": b"x" * 5000})
+    assert copied._bytes.data_ptr() == place and bytes(copied.view()[:4000]) == tensor[0].numpy().tobytes()
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=MemoryError))
+    other = HostCopy(CPU)
+    other.prepare(pieces, {})
+    with pytest.raises(MemoryError):  # where the run waits for the save, and not from a thread
+        other.take(pieces, {})
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -12,8 +12,11 @@ import contextlib
 import errno
 import fcntl
 import math
+import mmap
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,7 @@ PART = 2**30  # bytes of a file at most
 SMALL = 2**26  # bytes that are not worth a second thread
 THREADS = 4  # that write, of a rank
 READERS = 8
+TESTED = 2**27  # bytes that a test of the disk writes
 
 
 def padded(size: int) -> int:
@@ -82,6 +86,17 @@ def write(
     if failures:
         raise failures[0]
     return {name: value for (name, _), value in zip(files, sums, strict=True)}
+
+
+def rate(folder: Path) -> float:
+    """Bytes a second that a folder's disk takes, by a short test; OSError where it takes none."""
+    memory = mmap.mmap(-1, TESTED)
+    memory.write(os.urandom(TESTED // THREADS) * THREADS)
+    with tempfile.TemporaryDirectory(prefix=".partial-test-", dir=folder) as name:
+        began = time.monotonic()
+        files = [(f"{number}", TESTED // THREADS) for number in range(THREADS)]
+        write(Path(name), files, memoryview(memory), lambda count: None)
+        return TESTED / (time.monotonic() - began)
 
 
 def _write_file(

@@ -1,24 +1,30 @@
 """One copy of a rank's pieces in host memory, laid out as its files will be; pinned where there is a GPU.
 
-Its memory is taken at the first save and used again: exactly as many bytes as the rank writes, where PyTorch's pinned
-allocator would round them up to the next power of two.
+Its memory is taken once, beside the first steps: as many bytes as the rank writes, where PyTorch's pinned allocator would
+round them up to the next power of two. The system hands a page out when it is first written to, which takes seconds for
+gigabytes; several threads do so beforehand.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from zoo.engine.checkpoint.storage.disk import padded
+from zoo.engine.checkpoint.storage.disk import THREADS, padded
 from zoo.engine.checkpoint.storage.index import Entry, dtype_name
 from zoo.engine.checkpoint.storage.pieces import Piece
 from zoo.errors import UserError
 from zoo.errors import size as in_words
 
 _ALIGN = 64  # bytes; a piece begins at a multiple
+_SPARE = 2**20  # bytes that objects may grow from one save to the next
+_TOUCHED = 2**26  # bytes of a thread at once
 
 
 class HostCopy:
@@ -30,22 +36,44 @@ class HostCopy:
         self._bytes: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._events: list[Any] = []
+        self._preparing: threading.Thread | None = None
         self.size = 0  # bytes of the last copy, a multiple of the disk's block
         self.pieces: list[Entry] = []
         self.objects: list[tuple[str, int, int]] = []
 
+    def prepare(self, pieces: Sequence[Piece], objects: Mapping[str, bytes]) -> int:
+        """Take the memory for them in a thread, which `take` waits for; returns the bytes of the copy."""
+        size = sum(_aligned(piece.nbytes) for piece in pieces) + sum(map(len, objects.values()))
+
+        def reserve() -> None:
+            if self._stream is not None:
+                torch.cuda.set_device(self._device)  # a new thread has the first one
+            with contextlib.suppress(UserError, MemoryError, OSError):  # `take` meets it again, and says so
+                self._reserve(padded(size + _SPARE))
+
+        self._preparing = threading.Thread(target=reserve, name="zoo-save-memory", daemon=True)
+        self._preparing.start()
+        return size
+
+    def _prepared(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
     @torch.no_grad()
     def take(self, pieces: Sequence[Piece], objects: Mapping[str, bytes]) -> None:
         """Copy them. On a GPU `steady` pieces are copied beside the next step: see `before_update` and `wait`."""
+        self._prepared()
         at, places = 0, []
         for piece in pieces:
             places.append(at)
-            at += -(-piece.nbytes // _ALIGN) * _ALIGN
+            at += _aligned(piece.nbytes)
         self.objects = []
         for key, content in objects.items():
             self.objects.append((key, at, len(content)))
             at += len(content)
-        self._reserve(padded(max(at, 1)))
+        self._events, self.size = [], padded(max(at, 1))
+        self._reserve(self.size)
         self.pieces = [
             (one.key, dtype_name(one.data.dtype), one.shape, start, one.offsets, one.sizes)
             for one, start in zip(pieces, places, strict=True)
@@ -91,16 +119,18 @@ class HostCopy:
         return self._bytes[at : at + piece.nbytes].view(piece.data.dtype).view(piece.sizes)
 
     def _reserve(self, size: int) -> None:
-        """Have room for so many bytes, and no copy under way."""
-        self._events, self.size = [], size
+        """Have room for so many bytes; no copy is under way."""
         if self._memory is not None and len(self._memory) >= size:
             return
-        self.release()
+        self._release()
         self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer faults; a fork must not move pinned pages
             if hasattr(mmap, advice):
                 _advise(self._memory, getattr(mmap, advice))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        with ThreadPoolExecutor(THREADS, "zoo-save-memory") as pool:
+            for _ in pool.map(_touch, self._bytes.split(_TOUCHED)):
+                pass
         if self._stream is not None:
             runtime: Any = torch.cuda.cudart()
             if error := int(runtime.cudaHostRegister(self._bytes.data_ptr(), len(self._memory), 0)):
@@ -109,12 +139,24 @@ class HostCopy:
                 )
 
     def release(self) -> None:
-        """Give the memory back; nothing may be under way."""
+        """Give the memory back; no copy may be under way."""
+        self._prepared()
+        self._release()
+
+    def _release(self) -> None:
         self._events = []
         if self._memory is not None and self._stream is not None:
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self._bytes.data_ptr())
         self._bytes, self._memory = torch.empty(0, dtype=torch.uint8), None
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def _touch(part: torch.Tensor) -> None:
+    part[:: mmap.PAGESIZE].zero_()
 
 
 def _advise(memory: mmap.mmap, advice: int) -> None:

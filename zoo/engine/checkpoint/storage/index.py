@@ -162,7 +162,8 @@ class Index:
         """Where the stored piece lies that a planned read takes a part of."""
         key, number = item.storage_index.fqn, item.storage_index.index
         stored = self.tensors[key]
-        return Place(*self._at[key][number], tuple(stored.chunks[number].sizes), stored.properties.dtype)
+        rank, at = self._at[key][number]
+        return Place(rank, at, tuple(stored.chunks[number].sizes), stored.properties.dtype)
 
     def blocks(self, rank: int, low: int, high: int) -> Iterator[Block]:
         """The blocks of a rank's files that hold its bytes from `low` to `high`."""
