@@ -229,7 +229,7 @@ def test_other_commands_name_the_damaged_file(pool: Pool, copied: Path, tmp_path
     spoil_tensors(copied / "checkpoints" / "iter_4")
     pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "whole"), timeout=300.0)
     spoil_tensors(copied / "checkpoints" / "iter_4", 0.0)
-    with pytest.raises(PoolError, match=r"UserError: .*iter_4/rank0_0.bin is damaged"):
+    with pytest.raises(PoolError, match=r"Damaged: .*iter_4/rank0_0.bin is damaged"):
         pool.run(1, rank_tasks.call, "convert", str(copied), str(tmp_path / "out"), timeout=300.0)
 
 

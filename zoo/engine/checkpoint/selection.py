@@ -60,7 +60,7 @@ def together() -> Iterator[None]:
     if dist.is_initialized() and dist.get_world_size() > 1:
         found = _of_all_ranks(found)
     if found:
-        raise Damaged(found)
+        raise Damaged(found) from None
 
 
 def is_beside_weights(name: str) -> bool:
@@ -146,7 +146,7 @@ def _warn(text: str) -> None:
 def refuse_faults(checkpoint: Path) -> None:
     """Raises Damaged where a checkpoint's files are not those that were written; its tensors are checked as they are read."""
     if found := faults(checkpoint, read=False):
-        raise Damaged(found)
+        raise Damaged(found) from None
 
 
 def _summary(found: list[str]) -> str:
