@@ -42,7 +42,7 @@ class Saved:
     step: int
     stall_seconds: float  # training waited so long
     write_seconds: float  # until it was published, beside training
-    size: int  # bytes of all ranks; known on the first one, elsewhere 0
+    size: int = 0  # bytes of all ranks; known on the first one alone
 
 
 class Saver:
