@@ -164,11 +164,18 @@ def place_loader(loader: BatchLoader, saved: Mapping[str, Any], rows: Rows, done
         loader.load_state_dict({**saved, **void}, rows.sizes)
 
 
-def log_differences(log: RunLog, done: int, changed: Sequence[Change], rows: Rows, chosen: Chosen) -> None:
-    """Log what differs from the checkpoint that a run resumes from, and what was found damaged."""
+def log_differences(
+    log: RunLog,
+    done: int,
+    changed: Sequence[Change],
+    rows: Rows,
+    chosen: Chosen,
+    notes: Sequence[str] = (),
+) -> None:
+    """Log what differs from the checkpoint that a run resumes from, what was found damaged, and `notes` on the rows."""
     for change in changed:
         log.event("changed", done, key=change.key, old=change.old, new=change.new)
-    for text in at_change(changed):
+    for text in (*notes, *at_change(changed)):
         log.say(text)
     for text in rows.messages:
         log.event("rows", done, told=text)

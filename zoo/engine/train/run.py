@@ -56,8 +56,7 @@ class Run:
         self.description = sharded.describe(recipe, self.assembly.config.hf)
         self._choose()
         self.saved_at = time.monotonic()
-        self.save_due = False  # by train.save_minutes
-        self.save_report = SaveReport(recipe)
+        self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
         self.interrupted = self.preempted = False
@@ -379,9 +378,8 @@ class Run:
                 self.log.say(
                     "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
                 )
-        for text in self.source.rows.notes():
-            self.log.say(text)
-        resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen)
+        notes = self.source.rows.notes()
+        resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
         held_out = self.data.held_out
         self.log.say(
             messages.at_start(
