@@ -21,5 +21,5 @@ def plan(recompute: str, budget: int) -> str:
     return f"{sizes}, recompute {found.recipe.engine.recompute}: {needs:.0f} GB a rank ({verb}), {flops:.0f} PFLOPs a step"
 
 
-for recompute, budget in (("", 8192), ("", 65536), ("none", 65536)):
+for recompute, budget in (("", 8192), ("", 65536), ("none", 131072)):
     print(f"budget {budget}, recompute {recompute or 'planned'}: {plan(recompute, budget)}")

@@ -69,6 +69,7 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     if isinstance(value, str):
         return DataEntry(path=value)
     if not isinstance(value, Mapping) and hasattr(value, "__iter__") and not isinstance(value, bytes):
+        _check_rows(value, key)
         return DataEntry(rows=value)
     if not isinstance(value, Mapping):
         raise ConfigError(f"{key}: {value!r} is no entry; a path or {{path: ..., format: ...}} is wanted")
@@ -95,6 +96,8 @@ def entries_of(data: Any, key: str) -> list[Any]:
     Raises:
         ConfigError: an entry that is none.
     """
+    if isinstance(data, Mapping):  # a row stands in a list
+        return [data]
     if isinstance(data, list | tuple) and not (data and all(map(_is_row, data))):
         found = []
         for one in data:
@@ -102,6 +105,14 @@ def entries_of(data: Any, key: str) -> list[Any]:
             found.append(one if plain else parse_entry(one, key))
         return found
     return entries_of([data if not isinstance(data, tuple) else list(data)], key)
+
+
+def _check_rows(rows: Any, key: str) -> None:
+    """Refuse a list of something else than dicts; what is no list is read later, row by row."""
+    if isinstance(rows, list | tuple):
+        for place, row in enumerate(rows, start=1):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"{key}: row {place} is a {type(row).__name__}; a dict is wanted")
 
 
 def _is_row(value: Any) -> bool:
