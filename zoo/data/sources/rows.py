@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, Form, to_own
-from zoo.data.sources.formats.turns import own_tools
+from zoo.data.sources.formats.turns import check_number, own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
 from zoo.errors import UserError
@@ -36,7 +36,6 @@ MEDIA = {
 KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video", "tools")
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
-MAX_MESSAGES = 4096  # of a row
 MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
 TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
@@ -304,8 +303,7 @@ def _messages(
         seen = "missing" if "messages" not in item else shown(messages)
         text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
         raise RowError(source, "bad_row", text)
-    if len(messages) > MAX_MESSAGES:
-        raise RowError(source, "bad_row", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}.")
+    check_number(messages, source)
     pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
     if all(role != "assistant" for role, _ in pairs):
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")

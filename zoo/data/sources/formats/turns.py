@@ -33,6 +33,7 @@ ROLES = {
 }
 PAIRS = (("human", "assistant"), ("user", "assistant"))  # a turn that holds a question and its answer
 OF_CALLS = ("tool_calls", "function_call")
+MAX_MESSAGES = 4096  # of a row
 CALL_WANTED = "a call as {'name', 'arguments'} is wanted, its arguments an object"
 
 
@@ -46,8 +47,9 @@ def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> li
         strict: raise at a turn of another form; else it is passed on as it is, for `zoo.data.sources.rows` to refuse.
 
     Raises:
-        RowError: a turn of another form, or a tool call that is none ("bad_row").
+        RowError: a turn of another form, a tool call that is none, or too many turns ("bad_row").
     """
+    check_number(turns, source)
     messages: list[Any] = []
     for number, turn in enumerate(turns):
         where = f"{key}[{number}]"
@@ -64,6 +66,12 @@ def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> li
         else:
             messages.append(message)
     return messages
+
+
+def check_number(messages: list[Any], source: str) -> None:
+    """Refuse a row of more than MAX_MESSAGES, before anything is done for each."""
+    if len(messages) > MAX_MESSAGES:
+        raise RowError(source, "bad_row", f"{len(messages)} messages are over the limit of {MAX_MESSAGES}.")
 
 
 def _message(turn: Any, where: str, source: str, strict: bool) -> Any:
