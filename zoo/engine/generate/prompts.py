@@ -54,7 +54,8 @@ def make_prompt(
     check_modalities(row, processor.modalities)
     asked, reference = _without_answer(row)
     last = Message("assistant", STAND_IN if reference is None else reference)
-    whole = replace(asked, messages=(*asked.messages, last), weights=(), weight=1.0)
+    calls = (*row.calls, "") if row.calls and reference is None else row.calls
+    whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
     sample = processor.encode(whole, video_fps=data.video_fps, max_frames=data.max_frames, labels="last")
     length = int((sample.labels != IGNORE).nonzero()[0])
     if length >= most:
