@@ -108,11 +108,9 @@ def entries_of(data: Any, key: str) -> list[Any]:
 
 
 def _check_rows(rows: Any, key: str) -> None:
-    """Refuse a list of something else than dicts; what is no list is read later, row by row."""
-    if isinstance(rows, list | tuple):
-        for place, row in enumerate(rows, start=1):
-            if not isinstance(row, Mapping):
-                raise ConfigError(f"{key}: row {place} is a {type(row).__name__}; a dict is wanted")
+    """Refuse a list without any dict; a row that is none among others is a bad row, read when its turn comes."""
+    if isinstance(rows, list | tuple) and rows and not any(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"{key}: row 1 is a {type(rows[0]).__name__}; a dict is wanted")
 
 
 def _is_row(value: Any) -> bool:
