@@ -38,7 +38,7 @@ test-all: env ## every test: the slow ones too, and those for a GPU where there 
 test-turn: env ## piece TURN of the five that the slow tests are dealt into, as continuous integration runs them
 	@$(PYTHON) scripts/run_tests.py turn --turn $(TURN) --workers $(WORKERS) $(PYTEST_ARGS)
 
-lint: env ## ruff, ruff format --check and mypy: all three run, and all must pass
+lint: env ## ruff, ruff format --check, mypy, and calls in tests: all run, and all must pass
 	@status=0; \
 	$(PYTHON) -m ruff check . || status=1; \
 	$(PYTHON) -m ruff format --check . || status=1; \
