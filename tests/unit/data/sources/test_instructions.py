@@ -141,6 +141,13 @@ def test_columns_of_an_entry(folder: Path) -> None:
 # ---------------------------------------------------------------- preferences are said
 
 
+@pytest.mark.parametrize("more", [{}, {"system": "s"}, {"images": ["a.png"]}])
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_preferences_without_a_message_are_bad_rows(key: str, more: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(RowError, match=rf"'{key}' is \[\]; at least one message is wanted"):
+        made({key: [], "rejected_response": "b", **more}, folder, "preference")
+
+
 def test_preferences_are_announced(folder: Path) -> None:
     (folder / "p.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
     (folder / "m.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")

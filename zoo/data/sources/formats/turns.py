@@ -47,8 +47,10 @@ def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> li
         strict: raise at a turn of another form; else it is passed on as it is, for `zoo.data.sources.rows` to refuse.
 
     Raises:
-        RowError: a turn of another form, a tool call that is none, or too many turns ("bad_row").
+        RowError: no turn at all, one of another form, a tool call that is none, or too many turns ("bad_row").
     """
+    if not turns:
+        raise RowError(source, "bad_row", f"{key!r} is []; at least one message is wanted.")
     check_number(turns, source)
     messages: list[Any] = []
     for number, turn in enumerate(turns):
