@@ -1,22 +1,29 @@
 """Loss curves of runs that hold optimizer state and gradients in fewer bytes, against those in fp32.
 
-    python scripts/loss_curves.py OUT.json [--recipes qwen3_vl_sft,...] [--forms "fp32;bf16"] [--seeds 3] [--steps 1000] [--keys KEY=VALUE ...]
+    python scripts/loss_curves.py OUT.json [--recipes qwen3_vl_sft,...] [--forms "fp32;bf16"] [--seeds 3] [--steps 1000] [--jobs 1] [--size SIZE] [--keys KEY=VALUE ...]
 
 Trains a tiny size of each recipe on the bundled digits, in bf16, once for each form and seed, and writes the held-out exact match
 and loss at the end, and the mean training loss of every hundred steps. Runs that OUT.json has already are not made again, so
 an interrupted call continues. Prints a markdown table: mean over seeds, and the spread of fp32's.
+
+`--jobs` runs go on at once, on the GPUs in turn where there are several.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
+
+from zoo.config.devices import gpu_count
 
 RECIPES = {"qwen3_vl_sft": "tiny", "qwen3_vl_moe_sft": "tiny-moe", "qwen35_vl_sft": "tiny"}
 MOMENTS = ("train.exp_avg_dtype", "train.exp_avg_sq_dtype")
@@ -29,14 +36,18 @@ FORMS = {
 EVERY = 100  # steps of a point of a curve
 
 
-def run(recipe: str, form: str, seed: int, steps: int, more: list[str]) -> dict[str, Any]:
-    """One run: held-out metrics at its end, and the curve of its training loss."""
+def run(
+    recipe: str, size: str, form: str, seed: int, steps: int, more: list[str], gpu: int | None
+) -> dict[str, Any]:
+    """One run: held-out metrics at its end, and the curve of its training loss. gpu: the one to take, None for what there is."""
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)})
     with tempfile.TemporaryDirectory() as folder:
         keys = (
-            f"recipe={recipe}", f"size={RECIPES[recipe]}", "engine.precision=bf16", f"train.steps={steps}", f"run.seed={seed}",
+            f"recipe={recipe}", f"size={size}", "engine.precision=bf16", f"train.steps={steps}", f"run.seed={seed}",
             "nproc=1", "engine.threads=1", "export=false", "log.tensorboard=false", f"run.dir={folder}", *FORMS[form], *more,
         )  # fmt: skip
-        subprocess.run([sys.executable, "-m", "zoo", "train", *keys], check=True, stdout=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "zoo", "train", *keys]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
         summary = json.loads(Path(folder, "summary.json").read_text())
         lines = map(json.loads, Path(folder, "train.jsonl").read_text().splitlines())
         losses = [line["loss"] for line in lines if "grad_norm" in line]
@@ -44,6 +55,7 @@ def run(recipe: str, form: str, seed: int, steps: int, more: list[str]) -> dict[
     held_out = {name: summary["metrics"][name] for name in ("loss", "exact_match")}
     return {
         "recipe": recipe,
+        "size": size,
         "form": form,
         "seed": seed,
         "steps": steps,
@@ -79,17 +91,31 @@ def main() -> None:
     parser.add_argument("--forms", default=";".join(FORMS), help="separated by ;")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--size", help="instead of the recipe's tiny one")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     parser.add_argument("--keys", nargs="*", default=[], help="further keys of every run")
     given = parser.parse_args()
     found = json.loads(given.out.read_text()) if given.out.exists() else []
-    done = {(one["recipe"], one["form"], one["seed"], one["steps"]) for one in found}
-    for seed in range(given.seeds):
-        for recipe in given.recipes.split(","):
-            for form in given.forms.split(";"):
-                if (recipe, form, seed, given.steps) not in done:
-                    found.append(run(recipe, form, seed, given.steps, given.keys))
-                    given.out.write_text(json.dumps(found, indent=1) + "\n")
-                    print(json.dumps(found[-1]), flush=True)
+    done = {(one["seed"], one["recipe"], one["size"], one["form"], one["steps"]) for one in found}
+    wanted = (
+        (seed, recipe, given.size or RECIPES[recipe], form)
+        for seed, recipe, form in product(
+            range(given.seeds), given.recipes.split(","), given.forms.split(";")
+        )
+    )
+    left = [one for one in wanted if (*one, given.steps) not in done]
+    gpus = gpu_count()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        runs = [
+            pool.submit(
+                run, recipe, size, form, seed, given.steps, given.keys, number % gpus if gpus > 1 else None
+            )
+            for number, (seed, recipe, size, form) in enumerate(left)
+        ]
+        for one in as_completed(runs):
+            found.append(one.result())
+            given.out.write_text(json.dumps(found, indent=1) + "\n")
+            print(json.dumps(found[-1]), flush=True)
     print(table(found))
 
 

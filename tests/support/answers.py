@@ -1,0 +1,109 @@
+"""Greedy answers of a tiny model of each family, in zoo and in transformers.
+
+Prompts are of different lengths and hold images, videos and sound. transformers answers each by itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.engine import Zoo
+from support.rows import Example, make_examples
+from support.tile_rows import tile_examples
+from support.tiny import load_plain
+from support.tiny_llava import write_tiny_llava
+from support.tiny_omni import load_thinker, write_tiny_omni
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
+from zoo.data.sample import IGNORE
+from zoo.engine.generate.decoding import Decoding
+from zoo.engine.generate.sampling import Sampling
+
+TOKENS = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model in transformers and in zoo, and prompts."""
+
+    hf: Any
+    zoo: Zoo
+    examples: dict[str, Example]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens before the last answer of each row."""
+        found = []
+        for example in self.examples.values():
+            labels = example.sample.labels.tolist()
+            last = max(i for i, label in enumerate(labels) if label != IGNORE)
+            while last and labels[last - 1] != IGNORE:
+                last -= 1
+            found.append(last)
+        return found
+
+    @cached_property
+    def samples(self) -> list[Any]:
+        pairs = zip(self.examples.values(), self.lengths, strict=True)
+        return [
+            replace(e.sample, input_ids=e.sample.input_ids[:n], labels=e.sample.labels[:n]) for e, n in pairs
+        ]
+
+    def wanted(self, ends: frozenset[int] = frozenset()) -> list[list[int]]:
+        """What transformers generates."""
+        return [self._wanted(e, n, ends) for e, n in zip(self.examples.values(), self.lengths, strict=True)]
+
+    @torch.no_grad()
+    def _wanted(self, example: Example, length: int, ends: frozenset[int]) -> list[int]:
+        whole = example.sample.length
+        features = {
+            name: x[:, :length] if isinstance(x, torch.Tensor) and x.shape[:2] == (1, whole) else x
+            for name, x in example.features.items()
+        }
+        device = next(self.hf.parameters()).device
+        out = self.hf.generate(
+            **{name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in features.items()},
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            eos_token_id=sorted(ends) or [10**6],
+            pad_token_id=0,
+        )
+        return out[0, length:].tolist()
+
+    def found(
+        self, ends: frozenset[int] = frozenset(), cached: bool = True, **overrides: Any
+    ) -> list[list[int]]:
+        zoo = self.zoo
+        recipe = zoo.recipe.replace({key.replace("__", "."): value for key, value in overrides.items()})
+        made = Decoding(zoo.assembly, [zoo.model.eval()], recipe, zoo.world, Sampling(TOKENS), ends, cached)
+        return made.answer(self.samples, range(len(self.samples)))
+
+
+def omni(folder: Path, world: Any) -> Asked:
+    made = write_tiny_omni(folder)
+    zoo = Zoo.load(made.thinker, world)
+    return Asked(load_thinker(made.thinker), zoo, make_examples(zoo.assembly.processor))
+
+
+def other(write: Callable[[Path], Path], family: str, examples: Any, folder: Path, world: Any) -> Asked:
+    write(folder)
+    zoo = Zoo.load(folder, world, f"model.family={family}")
+    return Asked(load_plain(folder), zoo, examples(zoo.assembly.processor))
+
+
+FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
+    "qwen35_vl": partial(other, write_tiny_qwen35, "qwen35_vl", vision_examples),
+    "qwen3_omni": omni,
+    "qwen3_vl": partial(other, write_tiny_qwen3_vl, "qwen3_vl", vision_examples),
+    "qwen3_vl moe": partial(other, partial(write_tiny_qwen3_vl, moe=True), "qwen3_vl", vision_examples),
+    "qwen35_vl moe": partial(other, partial(write_tiny_qwen35, moe=True), "qwen35_vl", vision_examples),
+    "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
+    "llava_onevision": partial(
+        other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
+    ),
+}
