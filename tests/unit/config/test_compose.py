@@ -308,6 +308,16 @@ def test_replace_checks_like_an_override() -> None:
         ("export=maybe", "export=maybe: wanted true or false"),
         ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
         ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
+        ("parallel.planned=[[]]", "parallel.planned=[[]]: wanted a text or a list of texts"),
+        ("lora.targets=[{a: b}]", "lora.targets=[{a: b}]: wanted a text or a list of texts"),
+        (
+            "parallel.stage_layers=[[1]]",
+            "parallel.stage_layers=[[1]]: wanted a list of whole numbers from 1 to 100,000",
+        ),
+        (
+            "train.lr_scale={vision: [1]}",
+            "train.lr_scale={vision: [1]}: wanted a mapping of names to numbers from 0 to 1,000,000",
+        ),
         ("model.arch=big", "model.arch=big: wanted a mapping"),
         (
             "data.train=[a,null]",

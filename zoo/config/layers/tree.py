@@ -114,10 +114,12 @@ def set_key(tree: DictConfig, key: str, value: Any, where: str = "") -> None:
     odd = kind == "list[Any]" and not (
         isinstance(entries, list | tuple) and all(isinstance(entry, str | dict) for entry in entries)
     )
+    held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    nested_in = not kind.endswith("Any]") and any(isinstance(entry, list | tuple | dict) for entry in held)
     loose_bool = kind.startswith("bool") and isinstance(value, int) and value not in (0, 1)
     outside = bool(known.choices) and value is not None and str(value) not in known.choices
     try:
-        if loose_bool or outside or odd:
+        if loose_bool or outside or odd or nested_in:
             raise ValueError
         OmegaConf.update(tree, key, value, merge=True)
         _check_bounds(known, OmegaConf.select(tree, key))

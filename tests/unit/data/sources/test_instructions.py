@@ -148,6 +148,19 @@ def test_preferences_without_a_message_are_bad_rows(key: str, more: dict[str, An
         made({key: [], "rejected_response": "b", **more}, folder, "preference")
 
 
+@pytest.mark.parametrize("messages", [None, 5, "q", {"role": "user"}])
+def test_objects_without_a_list_of_messages_are_bad_rows(messages: Any, folder: Path) -> None:
+    boxes = {"ref": [], "bbox": [[1, 2, 3, 4]]}
+    with pytest.raises(RowError, match="'messages' is "):
+        made({"messages": messages, "objects": boxes, "images": ["a.png"]}, folder, "messages")
+
+
+@pytest.mark.parametrize("boxes", [5, "x", [5], {"a": 1}])
+def test_boxes_of_another_form_are_bad_rows(boxes: Any, folder: Path) -> None:
+    with pytest.raises(RowError, match=r"objects\.bbox is "):
+        made({"messages": TURNS, "objects": {"ref": ["x"], "bbox": boxes}}, folder)
+
+
 def test_preferences_are_announced(folder: Path) -> None:
     (folder / "p.jsonl").write_text(json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}) + "\n")
     (folder / "m.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")

@@ -30,11 +30,12 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
         text = f"'objects' is {shown(repr(objects))}; {{'ref', 'bbox'}} is wanted."
         raise RowError(source, "bad_row", text)
     names, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
-    kind, images = objects.get("bbox_type") or "real", objects.get("image_id") or [0] * len(boxes)
+    kind = objects.get("bbox_type") or "real"
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise RowError(source, "bad_row", f"objects.ref is {shown(repr(names))}; a list of texts is wanted.")
     if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
         raise RowError(source, "bad_row", f"objects.bbox is {shown(repr(boxes))}; {WANTED}.")
+    images = objects.get("image_id") or [0] * len(boxes)
     if kind not in TYPES:
         text = f"objects.bbox_type is {shown(repr(kind))}; wanted: {', '.join(TYPES)}."
         raise RowError(source, "bad_row", text)
@@ -42,7 +43,11 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
     if not whole or len(images) != len(boxes):
         text = f"objects.image_id is {shown(repr(images))}; the place of an image for each box is wanted."
         raise RowError(source, "bad_row", text)
-    messages = [dict(one) if isinstance(one, dict) else one for one in row.get("messages") or []]
+    turns = row.get("messages")
+    if not isinstance(turns, list):
+        seen = "missing" if turns is None else shown(repr(turns))
+        raise RowError(source, "bad_row", f"'messages' is {seen}; 'objects' are named in a list of messages.")
+    messages = [dict(one) if isinstance(one, dict) else one for one in turns]
     _fill(messages, NAME, names, source)
     if kind == "norm1":
         _fill(messages, BOX, [written(box, 1.0, 1.0) for box in boxes], source)
