@@ -44,6 +44,22 @@ def _thinking(trim: str, always: bool) -> str:
 
 THINKING = _thinking("", False)  # Qwen3-VL-*-Thinking and Qwen3-Omni's
 QWEN35 = _thinking("|trim", True)  # Qwen3.5's
+EFFORT = "Reasoning effort is set to xhigh."
+QWEN38 = (  # Qwen3.8's: an instruction first, thinking under reasoning_content alone, and kept in all turns
+    PARTS + "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- set effort = reasoning_effort | default('xhigh') -%}"
+    "{%- if effort not in ('xhigh', 'medium', 'low') -%}{{- raise_exception('Unexpected reasoning effort') -}}{%- endif -%}"
+    "{%- set system = said(messages[0].content) | trim if messages[0].role == 'system' else '' -%}"
+    "{%- set first = ['Reasoning effort is set to ' ~ effort ~ '.'] if effort != 'medium' else [] -%}"
+    "{%- set first = first + ([system] if system else []) -%}"
+    "{%- if first -%}{{- '<|im_start|>system\\n' ~ first | join('\\n\\n') ~ '<|im_end|>\\n' -}}{%- endif -%}"
+    "{%- for m in messages if m.role != 'system' -%}{%- set text = said(m.content) | trim -%}"
+    "{{- '<|im_start|>' ~ m.role ~ '\\n' -}}"
+    "{%- if m.role == 'assistant' and (preserve_thinking | default(true) or loop.index0 > ns.last) -%}"
+    "{{- '<think>\\n' ~ (m.reasoning_content or '') | trim ~ '\\n</think>\\n\\n' -}}{%- endif -%}"
+    "{{- text ~ '<|im_end|>\\n' -}}{%- endfor -%}" + PROMPT
+)
 LLAVA_15 = (  # llava-1.5-*-hf: images first, a space behind each turn
     "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
     "{% for p in m.content if p.type == 'image' %}{{ '<|image_pad|>\\n' }}{% endfor %}"

@@ -11,7 +11,9 @@ Media are drawn from (seed, variant, row), blanks from (seed, epoch, row), so a 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -143,3 +145,13 @@ class AugmentPolicy:
         draw = Augment(0.0, (self.seed, repeat, row))
         ids = draw.blank(sample.input_ids, sample.labels, blank_id, self.blank)
         return replace(sample, input_ids=ids)
+
+
+def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
+    """The media changed at random."""
+    change: dict[str, Callable[[Any], Any]] = {
+        "images": augment.image,
+        "videos": augment.frames,
+        "audio": augment.sound,
+    }
+    return {kind: [change[kind](item) for item in items] for kind, items in media.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,30 @@ from zoo.data.processors.labels import text_begins
 from zoo.data.sources.formats.grounding import BOX, written
 from zoo.data.sources.rows import PLACEHOLDER, Message, Row
 
+THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*)", re.DOTALL)
 EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*</think>)?\s*")  # that a template may put before an answer
+
+
+def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat messages in which the thinking block of an answer stands under `reasoning_content`, as some templates want it."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        match = THOUGHT.fullmatch(content) if isinstance(content, str) else None
+        if match and message["role"] == "assistant":
+            message = {**message, "content": match["rest"], "reasoning_content": match["thought"].strip()}
+        found.append(message)
+    return found
+
+
+def wants_thoughts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Whether a chat template takes thinking as `reasoning_content` alone: it leaves a block within the text as it is, behind one of its own."""
+    thought = "<think>\nwhy\n</think>\n\nso"
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": thought}]
+    try:
+        return render(messages).count("</think>") > 1 == render(with_thoughts(messages)).count("</think>")
+    except Exception:  # it renders no such chat: whatever is wrong shows with the rows
+        return False
 
 
 def chat_messages(row: Row) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,8 +26,16 @@ from zoo.data.media.decoder import HERE, Decoder, Room
 from zoo.data.media.sizes import Headers, SampleSize, headers_of
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
-from zoo.data.processors.augment import Augment
-from zoo.data.processors.chat import call_begins, chat_messages, check_tools, tools_of, with_boxes
+from zoo.data.processors.augment import Augment, augmented
+from zoo.data.processors.chat import (
+    call_begins,
+    chat_messages,
+    check_tools,
+    tools_of,
+    wants_thoughts,
+    with_boxes,
+    with_thoughts,
+)
 from zoo.data.processors.labels import Span
 from zoo.data.sample import Sample
 from zoo.data.sources.references import Medium, is_url
@@ -273,6 +281,8 @@ class Processor:
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
         messages, options = self.messages(row), tools_of(row)
+        if any("</think>" in content for _, content in row.messages) and self._wants_thoughts:
+            messages = with_thoughts(messages)
         answers: list[Span] = []
         if self._header:
             text = self._render(messages, **options)
@@ -285,6 +295,8 @@ class Processor:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
         text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **options)
         return text.removeprefix(self._opening)
+
+    _wants_thoughts = cached_property(lambda self: wants_thoughts(self._render))
 
     def _refuse_special_tokens(self, row: Row) -> None:
         texts = [(f"messages[{n}]", PLACEHOLDER.sub(" ", said)) for n, (_, said) in enumerate(row.messages)]
@@ -404,16 +416,6 @@ class Processor:
         # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
         text = self.tokenizer.decode(ids[turn : turn + size], clean_up_tokenization_spaces=False)
         return turn + size if text.startswith(self.markers.header) else None
-
-
-def augmented(media: Mapping[str, list], augment: Augment) -> dict[str, list]:
-    """The media changed at random."""
-    change: dict[str, Callable[[Any], Any]] = {
-        "images": augment.image,
-        "videos": augment.frames,
-        "audio": augment.sound,
-    }
-    return {kind: [change[kind](item) for item in items] for kind, items in media.items()}
 
 
 def sound_files(row: Row) -> list[Medium]:

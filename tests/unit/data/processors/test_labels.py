@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
+    "qwen3.8": (lambda: with_template(build_qwen35(VISION), templates.QWEN38), str.strip),
     "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda answer: " " + answer.rstrip()),
     "llava next, mistral": (
         lambda: llava("llava_next", templates.MISTRAL),
@@ -133,6 +134,23 @@ def test_thinking_is_learnt_where_the_template_writes_it(name: str) -> None:
     assert spoken(processor, sample) == f"Four.{END}{THOUGHT}{END}"
     tight = encode(processor, conversation(["<think>Two.</think>Four."]))
     assert spoken(processor, tight) == f"<think>\nTwo.\n</think>\n\nFour.{END}"
+
+
+def test_thinking_stands_once_where_the_template_takes_it_apart_from_the_text() -> None:
+    """Qwen3.8 keeps the thinking of all turns, and writes an instruction on its effort before them."""
+    processor = FAMILIES["qwen3.8"][0]()
+    item = conversation([THOUGHT, "<think>Two.</think>Four.", "So:\n</think>\n\nFive.", "Six."])
+    sample = encode(processor, item)
+    assert spoken(processor, sample) == END.join(
+        [THOUGHT, "<think>\nTwo.\n</think>\n\nFour.", "So:\n</think>\n\nFive.", "Six.", ""]
+    )
+    text = processor.tokenizer.decode(sample.input_ids)
+    assert text.startswith(f"<|im_start|>system\n{templates.EFFORT}\n\nBe brief.")
+    assert text.count("<think>") == text.count("</think>") == 4
+    measured = processor.measure(item, video_fps=2.0, max_frames=8)
+    assert measured is not None and measured.length == sample.length
+    processor.hf.chat_template = "{%- set reasoning_effort = 'low' -%}" + templates.QWEN38
+    assert "set to low." in processor.tokenizer.decode(encode(processor, item).input_ids)
 
 
 def test_a_block_that_the_template_adds_is_not_learnt() -> None:
