@@ -1,8 +1,9 @@
-"""Qwen3.5-VL, dense and with experts: parameters <-> published names (Qwen/Qwen3.5-4B, Qwen/Qwen3.5-35B-A3B).
+"""Qwen3.5 to Qwen3.8, dense and with experts: parameters <-> published names (Qwen/Qwen3.5-4B, Qwen/Qwen3.6-35B-A3B).
 
 Names in memory in transformers are the published ones, except that it has no module for `mtp.*`. Published experts are
-stacked in the decoder (`gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]) and one by one in the MTP layer; both are read
-in either. Zero-centred norms stay zero-centred. A model without MTP carries `mtp.*` through.
+stacked in the decoder (`gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]). In the MTP layer Qwen3.5 has them one by one and
+Qwen3.6 stacked, and an export keeps what its source has. Both layouts are read in either place. Zero-centred norms stay
+zero-centred. A model without MTP carries `mtp.*` through.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ def _stored(dims: Dims) -> tuple[int, ...]:
     return sum(_convolved(dims)), *_projected(dims)[3:]
 
 
-def _layer_rules(zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]]) -> tuple[Rule, ...]:
+def _layer_rules(
+    zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
+) -> tuple[Rule, ...]:
     """A layer with full attention, dense or with experts, `stored` so."""
     shared = f"{hf}.mlp.shared_expert"
     return (
         *attention_layer(zoo, hf, GatedQKV()),
         *dense_mlp(f"{zoo}.mlp", f"{hf}.mlp"),
-        *routed_experts(f"{zoo}.mlp", f"{hf}.mlp", *stored),
+        *routed_experts(f"{zoo}.mlp", f"{hf}.mlp", *stored, keeps_layout=keeps_layout),
         *dense_mlp(f"{zoo}.mlp.shared_experts", shared),
         rule(f"{zoo}.mlp.shared_experts.gate_weight", f"{shared}_gate.weight"),
     )
@@ -87,7 +90,7 @@ BRIDGE = Bridge(
         rule("multi_token.enorm.weight", "mtp.pre_fc_norm_embedding.weight"),
         rule("multi_token.hnorm.weight", "mtp.pre_fc_norm_hidden.weight"),
         rule("multi_token.eh_proj.weight", "mtp.fc.weight", shard="tp0"),
-        *_layer_rules("multi_token.layers.{layer}", "mtp.layers.{layer}", singles, stacks),
+        *_layer_rules("multi_token.layers.{layer}", "mtp.layers.{layer}", singles, stacks, keeps_layout=True),
         rule("multi_token.final_layernorm.weight", "mtp.norm.weight"),
         rule("vision.{rest}", "model.visual.{rest}"),
     ),

@@ -36,6 +36,22 @@ def test_what_goes_in_comes_out(moe: bool, tied: bool, mtp: str, tmp_path: Path,
     load_plain(out)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_experts_of_mtp_stay_stacked_or_apart(frozen: bool, tmp_path: Path, cpu_world: Any) -> None:
+    """Qwen3.6 has them stacked, Qwen3.5 one by one; the model that both make is the same."""
+    weights = {}
+    for stacked in (False, True):
+        source = write_tiny_qwen35(tmp_path / f"in{stacked}", moe=True, mtp=1, stacked=stacked)
+        zoo = Zoo.load(source, cpu_world, FAMILY, WITH)
+        for parameter in zoo.model.parameters():
+            parameter.requires_grad_(not frozen)
+        wanted = tensors(source)
+        assert ("mtp.layers.0.mlp.experts.gate_up_proj" in wanted) == stacked
+        assert not differences(tensors(export(zoo, tmp_path / f"out{stacked}", source)), wanted)
+        weights[stacked] = dict(zoo.model.named_parameters())
+    assert not differences(*({n: p.detach() for n, p in of.items()} for of in weights.values()))
+
+
 def test_exports_load_in_transformers_without_a_word(tmp_path: Path, cpu_world: Any) -> None:
     from transformers import Qwen3_5MoeForConditionalGeneration
 

@@ -88,11 +88,15 @@ def write_tiny_qwen35(
     moe: bool = False,
     tied: bool = False,
     mtp: int = 0,
+    stacked: bool = False,
     layers: Sequence[str] = LAYERS,
     seed: int = 0,
     **text: Any,
 ) -> Path:
-    """Write a checkpoint, with `mtp` layers of MTP under the published names, and give back its folder."""
+    """Write a checkpoint and give back its folder.
+
+    It has `mtp` layers of MTP under the published names, experts one by one (Qwen3.5) or `stacked` (Qwen3.6).
+    """
     from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
     from zoo.models.qwen35_vl.processor import build_processor
@@ -102,7 +106,8 @@ def write_tiny_qwen35(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         tiny.random_model(kind, config, randomise).save_pretrained(folder)
-        tiny.rewrite(folder, lambda saved: published(saved) | mtp_tensors(config.text_config, mtp))
+        further = mtp_tensors(config.text_config, mtp)
+        tiny.rewrite(folder, lambda saved: published(saved) | (published(further) if stacked else further))
     build_processor(config).save(folder)
     return folder
 

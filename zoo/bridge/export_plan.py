@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,20 @@ class Source:
             jobs += self._frozen(name)
         return jobs
 
+    def as_written(self, wanted: Entry) -> Entry:
+        """A published entry, in the layout that the tensor has here where its rule keeps that."""
+        found = self.resolution.entries.get(wanted.zoo)
+        if found is None or not wanted.rule.keeps_layout or found.layout not in wanted.rule.layouts:
+            return wanted
+        return replace(wanted, layout=found.layout)
+
     def keeps(self, zoo_name: str) -> bool:
         """Whether a frozen tensor can be written from here as it is."""
         return bool(self._frozen(zoo_name))
 
     def _frozen(self, zoo_name: str) -> list[Job]:
-        entry, wanted = self.resolution.entries[zoo_name], self.bridge.publish([zoo_name])[zoo_name]
+        entry = self.resolution.entries[zoo_name]
+        wanted = self.as_written(self.bridge.publish([zoo_name])[zoo_name])
         if not wanted.rule.writes(self.dims):
             return []
         if entry.layout.patterns == (entry.rule.zoo,):
@@ -123,8 +131,10 @@ def make_plan(
 ) -> Plan:
     """Pair names with rules and with the source; nothing is written yet."""
     entries = bridge.publish(zoo_names)
-    names = bridge.published_names(entries.values(), dims)
     source = Source.open(given, bridge, zoo_names, dims)
+    if source is not None:
+        entries = {name: source.as_written(entry) for name, entry in entries.items()}
+    names = bridge.published_names(entries.values(), dims)
     kept = [] if source is None or dtype is not None else [name for name in frozen if source.keeps(name)]
     copies = by_width(source.copies(kept, dtype)) if source else []
     plain = _plain_config(config, source)

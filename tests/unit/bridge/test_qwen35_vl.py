@@ -83,6 +83,19 @@ def test_table_covers_the_published_names_of_a_checkpoint_with_experts() -> None
     assert len(set(BRIDGE.resolve(published, zoo, SPARSE).source)) == len(published)
 
 
+def test_table_covers_stacked_experts_of_mtp() -> None:
+    """Qwen3.6-35B-A3B has two stacks where Qwen3.5-35B-A3B has three tensors for each of MTP's 256 experts."""
+    zoo = names(40, experts=True)
+    published = BRIDGE.published_names(BRIDGE.publish(zoo).values(), SPARSE)
+    prefix = "mtp.layers.0.mlp.experts."
+    stacked = [name for name in published if not name.startswith(prefix)]
+    stacked += [f"{prefix}gate_up_proj", f"{prefix}down_proj"]
+    assert len(stacked) == len(published) - 3 * 256 + 2
+    found = BRIDGE.resolve(stacked, zoo, SPARSE)
+    assert set(found.source) == set(stacked) and not found.carried
+    assert not found.entries["multi_token.layers.0.mlp.experts.weight1"].layout.per_expert
+
+
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("tp", [1, 4])
 def test_parts_of_a_linear_layer_under_tensor_parallelism(name: str, tp: int) -> None:

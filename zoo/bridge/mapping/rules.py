@@ -83,6 +83,8 @@ def per_expert_down(experts: str) -> Layout:
 class Rule:
     """One row of the table: a zoo name pattern and the HF layouts it may be stored in (the first is written).
 
+    With `keeps_layout` several of them are published, and an export has the one that its source has.
+
     Layouts of the same names are told apart by their tensors' shapes; where these are equal, the first holds.
     """
 
@@ -92,6 +94,7 @@ class Rule:
     tied_to: str | None = (
         None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
     )
+    keeps_layout: bool = False
 
     def __post_init__(self) -> None:
         if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):

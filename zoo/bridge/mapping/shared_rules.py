@@ -45,13 +45,18 @@ def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:
     )
 
 
-def routed_experts(zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]]) -> tuple[Rule, ...]:
-    """A router and its experts, read as any of `stored` (`stacks`, `transposed_stacks`, `singles`), written as the first."""
+def routed_experts(
+    zoo: str, hf: str, *stored: Callable[[str], tuple[Layout, Layout]], keeps_layout: bool = False
+) -> tuple[Rule, ...]:
+    """A router and its experts, read as any of `stored` (`stacks`, `transposed_stacks`, `singles`), written as the first.
+
+    With `keeps_layout` they are written as the source of an export has them.
+    """
     gate_up, down = zip(*(layouts(f"{hf}.experts") for layouts in stored), strict=True)
     return (
         rule(f"{zoo}.router.weight", f"{hf}.gate.weight"),
-        Rule(f"{zoo}.experts.weight1", gate_up, shard="expert1"),
-        Rule(f"{zoo}.experts.weight2", down, shard="expert2"),
+        Rule(f"{zoo}.experts.weight1", gate_up, shard="expert1", keeps_layout=keeps_layout),
+        Rule(f"{zoo}.experts.weight2", down, shard="expert2", keeps_layout=keeps_layout),
     )
 
 
