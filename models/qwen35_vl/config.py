@@ -1,4 +1,4 @@
-"""Qwen3.5-VL's architecture, as transformers describes it."""
+"""The architecture of Qwen3.5 to Qwen3.8, as transformers describes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ class Qwen35VLConfig(FamilyConfig):
     further = ("head_dim", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 
     def check(self) -> None:
-        """UserError where the MTP layers want an embedding of their own."""
+        """UserError where the MTP layers want an embedding of their own, or linear attention another gate than SiLU."""
+        # Qwen3.8 states the gate; transformers' Qwen3_5 models read `hidden_act` in its place.
+        gate = getattr(self.root.text_config, "output_gate_type", None)
+        if gate not in (None, "swish", "silu"):
+            raise UserError(
+                f"text_config.output_gate_type is {gate!r}; linear attention here gates with SiLU (swish)"
+            )
         if getattr(self.text, "mtp_use_dedicated_embeddings", False):
             raise UserError(
                 "text_config.mtp_use_dedicated_embeddings is true; MTP layers here share the decoder's embedding"

@@ -233,6 +233,16 @@ def test_what_transformers_takes_and_no_model_here_has(part: str, key: str, valu
         made_of(case, changed(tiny_arch(case), part, key, value))
 
 
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
+def test_the_gate_of_linear_attention_is_the_one_that_is_built(case: str) -> None:
+    """Qwen3.8 states it as a key that transformers' class does not have."""
+    arch = tiny_arch(case)
+    assert made_of(case, changed(arch, "text_config", "output_gate_type", "swish")) == base(case)
+    for other in ("sigmoid", "", 3, []):
+        with pytest.raises(UserError, match="output_gate_type is"):
+            made_of(case, changed(arch, "text_config", "output_gate_type", other))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("case", CASES)
