@@ -11,7 +11,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.bench.options import Bounded
+from zoo.bench.options import Bounded, scratch
 from zoo.bridge import ExportWriter, Planned, ShardWriter
 from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe
@@ -44,8 +43,7 @@ class Options(Bounded):
 
 def run(options: Options) -> dict[str, Any]:
     """Seconds, bytes a second and peak memory of each way; `ratio` is to the copy's rate."""
-    with tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=options.folder) as name:
-        folder = Path(name)
+    with scratch(options.folder) as folder:
         largest = make(folder / "hf", options)
         count = sum(file.stat().st_size for file in (folder / "hf").iterdir())
         began = time.monotonic()

@@ -11,7 +11,6 @@ import re
 import resource
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from zoo.bench.options import Bounded
+from zoo.bench.options import Bounded, scratch
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
 from zoo.bridge.progress import size as in_words
@@ -39,6 +38,7 @@ from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
 
 BLOCK = 2**24  # bytes of one call of dd
+MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them
 SETTING = {"way": "packed", "number": 1, "width": None, "backend": "torch", "ranks": 1}
 
 
@@ -52,7 +52,7 @@ class Options(Bounded):
     nproc: int = number(1, 1, 4096)
     folder: str = "."  # on the disk that is measured; needs room for three checkpoints
     saves: int = number(2, 1, 100)
-    steps: int = number(4, 1, 10**6)  # before the first save, and at least beside each
+    steps: int = number(4, 1, 10**6)  # before the first save, and at least after the last one
     longest: int = number(256, 64, 10**6)  # most tokens of a sample; a step has one a data-parallel rank
     disk_mb: int = number(4096, 64, 10**7)  # MB that dd writes and reads
 
@@ -60,8 +60,7 @@ class Options(Bounded):
 def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Bytes, seconds and rates of the disk, of each save and of the load. UserError for options that make no sense."""
     recipe = _recipe(options, overrides)
-    with tempfile.TemporaryDirectory(prefix=".zoo-bench-", dir=options.folder) as name:
-        folder = Path(name)
+    with scratch(options.folder) as folder:
         report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
         recipe = recipe.replace({"run.dir": str(folder / "run")})
@@ -146,11 +145,10 @@ class SavesRun(BenchRun):
             self.folder.mkdir(parents=True, exist_ok=True)
             save_recipe(self.recipe, self.folder / "config.yaml")
         dist.barrier()
-        for _ in range(self.given["steps"] + 1):
+        for _ in range(self.given["steps"] + 1):  # they warm up
             self._train_step()
-        plain = median(line["step_ms"] for line in lines.steps[1:])  # the first one warms up
         saves = [self._measured_save(lines) for _ in range(self.given["saves"])]
-        assert self.saved is not None
+        plain = self._plain_step_ms(lines, max(int(save["steps"]) for save in saves))
         loading = self._measured_load()
         self.saver.close()
         copies = _copy_rate()
@@ -162,6 +160,16 @@ class SavesRun(BenchRun):
             "saves": saves,
             "load": loading,
         }
+
+    def _plain_step_ms(self, lines: Lines, beside: int) -> float:
+        """The median step that nothing is written beside, of as many as there were beside a save (`beside`), within bounds.
+
+        Taken after the last save: steps are faster by then than those that the run began with.
+        """
+        count = max(self.given["steps"], min(beside, MOST_PLAIN))
+        for _ in range(count):
+            self._train_step()
+        return self._most(median(line["step_ms"] for line in lines.steps[-count:]))
 
     def _measured_save(self, lines: Lines) -> dict[str, float]:
         before, first = _memory("VmRSS"), len(lines.steps)
@@ -183,6 +191,7 @@ class SavesRun(BenchRun):
             "bytes_of_rank": self._most(held),
             "stall_s": self._most(stall),
             "write_s": self._most(done.write_seconds),
+            "steps": len(beside),
             "step_ms": self._most(median(beside)),
             "memory": self._most(peak - before),
         }
@@ -231,7 +240,7 @@ def table(found: dict[str, Any]) -> str:
     disk, load = found["disk"], found["load"]
     lines = [
         f"{found['recipe']} size={found['size']} on {found['ranks']} ranks: {found['parameters_of_rank']:,} parameters a rank, "
-        f"a step takes {found['step_ms']:,.0f} ms; host memory is copied at {in_words(found['copy'])}/s",
+        f"a step takes {found['step_ms']:,.0f} ms without a save; host memory is copied at {in_words(found['copy'])}/s",
         f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
         f"{in_words(disk['hash'])}/s",
     ]
@@ -239,7 +248,7 @@ def table(found: dict[str, Any]) -> str:
         rate = save["bytes"] / save["write_s"]
         lines.append(
             f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
-            f"{in_words(rate)}/s, {rate / disk['write']:.2f} of the disk; a step beside it {save['step_ms']:,.0f} ms "
+            f"{in_words(rate)}/s, {rate / disk['write']:.2f} of the disk; a step beside it, of {save['steps']}, {save['step_ms']:,.0f} ms "
             f"({save['step_ms'] / found['step_ms'] - 1:+.1%}); host memory +{in_words(save['memory'])} "
             f"(a rank holds {in_words(save['bytes_of_rank'])})"
         )
