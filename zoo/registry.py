@@ -3,19 +3,23 @@
 A family is a package with a `FAMILY` value in its `__init__`: the ones of this repository are the
 sub-packages of :mod:`zoo.models`, others announce themselves by an entry point of the group
 `zoo.families` (name -> ``package:FAMILY``). The value names its parts as ``module:attribute``, so that
-listing families imports no torch.
+listing families imports no torch. `imported` finds users' own functions and classes by name.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
+from zoo.files import expanded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +73,45 @@ def get_family(name: str) -> ModelFamily:
         near = get_close_matches(name, known, n=2) or sorted(known)
         raise UnknownFamilyError(f"model.family: no family {name!r}; nearest: {', '.join(near)}")
     return known[name]
+
+
+def imported(name: str, key: str) -> Any:
+    """What a name stands for. A module is looked for in the folder that zoo was started in, too.
+
+    Args:
+        name: `module:function`, `module:Class.method`, or a file (`folder/my_file.py:function`).
+        key: the recipe's key or the option that names it, for messages.
+
+    Raises:
+        UserError: there is no such module or function, or importing it fails.
+    """
+    module, _, path = name.partition(":")
+    folder = str(Path.cwd())
+    there = folder in sys.path
+    if not there:  # a command such as `zoo` does not look there by itself
+        sys.path.insert(0, folder)
+    try:
+        found: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # of the user's module, whatever it raises
+        reason = printable(f"{type(error).__name__}: {error}", 300)
+        raise UserError(
+            f"{key}={printable(name, 100)}: it can't be imported from {folder} or from an installed package ({reason})"
+        ) from error
+    finally:
+        if not there and folder in sys.path:
+            sys.path.remove(folder)
+    return found
+
+
+def _of_file(name: str) -> Any:
+    """The module that a file holds, under a name that is no other module's."""
+    path = expanded(name)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    spec = importlib.util.spec_from_file_location(f"zoo_user_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

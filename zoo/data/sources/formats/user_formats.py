@@ -7,19 +7,15 @@ any form that is found by its keys.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.errors import UserError, printable
-from zoo.files import expanded
+from zoo.registry import imported
 
 GROUP = "zoo.formats"
 
@@ -36,7 +32,7 @@ def find_format(name: str, known: tuple[str, ...]) -> Callable[[dict[str, Any], 
         UserError: no such function.
     """
     if ":" in name:
-        function = _imported(name)
+        function = imported(name, "format")
     else:
         announced = {entry.name: entry for entry in entry_points(group=GROUP)}
         if name not in announced:
@@ -65,36 +61,3 @@ def find_format(name: str, known: tuple[str, ...]) -> Callable[[dict[str, Any], 
         return {str(key): value for key, value in made.items()}
 
     return convert
-
-
-def _imported(name: str) -> Any:
-    module, _, function = name.partition(":")
-    folder = str(Path.cwd())
-    there = folder in sys.path
-    if not there:  # a command such as `zoo` does not look there by itself
-        sys.path.insert(0, folder)
-    try:
-        found: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
-        for part in function.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # of the user's module, whatever it raises
-        reason = printable(f"{type(error).__name__}: {error}", 300)
-        raise UserError(
-            f"format={printable(name, 100)}: it can't be imported from {folder} or from an installed package ({reason})"
-        ) from error
-    finally:
-        if not there and folder in sys.path:
-            sys.path.remove(folder)
-    return found
-
-
-def _of_file(name: str) -> Any:
-    """The module that a file holds, under a name that is no other module's."""
-    path = expanded(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    spec = importlib.util.spec_from_file_location(f"zoo_format_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
