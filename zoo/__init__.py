@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from zoo.engine.planning.plan import plan
     from zoo.engine.report.result import TrainResult
     from zoo.engine.tools.convert import convert
+    from zoo.engine.tools.evaluate import evaluate
     from zoo.engine.tools.generate import generate
     from zoo.engine.tools.score import score
     from zoo.engine.tools.verify import verify
@@ -54,6 +55,7 @@ __all__ = [
     "TrainResult",
     "__version__",
     "convert",
+    "evaluate",
     "generate",
     "load_recipe",
     "plan",
@@ -79,6 +81,7 @@ _WHERE = {
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.engine.report.result", "TrainResult"),
     "convert": ("zoo.engine.tools.convert", "convert"),
+    "evaluate": ("zoo.engine.tools.evaluate", "evaluate"),
     "generate": ("zoo.engine.tools.generate", "generate"),
     "load_recipe": ("zoo.config.compose", "load_recipe"),
     "plan": ("zoo.engine.planning.plan", "plan"),

@@ -14,6 +14,7 @@ import zoo
 from zoo.cli.arguments import split_flags, split_recipe, split_values
 from zoo.cli.bench import BENCHES, packing_options, train_options
 from zoo.cli.convert import KEYS as CONVERT_KEYS
+from zoo.cli.eval import split as split_eval
 from zoo.cli.generate import split as split_generate
 from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS
@@ -193,6 +194,9 @@ def check_zoo(words: list[str]) -> None:
         return
     if verb == "convert":
         split_values(rest, CONVERT_KEYS, verb, ("SOURCE", "TARGET"))
+        return
+    if verb == "eval":
+        split_eval(rest)
         return
     if verb == "generate":
         split_generate(rest)

@@ -29,6 +29,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "convert": ("zoo.cli.convert", "Hugging Face checkpoints to zoo's and back"),
     "verify": ("zoo.cli.verify", "compare two checkpoints, tensors and log-probabilities"),
     "generate": ("zoo.cli.generate", "a model's answers: to a prompt with files, to rows, in a chat"),
+    "eval": ("zoo.cli.eval", "scores of a model's answers to held-out rows"),
     "score": ("zoo.cli.score", "log-probabilities of the answers of a file's rows"),
     "doctor": ("zoo.cli.doctor", "check the kernels that training would use on this machine"),
     "bench": ("zoo.cli.bench", "measure parts of zoo on this machine"),

@@ -33,7 +33,9 @@ MEDIA = {
     "video": "videos",
     "audio": "audios",
 }  # placeholder and singular key -> plural key
-KEYS = ("messages", *MEDIA.values(), *MEDIA, "kind", "weight", "use_audio_in_video", "tools")
+KEYS = (
+    "messages", *MEDIA.values(), *MEDIA, "kind", "task", "answers", "weight", "use_audio_in_video", "tools",
+)  # fmt: skip
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
@@ -79,6 +81,8 @@ class Row:
     ] = ()  # of each message its tool calls, a list in JSON, "" for none; () where no message has any
     boxes: tuple[Box, ...] = ()  # one for each <bbox> in the messages
     form: str = "messages"  # the format that it was read as
+    task: str | None = None  # what the answer is, which says how it is scored
+    answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -204,6 +208,8 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         calls=calls if any(calls) else (),
         boxes=_boxes(boxes, len(media["image"]), source),
         form=found,
+        task=_typed(item, "task", str, None, source),
+        answers=_answers(item, source),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
         raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
@@ -275,6 +281,14 @@ def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
         text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
         raise RowError(source, "bad_row", text)
     return kind
+
+
+def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
+    """The texts that are accepted as an answer."""
+    found = _typed(item, "answers", list, [], source)
+    if not all(isinstance(one, str) for one in found):
+        raise RowError(source, "bad_row", f"answers is {shown(repr(found))}; a list of texts is wanted.")
+    return tuple(found)
 
 
 def _is_torn(text: str) -> bool:

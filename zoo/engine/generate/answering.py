@@ -38,23 +38,23 @@ class Answering:
     bad_rows: BadRows
 
     def all(
-        self, rows: Sequence[Any], count: int, unanswered: frozenset[int] = frozenset()
+        self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int] = frozenset()
     ) -> dict[int, dict[str, Any]]:
         """The results of all rows, by number, on every rank; see `result`.
 
         Args:
             rows: a `RowSet`, or rows; the same on every rank.
-            count: how many these are.
+            numbers: which of them are answered.
             unanswered: numbers of those whose last answer is a stand-in.
         """
         here, decoding = self.decoding.here, self.decoding
-        groups = [range(first, min(first + self.batch, count)) for first in range(0, count, self.batch)]
+        groups = [numbers[first : first + self.batch] for first in range(0, len(numbers), self.batch)]
         mine: dict[int, dict[str, Any]] = {}
         bins = self._bins(groups[here.dp_rank :: here.dp_size], rows, unanswered)
         spare: dict[int, Prompt] = {}
         while decoding.any((prompts := next(bins, {})) != {}):
             if not prompts:  # other ranks have some left, which this one takes passes with
-                spare = spare or self._spare(rows, count, unanswered)
+                spare = spare or self._spare(rows, numbers, unanswered)
             given = prompts or spare
             samples = [prompt.sample for prompt in given.values()]
             tokens = decoding.answer(samples, list(given))
@@ -90,7 +90,7 @@ class Answering:
         return make_prompt(assembly.processor, row, data, most=most, answered=answered)
 
     def _bins(
-        self, groups: Sequence[range], rows: Sequence[Any], unanswered: frozenset[int]
+        self, groups: Sequence[Sequence[int]], rows: Sequence[Any], unanswered: frozenset[int]
     ) -> Iterator[dict[int, Prompt]]:
         """Prompts by number that are read in one pass: a group's, up to packing.budget tokens."""
         budget, align = self.decoding.recipe.packing.budget, self.decoding.align
@@ -111,9 +111,11 @@ class Answering:
             if found:
                 yield found
 
-    def _spare(self, rows: Sequence[Any], count: int, unanswered: frozenset[int]) -> dict[int, Prompt]:
+    def _spare(
+        self, rows: Sequence[Any], numbers: Sequence[int], unanswered: frozenset[int]
+    ) -> dict[int, Prompt]:
         """A prompt to take passes with, whose answer nobody reads."""
-        for number in range(count):
+        for number in numbers:
             try:
                 return {number: self.prompt(rows[number], number not in unanswered)}
             except RowError:

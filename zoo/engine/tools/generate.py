@@ -85,7 +85,7 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     files = {"image": image, "audio": audio, "video": video}
     given = rows if prompt is None else [prompt_row(prompt, files)]
-    recipe = _recipe(path, overrides)
+    recipe = recipe_of(path, overrides)
     with tempfile.TemporaryDirectory(prefix="zoo-generate-") as folder:
         asked: list[int] = []
         if isinstance(given, str | Path):
@@ -103,7 +103,8 @@ def generate(
         return found
 
 
-def _recipe(path: str | Path, overrides: Sequence[str]) -> Recipe:
+def recipe_of(path: str | Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe under which a checkpoint's model is run; UserError where there is no checkpoint."""
     place = locate(str(path))
     check_beside_weights(place)
     return recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
@@ -117,7 +118,7 @@ def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, 
         given = open_rows(
             entries, recipe.data, modalities, bad.handle, max_rows=options["max_rows"], evaluation=True
         )
-        found = answering.all(given, len(given), frozenset(options["unanswered"]))
+        found = answering.all(given, range(len(given)), frozenset(options["unanswered"]))
         if bad.counts and answering.decoding.here.is_main:
             print(f"rows left out: {bad.summary()}", file=sys.stderr)
         return list(found.values())
@@ -152,7 +153,7 @@ class Chat:
 @contextmanager
 def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iterator[Chat]:
     """A chat with a checkpoint's model in this process; UserError for more than one rank."""
-    recipe = _recipe(path, overrides)
+    recipe = recipe_of(path, overrides)
     if (ranks := world_size(recipe)) != 1:
         raise UserError(f"a chat runs on one rank, and the recipe asks for {ranks}; set nproc=1")
     with loaded(validate(for_scoring(recipe, "none"), 1), sampling, 1) as answering:

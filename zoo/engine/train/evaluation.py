@@ -8,7 +8,7 @@ are right, both see the same prefix. One forward pass instead of one a token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,26 @@ def evaluate(
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     for chunk in chunks:
         chunk.eval()
     sums = _Sums()
+    for kinds, table in row_sums(step, chunks, batches, world, spare):
+        sums.add(kinds, table)
+    for chunk in chunks:
+        chunk.train()
+    return sums.gather(world)
+
+
+@torch.no_grad()
+def row_sums(
+    step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World, spare: Callable[[], Any]
+) -> Iterator[tuple[Sequence[str | None], list[list[float]]]]:
+    """Of each micro-batch, as `evaluate` takes them: kinds of its rows, and negative log likelihood, weight, labels and right labels.
+
+    Both are empty where another rank counts the rows: on earlier pipeline stages and on further context-parallel ranks.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     for batch in batches:
         given = batch if batch is not None else spare()
         found = get_forward_backward_func()(
@@ -50,11 +65,17 @@ def evaluate(
             micro_batch_size=given.input_ids.shape[0],
             forward_only=True,
         )
-        if batch is not None and world.counts_loss:
-            sums.add(found[0], batch.kinds, world)
-    for chunk in chunks:
-        chunk.train()
-    return sums.gather(world)
+        table = _by_row(found[0], world) if batch is not None and world.counts_loss else []
+        yield (batch.kinds, table) if table else ((), [])
+
+
+def _by_row(found: dict[str, torch.Tensor], world: World) -> list[list[float]]:
+    """The sums of each row of a micro-batch, which may be spread over context-parallel ranks; [] on all but the first of these."""
+    table = torch.stack([found[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
+    if world.groups.cp.size() > 1:
+        torch.distributed.all_reduce(table, group=world.groups.cp)
+    rows: list[list[float]] = table.T.tolist() if world.cp_rank == 0 else []
+    return rows
 
 
 def smallest_count(world: World, chunks: Sequence[Any]) -> int:
@@ -68,14 +89,9 @@ class _Sums:
     def __init__(self) -> None:
         self.kinds: dict[str, list[float]] = {}
 
-    def add(self, found: dict[str, torch.Tensor], kinds: Sequence[str | None], world: World) -> None:
-        """Add one micro-batch; its segments may be spread over context-parallel ranks."""
-        table = torch.stack([found[f"segment_{name}"] for name in ("nll", "weight", "labels", "correct")])
-        if world.groups.cp.size() > 1:
-            torch.distributed.all_reduce(table, group=world.groups.cp)
-        if world.cp_rank != 0:
-            return
-        for kind, nll, weight, labels, correct in zip(kinds, *table.tolist(), strict=True):
+    def add(self, kinds: Sequence[str | None], table: Sequence[Sequence[float]]) -> None:
+        """Add one micro-batch, as `row_sums` has it."""
+        for kind, (nll, weight, labels, correct) in zip(kinds, table, strict=True):
             sums = self.kinds.setdefault(kind or "row", [0.0] * 4)
             for i, value in enumerate((nll, weight, 1.0, float(correct == labels and labels > 0))):
                 sums[i] += value

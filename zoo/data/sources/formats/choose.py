@@ -26,7 +26,8 @@ type Item = dict[str, Any]
 type Format = Callable[[Item, str], Item]
 
 MESSAGE_KEYS = (
-    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "weight", "use_audio_in_video", "tools", "objects",
+    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "task", "answers", "weight", "use_audio_in_video", "tools",
+    "objects",
 )  # fmt: skip
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
@@ -55,6 +56,7 @@ OPTIONAL = (
     "video",
     "audio",
     "kind",
+    "task",
     "weight",
     "system",
     "history",

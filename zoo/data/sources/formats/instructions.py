@@ -40,16 +40,18 @@ def from_question_answer(item: dict[str, Any], source: str) -> dict[str, Any]:
     name = "context" if "context" in item and "question" not in item else "question"
     question = _text(item, name, source)
     key = "answer" if item.get("answer") is not None else "answers"
-    answers = item.get(key)
+    answers, accepted = item.get(key), []
     if isinstance(answers, list):
         said = [one.get("answer") if isinstance(one, dict) else one for one in answers]
-        counts = Counter(one for one in said if isinstance(one, str) and one.strip())
+        accepted = [one for one in said if isinstance(one, str) and one.strip()]
+        counts = Counter(accepted)
         if not counts:
             raise RowError(
                 source, "bad_row", f"{key!r} is {shown(repr(answers))}; a list of texts is wanted."
             )
         answers = counts.most_common(1)[0][0]
-    return _exchange(item, question, _text({key: answers}, key, source), source)
+    row = _exchange(item, question, _text({key: answers}, key, source), source)
+    return {**row, "answers": accepted} if len(accepted) > 1 else row
 
 
 def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:

@@ -1,0 +1,117 @@
+"""
+usage: zoo eval CHECKPOINT ROWS [metrics=anls,wer] [out=FILE] [key=value ...] [--json]
+
+Evaluates a checkpoint on the rows of a JSONL file (or a bundled set such as digits:heldout): loss, and scores of its greedy
+answers by kind of row. CHECKPOINT is a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
+
+  metrics=NAME,NAME      exact_match, accuracy, anls, wer, cer, module:function; default: by each row's task or media
+  out=FILE               writes a line of JSON for each row: prompt, answer, prediction, scores, loss
+  max_new_tokens=256     most tokens of an answer
+  batch=16 max_rows=N    rows answered at once; the first N rows only
+  nproc=N parallel.tp=2  any key of the recipe (`zoo show --schema`): the layout doesn't change the result
+  --json                 prints the scores as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zoo.cli.arguments import split_flags
+from zoo.errors import UserError
+
+if TYPE_CHECKING:
+    from zoo.engine.tools.evaluate import Evaluation
+
+USAGE = "zoo eval CHECKPOINT ROWS [metrics=...] [out=FILE] [key=value ...]"
+WHOLE = ("max_new_tokens", "batch", "max_rows")
+NAMES = {"exact_match": "exact match", "anls": "ANLS", "wer": "WER", "cer": "CER"}
+_WRONG = 5  # rows that are shown
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Evaluate, and print a table."""
+    places, overrides, values, as_json = split(arguments)
+    if len(places) != 2:
+        raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: {USAGE}")
+    out = values.pop("out", None)
+
+    from zoo.engine.launch.launcher import WorkerError
+    from zoo.engine.tools.evaluate import evaluate
+
+    try:
+        found = evaluate(places[0], places[1], overrides, here=True, **values)
+    except WorkerError as error:
+        if error.code != 2:  # a user's mistake has been printed already
+            print(f"zoo: {error.line}", file=sys.stderr)
+        return error.code
+    if out is not None:
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found.predictions)
+        Path(out).write_text("".join(lines), encoding="utf-8")
+    if as_json:
+        plain = {"rows": found.rows, "loss": found.loss, "scores": found.scores, "by_kind": found.by_kind}
+        print(json.dumps(plain))
+        return 0
+    print(table(found))
+    for line in wrong(found):
+        print(line)
+    if out is not None:
+        print(f"{found.rows} rows written to {out}")
+    return 0
+
+
+def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any], bool]:
+    """Arguments in their places, overrides of the recipe, options by name, and whether JSON is wanted."""
+    flags, rest = split_flags(arguments, ("--json",))
+    places: list[str] = []
+    overrides: list[str] = []
+    values: dict[str, Any] = {}
+    for given in rest:
+        argument = given.removeprefix("--")
+        key, equal, value = argument.partition("=")
+        if not equal or Path(given).exists():
+            places.append(given)
+        elif key == "rows":
+            places.append(value)
+        elif key in WHOLE:
+            if not value.isdecimal() or int(value) < 1:
+                raise UserError(f"{argument}: wanted a whole number from 1")
+            values[key] = int(value)
+        elif key == "metrics":
+            values[key] = [name for name in value.strip("[]").replace(" ", "").split(",") if name]
+        elif key == "out":
+            values[key] = value
+        else:
+            overrides.append(argument)
+    return places, overrides, values, bool(flags)
+
+
+def table(found: Evaluation) -> str:
+    """A line for each kind of row and one for all; a kind without a score has none there."""
+    names = list(found.scores)
+    lines = [["kind", "rows", "loss", *(NAMES.get(name, name) for name in names)]]
+    whole = {"rows": found.rows, "loss": found.loss, **found.scores}
+    for kind, values in [*found.by_kind.items(), ("all", whole)]:
+        cells = [f"{values[name]:.1%}" if name in values else "" for name in names]
+        lines.append([kind, f"{values['rows']:,}", f"{values['loss']:.4f}", *cells])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    )
+
+
+def wrong(found: Evaluation) -> list[str]:
+    """The first rows whose answer is not exactly right, a line each."""
+    missed = [row for row in found.predictions if row["scores"].get("exact_match") == 0.0]
+    lines = [
+        f"  {row['source']}: {_short(row['prediction'])}, wanted {_short(row['answer'])}" for row in missed
+    ]
+    return [f"{len(missed)} answers are not exactly right; the first:", *lines[:_WRONG]] if missed else []
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]} ...")

@@ -1,0 +1,1 @@
+"""Scores of answers against what was wanted, and which of them a row has."""
