@@ -3,7 +3,7 @@
     FOLDER/zoo.json     format, family, and what a conversion was allowed to leave out
     FOLDER/hf/          config.json and the files of tokenizer and processor, as Hugging Face has them
     FOLDER/weights/     model.safetensors, or its shards and their index; `carried.<published name>` is not trained
-    FOLDER/zoo_files.json   what was written, with the SHA-256 of the weights
+    FOLDER/zoo_files.json   what was written, with the checksums of the weights (XXH3)
 
 The same reader and the same checks serve it as serve Hugging Face's folders: `native` gives a table in which each name
 stands for itself.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
@@ -179,6 +180,22 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert sorted(f.name for f in tmp_path.iterdir()) == ["out", "real"]
 
 
+def test_sums_of_earlier_zoos_still_count(tmp_path: Path) -> None:
+    """Their records name no algorithm: it was SHA-256."""
+    files = [tmp_path / f"model-{number}.safetensors" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 1000)
+    sums = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    (tmp_path / RECORD).write_text(json.dumps({"zoo": "0", "files": sums}))
+    check(tmp_path, Comm(), wanted=True)
+    flip(files[1])
+    with pytest.raises(CheckpointError, match=rf"{files[1].name} is damaged: its checksum"):
+        check(tmp_path, Comm(), wanted=True)
+    (tmp_path / RECORD).write_text(json.dumps({"algorithm": "md5", "files": sums}))
+    with pytest.raises(CheckpointError, match="has sums by 'md5'; wanted xxh3_128 or sha256"):
+        check(tmp_path, Comm(), wanted=True)
+
+
 def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     writer = ExportWriter(tmp_path / "out")
     writer.begin()
@@ -186,11 +203,12 @@ def test_sums_are_worked_out_while_shards_are_written(tmp_path: Path) -> None:
     for name in "abc":
         shards.write(name, [torch.ones(2, 3)])
     writer.commit(shards.shards, "weights")
-    told = json.loads((tmp_path / "out" / RECORD).read_text())["files"]
+    record = json.loads((tmp_path / "out" / RECORD).read_text())
     files = sorted((tmp_path / "out" / "weights").glob("*.safetensors"))
-    assert len(files) == 3
+    assert len(files) == 3 and record["algorithm"] == "xxh3_128"
     assert all(
-        told[f"weights/{file.name}"] == hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        record["files"][f"weights/{file.name}"] == xxhash.xxh3_128_hexdigest(file.read_bytes())
+        for file in files
     )
     check(tmp_path / "out", Comm(), wanted=True)
     for change, message in ((flip, "is damaged"), (Path.unlink, "is missing")):

@@ -7,7 +7,6 @@ folder: until then a killed export leaves nothing that loads, and the next expor
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from torch import Tensor
 
 from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
@@ -63,7 +63,7 @@ class Shard:
 
     file: str
     tensors: dict[str, int] = field(hash=False)
-    digest: str | None = None  # SHA-256 of the file, where it was asked for
+    digest: str | None = None  # XXH3 (128 bits) of the file, where it was asked for
 
 
 class ShardWriter:
@@ -85,7 +85,7 @@ class ShardWriter:
     ) -> None:
         """`label` and `rank` make the files' names, until `ExportWriter.commit` gives them others.
 
-        `sums`: the SHA-256 of each file is worked out while it is written.
+        `sums`: the XXH3 of each file is worked out while it is written.
         """
         self.folder = folder
         self.shards: list[Shard] = []
@@ -94,7 +94,7 @@ class ShardWriter:
         self._flusher = ThreadPoolExecutor(1, "zoo-flush")
         self._flushed: Future[None] | None = None
         self._unflushed = 0
-        self._sum = hashlib.sha256() if sums else None
+        self._sum = xxhash.xxh3_128() if sums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
         self._group: list[Planned] = []
@@ -166,7 +166,7 @@ class ShardWriter:
         self._stream, self._unflushed = None, 0
         if self._sum is not None:
             self.shards[-1] = replace(self.shards[-1], digest=self._sum.hexdigest())
-            self._sum = hashlib.sha256()
+            self._sum = xxhash.xxh3_128()
 
 
 def _grouped(planned: Iterable[Planned], most: int) -> list[list[Planned]]:
@@ -245,7 +245,7 @@ class ExportWriter:
     def replace_target(self, sums: Mapping[str, str] | None = None) -> None:
         """Have the disk hold all files and rename the partial folder; a former target is moved aside first and removed after.
 
-        `sums`: SHA-256 of files, for the record of what was written.
+        `sums`: of files (`record.ALGORITHM`), for the record of what was written.
         """
         write_record(self.partial, sums or {})
         with disk_errors(self.partial):
