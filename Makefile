@@ -21,6 +21,7 @@ demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few m
 	@$(VENV)/bin/zoo train $(DEMO_ARGS)
 	@echo
 	@echo "Next:"
+	@echo "  open runs/demo/plots/predictions.png                                     first: what it answers to rows it has not seen"
 	@echo "  open runs/demo/plots/loss.png                                            the loss, and what was learnt"
 	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft                              the whole recipe: it learns the task"
 	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft nproc=2 parallel.ep=2 run.dir=runs/ep   experts over two ranks"

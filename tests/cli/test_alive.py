@@ -66,7 +66,13 @@ def command(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
 
 def arguments(zoo: Zoo, folder: Path, *overrides: str) -> list[str]:
     return zoo.train_arguments(
-        folder, "nproc=2", "train.steps=400", "log.tensorboard=false", "export=false", *overrides
+        folder,
+        "nproc=2",
+        "train.steps=400",
+        "log.tensorboard=false",
+        "log.predictions=0",
+        "export=false",
+        *overrides,
     )
 
 

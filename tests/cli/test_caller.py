@@ -121,7 +121,7 @@ def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
         print("all well")
     """
     program = program.replace('values["data.eval"]', repr(str(zoo.data / "heldout.jsonl")))
-    done = call(zoo, tmp_path, program, "log.tensorboard=false")
+    done = call(zoo, tmp_path, program, "log.tensorboard=false", "log.predictions=0")
     assert done.returncode == 0 and done.stdout.endswith("all well\n"), done
 
 
@@ -161,6 +161,7 @@ def test_a_run_that_hangs_and_one_that_is_interrupted_leave_the_caller_alive(
         tmp_path,
         program,
         "log.tensorboard=false",
+        "log.predictions=0",
         "export=false",
         FAULT="0 4 hang",
         PYTHONPATH=str(FAULTS),

@@ -17,7 +17,9 @@ def test_a_disk_that_is_too_small_for_what_is_kept(zoo: Zoo, tmp_path: Path) -> 
     """Said before anything is built: three checkpoints are there while the third is written."""
     with mounted(tmp_path / "disk", "size=32m") as disk:
         folder = disk / "run"
-        arguments = zoo.train_arguments(folder, "train.save_every=1", "log.tensorboard=false")
+        arguments = zoo.train_arguments(
+            folder, "train.save_every=1", "log.tensorboard=false", "log.predictions=0"
+        )
         message = zoo.refused(*arguments)
         assert message.startswith(f"{folder}: a checkpoint takes about 21.1 MB, 3 of them are there at once")
         assert "the disk has 33.6 MB left" in message, message
@@ -30,7 +32,12 @@ def test_a_disk_that_fills_up_while_saving(zoo: Zoo, tmp_path: Path, ranks: int)
     with mounted(tmp_path / "disk", "size=100m") as disk:
         folder = disk / "run"
         arguments = zoo.train_arguments(
-            folder, f"nproc={ranks}", "train.save_every=1", "train.steps=30", "log.tensorboard=false"
+            folder,
+            f"nproc={ranks}",
+            "train.save_every=1",
+            "train.steps=30",
+            "log.tensorboard=false",
+            "log.predictions=0",
         )
         running = zoo.start(*arguments)
         running.until(lambda: bool(checkpoints(folder)))
@@ -71,7 +78,12 @@ def test_a_file_system_that_is_lost(zoo: Zoo, tmp_path: Path, ranks: int) -> Non
     try:
         folder = disk.mount / "run"
         arguments = zoo.train_arguments(
-            folder, f"nproc={ranks}", "train.save_every=2", "train.steps=12", "log.tensorboard=false"
+            folder,
+            f"nproc={ranks}",
+            "train.save_every=2",
+            "train.steps=12",
+            "log.tensorboard=false",
+            "log.predictions=0",
         )
         running = zoo.start(*arguments)
         running.until(lambda: len(checkpoints(folder)) > 1)

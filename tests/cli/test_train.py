@@ -35,7 +35,10 @@ def test_what_a_run_prints(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
         f"step {n}/{STEPS}" for n in range(1, 7)
     ]
     assert lines[8].startswith("eval at step 6: loss ") and "image " in lines[8] and "text " in lines[8]
+    assert lines.pop(9).startswith("answers to 2 held-out rows at step 6, ")
+    assert [line.split()[0] in ("right", "wrong") for line in (lines.pop(9), lines.pop(9))] == [True, True]
     assert lines[9] == f"exported to {folder}/export (a Hugging Face folder)"
+    assert lines.pop(10).endswith(f"{folder}/plots/predictions.png")
     assert lines[10].startswith("loss ") and lines[10].endswith(f"plot: {folder}/plots/loss.png")
     assert "\r" not in done.out and "\x1b" not in done.out
     assert done.err == ""  # nothing that torch, megatron-core or transformers have to say
@@ -44,7 +47,7 @@ def test_what_a_run_prints(zoo: Zoo, finished: tuple[Path, Ended]) -> None:
 def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     folder, _ = finished
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "config.yaml", "env.json", "export", "plots", "summary.json", "tensorboard", "train.jsonl",
+        "checkpoints", "config.yaml", "env.json", "export", "plots", "predictions.jsonl", "summary.json", "tensorboard", "train.jsonl",
     ]  # fmt: skip
     steps = logged(folder)
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
@@ -77,7 +80,7 @@ def test_a_finished_run_is_left_as_it_is(zoo: Zoo, finished: tuple[Path, Ended])
 
 
 def test_more_steps_go_on_from_a_finished_run(zoo: Zoo, copied: Path) -> None:
-    changed = ("train.lr=1e-3", "run.accept_changes=[train.lr]", "log.tensorboard=false")
+    changed = ("train.lr=1e-3", "run.accept_changes=[train.lr]", "log.tensorboard=false", "log.predictions=0")
     done = zoo.train(copied, f"train.steps={STEPS + 2}", *changed)
     assert done.code == 0, done
     assert f"resuming {copied}/checkpoints/iter_6 at step 6 of 8" in done.out
@@ -93,7 +96,13 @@ def test_the_saved_config_repeats_the_run_to_the_bit(
     zoo: Zoo, finished: tuple[Path, Ended], tmp_path: Path
 ) -> None:
     folder, _ = finished
-    done = zoo("train", f"recipe={folder}/config.yaml", f"run.dir={tmp_path}/again", "log.tensorboard=false")
+    done = zoo(
+        "train",
+        f"recipe={folder}/config.yaml",
+        f"run.dir={tmp_path}/again",
+        "log.tensorboard=false",
+        "log.predictions=0",
+    )
     assert done.code == 0, done
     assert "size tiny (as resolved in " in done.out
     assert metrics(tmp_path / "again") == metrics(folder)

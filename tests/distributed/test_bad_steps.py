@@ -19,6 +19,7 @@ COMMON = (
     "data.lookahead=8",
     "packing.budget=256",
     "log.tensorboard=false",
+    "log.predictions=0",
     "export=false",
 )
 LAYOUTS = {

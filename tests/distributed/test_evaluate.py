@@ -9,7 +9,7 @@ from support.pool import Pool
 
 TRAIN = (
     "train.steps=2", "train.global_batch=2", "train.warmup_steps=0", "train.eval_rows=5", "data.lookahead=4",
-    "packing.budget=512", "log.tensorboard=false",
+    "packing.budget=512", "log.tensorboard=false", "log.predictions=0",
 )  # fmt: skip
 
 

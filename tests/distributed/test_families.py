@@ -20,6 +20,7 @@ COMMON = (
     "data.lookahead=4",
     "packing.budget=512",
     "log.tensorboard=false",
+    "log.predictions=0",
 )
 
 

@@ -12,7 +12,7 @@ from support.pool import Pool
 OPTIONS = {"max_rows": 5, "max_new_tokens": 6, "batch": 3}
 TRAIN = (
     "train.steps=2", "train.global_batch=2", "train.warmup_steps=0", "data.eval=none", "data.lookahead=4",
-    "packing.budget=512", "log.tensorboard=false",
+    "packing.budget=512", "log.tensorboard=false", "log.predictions=0",
 )  # fmt: skip
 
 

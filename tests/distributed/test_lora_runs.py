@@ -21,7 +21,7 @@ RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (
     "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
     "train.save_every=2", "train.mtp_loss=0", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4",
-    "log.tensorboard=false", "lora.rank=6", "lora.parts=[vision,language]",
+    "log.tensorboard=false", "log.predictions=0", "lora.rank=6", "lora.parts=[vision,language]",
     "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]",
 )  # fmt: skip
 PARALLEL: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -18,7 +18,7 @@ STATE = "optimizer.state"
 STEPS = 60
 COMMON = (
     "train.global_batch=2", "train.warmup_steps=5", "train.lr=2e-3", "train.weight_decay=0.1", "train.clip_grad=1",
-    "data.lookahead=8", "data.augment=0", "packing.budget=256", "packing.align=4", "log.tensorboard=false", "export=false",
+    "data.lookahead=8", "data.augment=0", "packing.budget=256", "packing.align=4", "log.tensorboard=false", "log.predictions=0", "export=false",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_a_run_is_that_of_separate_fp32_weights_to_the_bit(
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 SHORT = (
     "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eval_rows=2", "train.save_every=2",
-    "train.keep=9", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4", "log.tensorboard=false",
+    "train.keep=9", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4", "log.tensorboard=false", "log.predictions=0",
     "export=false", "run.accept_changes=[engine.precision]",
 )  # fmt: skip
 

@@ -15,6 +15,7 @@ COMMON = (
     "data.lookahead=8",
     "packing.budget=512",
     "log.tensorboard=false",
+    "log.predictions=0",
     "export=false",
 )
 

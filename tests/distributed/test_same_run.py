@@ -19,7 +19,7 @@ from support.tiny import RECIPES
 
 COMMON = (
     "train.steps=4", "train.warmup_steps=0", "train.lr=1e-3", "train.eval_rows=2", "data.lookahead=8", "data.augment=0",
-    "packing.budget=512", "packing.align=4", "log.tensorboard=false",
+    "packing.budget=512", "packing.align=4", "log.tensorboard=false", "log.predictions=0",
 )  # fmt: skip
 
 

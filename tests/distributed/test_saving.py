@@ -24,7 +24,7 @@ RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (
     "train.steps=4", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
     "train.save_every=2", "train.mtp_loss=0.1", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4",
-    "log.tensorboard=false", "export=false", "train.keep=9", "train.clip_grad=0",
+    "log.tensorboard=false", "log.predictions=0", "export=false", "train.keep=9", "train.clip_grad=0",
 )  # fmt: skip
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "serial": (1, ()),
@@ -103,7 +103,7 @@ def test_a_save_goes_on_under_any_layout(
 
 SMALL = (
     "train.steps=4", "train.global_batch=2", "train.warmup_steps=0", "train.eval_rows=2", "train.save_every=2", "data.lookahead=4",
-    "data.augment=0", "packing.budget=512", "log.tensorboard=false", "export=false",
+    "data.augment=0", "packing.budget=512", "log.tensorboard=false", "log.predictions=0", "export=false",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ COMMON = (
     "packing.budget=512",
     "packing.align=4",  # what CP2 needs, for all: the bins are the same
     "log.tensorboard=false",
+    "log.predictions=0",
 )
 PARALLEL: dict[str, tuple[int, tuple[str, ...]]] = {
     "dp2": (2, ("train.save_every=2",)),

@@ -89,6 +89,7 @@ COMMON = (
     "data.augment=0",
     "packing.budget=512",
     "log.tensorboard=false",
+    "log.predictions=0",
 )
 NEAR, WEIGHTS = 5e-5, 2e-4  # those of tests/distributed/test_training.py
 

@@ -91,7 +91,7 @@ CASES = {
 }
 SHORT = (
     "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.eval_rows=2", "data.lookahead=8", "data.augment=0",
-    "data.blank_answers=0", "data.workers=0", "packing.budget=512", "packing.align=8", "log.tensorboard=false", "export=false",
+    "data.blank_answers=0", "data.workers=0", "packing.budget=512", "packing.align=8", "log.tensorboard=false", "log.predictions=0", "export=false",
     "engine.doctor=false",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import sys, torch, zoo
 from zoo.errors import UserError
 torch.cuda.set_per_process_memory_fraction(0.004)
 overrides = ["size=tiny", "nproc=1", "train.steps=3", "packing.budget=65536", "data.lookahead=8", "train.eval_rows=2",
-             "engine.doctor=false", "log.tensorboard=false", "export=false", "run.dir=" + sys.argv[1]]
+             "engine.doctor=false", "log.tensorboard=false", "log.predictions=0", "export=false", "run.dir=" + sys.argv[1]]
 try:
     zoo.train(zoo.load_recipe("qwen3_vl_sft", overrides=overrides))
 except UserError as error:

@@ -16,7 +16,7 @@ from support.vision_rows import vision_examples
 REPO = Path(__file__).parents[2]
 SHORT = (
     "train.global_batch=2", "train.warmup_steps=0", "train.eval_rows=2", "data.lookahead=8", "packing.budget=512", "nproc=1",
-    "log.tensorboard=false",
+    "log.tensorboard=false", "log.predictions=0",
 )  # fmt: skip
 
 

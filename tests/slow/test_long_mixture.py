@@ -32,6 +32,7 @@ COMMON = (
     "packing.align=4",  # what the eight ranks need, for both: the rows are the same
     "engine.threads=1",
     "log.tensorboard=false",
+    "log.predictions=0",
     "export=false",
 )
 EIGHT = ("nproc=8", "parallel.tp=2", "parallel.sp=true", "parallel.pp=2", "parallel.cp=2", "parallel.ep=4")

@@ -23,7 +23,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "saving, evaluation and export": (
         "train.eval_every", "train.eval_rows", "train.save", "train.save_every", "train.save_minutes", "train.keep", "train.keep_best", "export",
     ),
-    "logging": ("train.log_every", "log.tensorboard", "log.wandb", "log.slow_step"),
+    "logging": ("train.log_every", "log.tensorboard", "log.wandb", "log.slow_step", "log.predictions", "log.prediction_tokens"),
     "paths": ("run.dir", "data.root", "data.outside_root", "data.urls"),
     "how the run is watched": ("run.resume", "run.accept_changes", "run.hang_timeout", "run.save_within"),
     "what becomes of bad rows and bad steps": (

@@ -180,6 +180,8 @@ class LogConfig:
 
     tensorboard: bool = True  # event files in run.dir/tensorboard
     wandb: str | None = None  # project name at Weights & Biases; default: not used
+    predictions: int = number(8, 0, 64)  # held-out rows whose greedy answers are shown at each evaluation, in predictions.jsonl and plots/predictions.png; 0: none
+    prediction_tokens: int = number(64, 1, 10**5)  # most tokens of such an answer
     slow_step: float = number(3.0, 0, 1e6)  # a step slower than so many times the running median is reported, with its cause; 0: never
 
 

@@ -74,6 +74,9 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         )
     elif losses:
         plot = folder / "plots" / "loss.png"
+        seen = folder / "plots" / "predictions.png"
+        if seen.is_file():
+            yield f"what the model answers to held-out rows: {seen}"
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.metadata
 import json
@@ -15,16 +16,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.signals import leave_terminal
 from zoo.engine.report.loss_plot import plot_losses
+from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
 from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-attn-4", "triton",
     "safetensors", "omegaconf", "numpy", "av",
 )  # fmt: skip
+
+PREDICTIONS = "predictions.jsonl"
 
 
 def environment() -> dict[str, Any]:
@@ -92,11 +98,10 @@ class RunLog:
 
     def _forget_after(self, done: int) -> None:
         """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
-        path = self.folder / "train.jsonl"
-        if not path.is_file():
-            return
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _stays(line, done)]
-        write_atomically(path, "".join(f"{line}\n" for line in kept))
+        for path in (self.folder / "train.jsonl", self.folder / PREDICTIONS):
+            if path.is_file():
+                lines = path.read_text(encoding="utf-8").splitlines()
+                write_atomically(path, "".join(f"{line}\n" for line in lines if _stays(line, done)))
 
     def _open_trackers(self, done: int) -> None:
         if self.recipe.log.tensorboard:
@@ -129,6 +134,27 @@ class RunLog:
         self.say(
             f"eval at step {step}: loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} ({kinds})"
         )
+
+    def predictions(self, step: int, found: Sequence[Prediction]) -> None:
+        """Answers to some held-out rows: a block of lines, predictions.jsonl, the picture, the trackers."""
+        if not self.main or not found:
+            return
+        with contextlib.closing(Lines(self.folder / PREDICTIONS)) as lines:
+            for one in found:
+                lines.write(json.dumps({"step": step, **one.as_dict()}, ensure_ascii=False))
+        text = block(step, found)
+        self.say(text)
+        picture = plot_predictions(self.folder, step, found)
+        if self.board is not None:
+            from PIL import Image
+
+            with Image.open(picture) as image:
+                self.board.add_image("predictions", np.asarray(image.convert("RGB")), step, dataformats="HWC")
+            self.board.add_text("predictions", "    " + text.replace("\n", "\n    "), step)
+        if self.wandb is not None:
+            import wandb
+
+            self.wandb.log({"predictions": wandb.Image(str(picture))}, step=step)
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """An event, for the log alone."""

@@ -22,6 +22,7 @@ from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
+from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.report import messages
 from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
@@ -190,15 +191,13 @@ class Run:
 
     def _steps(self, started: float) -> dict[str, Any]:
         """Train until the last step, the end of the time or an interrupt; returns the last evaluation's metrics."""
-        train = self.recipe.train
+        train, most = self.recipe.train, self.recipe.train.max_minutes
         metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
             self._train_step()
             self._note_saved(self.saver.poll())
             self.save_report.expect(self.saver.expected_seconds, self.log)
-            out_of_time = (
-                train.max_minutes is not None and time.monotonic() - started > train.max_minutes * 60
-            )
+            out_of_time = most is not None and time.monotonic() - started > most * 60
             if self._ends(out_of_time):
                 break
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
@@ -212,8 +211,7 @@ class Run:
 
     def _ends(self, out_of_time: bool = False) -> bool:
         """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
-        stop = self.stop
-        minutes = self.recipe.train.save_minutes
+        stop, minutes = self.stop, self.recipe.train.save_minutes
         due = minutes is not None and time.monotonic() - self.saved_at > minutes * 60
         flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time), float(due)]
         asked, preempted, late, dues = flags if self.world.size == 1 else self.world.sum(flags)
@@ -294,6 +292,8 @@ class Run:
         if self.interrupted:
             return {}
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
+        said = predict(self.recipe, self.assembly, self.world, held_out, self.trainable.chunks)
+        self.log.predictions(self.done, said)
         return metrics
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:

@@ -30,7 +30,7 @@ def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.
     folder = tmp_path / "run"
     code = main(
         ["train", "recipe=qwen35_vl_sft", "size=tiny", "hardware=cpu", "nproc=1", "train.steps=2", "train.eval_rows=2",
-         f"run.dir={folder}", "export=false", "log.tensorboard=false"]
+         f"run.dir={folder}", "export=false", "log.tensorboard=false", "log.predictions=0"]
     )  # fmt: skip
     assert code == 0
     lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]

@@ -1,0 +1,87 @@
+"""Greedy answers of the model in training to a few held-out rows, the same ones at each evaluation.
+
+All ranks take part, under any layout; a run's numbers are the same with and without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.data.errors import RowError
+from zoo.data.loading.bad_rows import BadRows
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.mixture import SampleId
+from zoo.engine.distributed.world import World
+from zoo.engine.generate.answering import Answering
+from zoo.engine.generate.decoding import Decoding
+from zoo.engine.generate.sampling import Sampling, end_tokens
+from zoo.engine.model.build import Assembly
+from zoo.engine.report.predictions_plot import Prediction
+from zoo.engine.scores.answer_scores import exact_match
+
+SEARCHED = 512  # held-out rows that are looked through for kinds
+MARGIN = 8  # tokens that an answer may have above the longest one wanted
+
+
+def predict(
+    recipe: Recipe, assembly: Assembly, world: World, held_out: SampleSource, chunks: Sequence[Any]
+) -> list[Prediction]:
+    """The answers to log.predictions rows, in the rows' order; every rank calls it, and gets them all.
+
+    Args:
+        recipe: of the run.
+        assembly: family, config and processor.
+        world: the process groups.
+        held_out: rows of data.eval.
+        chunks: this rank's model chunks, which are in training mode afterwards.
+    """
+    if not recipe.log.predictions:
+        return []
+    ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
+    finder = Answering(Decoding(assembly, chunks, recipe, world, Sampling(), ends), 1, BadRows(recipe.data))
+    chosen = _chosen(finder, held_out, recipe.log.predictions)
+    if not chosen:
+        return []
+    tokenizer = assembly.processor.tokenizer
+    longest = max(len(tokenizer(answer)["input_ids"]) for answer in chosen.values())
+    sampling = Sampling(min(recipe.log.prediction_tokens, longest + MARGIN))
+    decoding = Decoding(assembly, chunks, recipe, world, sampling, ends)
+    share = -(-len(chosen) // world.dp_size)
+    for chunk in chunks:
+        chunk.eval()
+    found = Answering(decoding, share, BadRows(recipe.data)).all(held_out.rows, list(chosen))
+    for chunk in chunks:
+        chunk.train()
+    predictions = []
+    for number, result in found.items():
+        row = held_out.rows.row(SampleId(number))
+        answers = row.answers or (chosen[number],)
+        right = exact_match(result["text"], answers).value == 1.0
+        predictions.append(Prediction(row, chosen[number], result["text"], right))
+    return predictions
+
+
+def _chosen(finder: Answering, held_out: SampleSource, most: int) -> dict[int, str]:
+    """Number and answer of the rows to show: of each kind in turn, in the order of the rows."""
+    kinds: dict[str, list[int]] = {}
+    for number in range(min(len(held_out), SEARCHED)):
+        try:
+            row = held_out.rows.row(SampleId(number))
+        except RowError:
+            continue
+        if row.text is None and row.messages[-1].role == "assistant":
+            kinds.setdefault(row.kind or " ".join(sorted(row.media)), []).append(number)
+    chosen: dict[int, str] = {}
+    for number in (n for turn in zip_longest(*kinds.values()) for n in turn if n is not None):
+        if len(chosen) == most:
+            break
+        try:
+            reference = finder.prompt(held_out.rows.row(SampleId(number))).reference
+        except RowError:
+            continue
+        if reference:
+            chosen[number] = reference
+    return dict(sorted(chosen.items()))

@@ -1,0 +1,213 @@
+"""plots/predictions.png of a run folder: held-out rows with their media, the answer and what the model says."""
+
+from __future__ import annotations
+
+import textwrap
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zoo.data.errors import RowError
+from zoo.data.media.decoder import HERE
+from zoo.data.sources.rows import PLACEHOLDER, Row
+from zoo.files import replaced
+
+RIGHT, WRONG, INK, QUIET, CARD = "#1a8f4b", "#c8313b", "#1d2433", "#6b7385", "#f6f7f9"
+COLUMNS, PANELS, FRAMES = 2, 4, 4  # cards side by side, media of a card, frames of a video
+LARGEST = 512  # pixels of a picture's longer side
+_LINES = 3  # of a prompt
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A held-out row, its answer and the model's."""
+
+    row: Row
+    answer: str
+    prediction: str
+    right: bool
+
+    @property
+    def prompt(self) -> str:
+        """The question before the answer, its media at the beginning left out and those within as [image]."""
+        asked = [text for role, text in self.row.messages[:-1] if role == "user"]
+        return _plain(asked[-1]) if asked else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """A line of predictions.jsonl, but for its step."""
+        row = self.row
+        found = {"source": row.source, "kind": row.kind, "prompt": self.prompt, "answer": self.answer}
+        return {**found, "prediction": self.prediction, "right": self.right}
+
+
+def block(step: int, found: Sequence[Prediction]) -> str:
+    """The predictions as lines of text."""
+    right = sum(one.right for one in found)
+    lines = [f"answers to {len(found)} held-out rows at step {step}, {right} right:"]
+    for one in found:
+        wanted = "" if one.right else f", wanted {_short(one.answer)}"
+        mark = "right" if one.right else "wrong"
+        lines.append(f"  {mark}  {one.row.kind or 'row'}: {_short(one.prediction)}{wanted}")
+    return "\n".join(lines)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return repr(text if len(text) <= 50 else f"{text[:50]} ...")
+
+
+def plot_predictions(folder: Path, step: int, found: Sequence[Prediction]) -> Path:
+    """Draw `folder`/plots/predictions.png; returns the file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = -(-len(found) // COLUMNS)
+    figure = pyplot.figure(figsize=(13, 0.7 + 1.9 * rows), facecolor="white")
+    right = sum(one.right for one in found)
+    top = 1 - 0.62 / (0.7 + 1.9 * rows)
+    title = f"{folder.resolve().name}: answers to held-out rows at step {step:,}"
+    figure.text(
+        0.015, (1 + top) / 2, title, fontsize=13, weight="bold", color=INK, va="center", parse_math=False
+    )
+    figure.text(
+        0.985,
+        (1 + top) / 2,
+        f"{right} of {len(found)} right",
+        fontsize=12,
+        color=QUIET,
+        ha="right",
+        va="center",
+    )
+    grid = figure.add_gridspec(
+        rows, COLUMNS, left=0.015, right=0.985, top=top, bottom=0.02, wspace=0.03, hspace=0.12
+    )
+    for number, one in enumerate(found):
+        _card(figure, grid[number // COLUMNS, number % COLUMNS], one)
+    path = folder / "plots" / "predictions.png"
+    path.parent.mkdir(exist_ok=True)
+    with replaced(path) as partial, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # letters that the font has not
+        figure.savefig(partial, dpi=100)
+    pyplot.close(figure)
+    return path
+
+
+def _card(figure: Any, place: Any, one: Prediction) -> None:
+    """A row: media at the left, texts at the right, on a card with a coloured edge."""
+    colour = RIGHT if one.right else WRONG
+    back = figure.add_subplot(place)
+    back.set(xticks=[], yticks=[], facecolor=CARD, xlim=(0, 1), ylim=(0, 1))
+    back.spines[:].set_visible(False)
+    back.axvspan(0, 0.012, color=colour)
+    left, text = place.subgridspec(1, 2, width_ratios=(1.15, 1), wspace=0.02)
+    panels = list(_panels(one.row))[:PANELS]
+    inner = left.subgridspec(3, max(len(panels), 1) + 2, width_ratios=(0.06, *[1] * max(len(panels), 1), 0.02), height_ratios=(0.06, 1, 0.06), wspace=0.06)  # fmt: skip
+    for number, (kind, content) in enumerate(panels):
+        (_sound if kind == "sound" else _picture)(figure, inner[1, number + 1], content)
+    if not panels:
+        axis = figure.add_subplot(inner[1, 1])
+        axis.set_axis_off()
+        axis.text(0.5, 0.5, "text alone", ha="center", va="center", color=QUIET, style="italic")
+    axis = figure.add_subplot(text)
+    axis.set(xlim=(0, 1), ylim=(0, 1))
+    axis.set_axis_off()
+    style = {"va": "top", "parse_math": False, "transform": axis.transAxes}
+    axis.text(0, 0.93, one.row.kind or "row", fontsize=8, color=QUIET, **style)
+    axis.text(0.98, 0.93, "\N{CHECK MARK} right" if one.right else "\N{BALLOT X} wrong", fontsize=10, color=colour, weight="bold", ha="right", **style)  # fmt: skip
+    axis.text(0, 0.80, _wrapped(one.prompt), fontsize=8.5, color=INK, **style)
+    for y, name, said, shade in ((0.42, "answer", one.answer, INK), (0.22, "model", one.prediction, colour)):
+        axis.text(0, y, name, fontsize=8, color=QUIET, **style)
+        axis.text(
+            0.17,
+            y + 0.015,
+            _wrapped(said, 30, 1) or "(nothing)",
+            fontsize=11,
+            color=shade,
+            weight="bold",
+            **style,
+        )
+
+
+def _plain(text: str) -> str:
+    while found := PLACEHOLDER.match(text.lstrip()):
+        text = text.lstrip()[found.end() :]
+    return " ".join(PLACEHOLDER.sub(r" [\1] ", text).split())
+
+
+def _wrapped(text: str, width: int = 42, lines: int = _LINES) -> str:
+    return "\n".join(textwrap.wrap(text, width, max_lines=lines, placeholder=" ..."))
+
+
+def _panels(row: Row) -> Iterator[tuple[str, Any]]:
+    """Media of a row in its order: pictures (height, width, 3) and sounds (samples,); those that can't be read are left out."""
+    try:
+        for image in row.images[:PANELS]:
+            picture = HERE.image(image, row)
+            picture.thumbnail((LARGEST, LARGEST))
+            yield "picture", np.asarray(picture)
+        for video in row.videos[:PANELS]:
+            frames, _ = HERE.video(video, row, 1.0, FRAMES)
+            yield "picture", _strip(frames.permute(0, 2, 3, 1).numpy())
+            if row.use_audio_in_video:
+                yield "sound", HERE.audio(video, row)
+        for sound in row.audios[:PANELS]:
+            yield "sound", HERE.audio(sound, row)
+    except RowError:
+        return
+
+
+def _strip(frames: np.ndarray) -> np.ndarray:
+    """Frames (T, H, W, 3) in two columns, with white between them."""
+    frames = frames[:, :: max(1, frames.shape[1] // 256), :: max(1, frames.shape[2] // 256)]
+    count, height, width, _ = frames.shape
+    gap = max(1, width // 24)
+    columns = min(2, count)
+    lines = -(-count // columns)
+    whole = np.full((lines * (height + gap) - gap, columns * (width + gap) - gap, 3), 246, np.uint8)
+    for number, frame in enumerate(frames):
+        y, x = number // columns * (height + gap), number % columns * (width + gap)
+        whole[y : y + height, x : x + width] = frame
+    return whole
+
+
+def _picture(figure: Any, place: Any, pixels: np.ndarray) -> None:
+    axis = figure.add_subplot(place)
+    axis.imshow(pixels, interpolation="nearest" if max(pixels.shape) < 128 else "antialiased")
+    axis.set(xticks=[], yticks=[])
+    axis.spines[:].set_color("#d4d8e0")
+
+
+def _sound(figure: Any, place: Any, samples: np.ndarray) -> None:
+    """The waveform above the spectrogram, up to 8 kHz, of 16 kHz samples."""
+    upper, lower = place.subgridspec(2, 1, height_ratios=(1, 1.6), hspace=0.03)
+    seconds = len(samples) / 16000
+    axis = figure.add_subplot(upper)
+    pieces = np.array_split(np.abs(samples), min(300, len(samples)))
+    peaks = np.array([piece.max() for piece in pieces])
+    peaks = peaks / (peaks.max() or 1.0)
+    axis.fill_between(np.linspace(0, seconds, len(peaks)), -peaks, peaks, color="#3b6ea8", linewidth=0)
+    axis.set(xlim=(0, seconds), ylim=(-1.05, 1.05))
+    axis.set_axis_off()
+    axis = figure.add_subplot(lower)
+    with np.errstate(divide="ignore"):
+        power = _spectrogram(samples)
+    axis.imshow(
+        power, origin="lower", aspect="auto", cmap="magma", vmin=power.max() - 8, extent=(0, seconds, 0, 8)
+    )
+    axis.set(xticks=[], yticks=[])
+    axis.set_xlabel(f"{seconds:.1f} s", fontsize=7, color=QUIET, labelpad=1)
+
+
+def _spectrogram(samples: np.ndarray, window: int = 400) -> np.ndarray:
+    """(frequencies, times) log10 of the power."""
+    padded = np.pad(samples, (0, max(0, window - len(samples))))
+    hop = max(160, (len(padded) - window) // 400 or 160)
+    frames = np.lib.stride_tricks.sliding_window_view(padded, window)[::hop] * np.hanning(window)
+    found: np.ndarray = np.log10(np.abs(np.fft.rfft(frames, 512)).T ** 2 + 1e-10)
+    return found
