@@ -44,7 +44,7 @@ def recipe_of(folder: Path, run_dir: Path, ranks: int, steps: int) -> Path:
     model, rows = folder / "model", folder / "rows.jsonl"
     if not rows.exists():
         write_tiny_qwen3_vl(model, moe=True, num_hidden_layers=2, mlp_only_layers=[0], deepstack=())
-        write_rows(rows, [text_row(number) for number in range(20_000)])
+        write_rows(rows, [text_row(number) for number in range(40 * steps)])
     settings = {
         "hardware": "cpu", "engine.threads": 1, "run.dir": run_dir, "model.init": model, "nproc": ranks,
         "data.train": f"[{rows}]", "data.eval": f"[{rows}]", "train.eval_rows": 2, "data.lookahead": 8,

@@ -94,7 +94,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         layers += _overlays(choice)
         stamps = {"recipe": name_or_path, "size": choice.size, "hardware": choice.hardware}
         why = choice.why
-    tree = schema_tree(Recipe())
+    tree = schema_tree(Recipe)
     for layer in layers:
         apply(tree, layer)
     _take_arch_of_init(tree, own)
@@ -128,7 +128,7 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
     Raises:
         ConfigError: an override is wrong.
     """
-    tree = schema_tree(Recipe())
+    tree = schema_tree(Recipe)
     apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
     typed = override_layer(overrides)
     _take_arch_of_init(tree, [typed])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 from zoo.config.derived import data_parallel
@@ -30,8 +32,13 @@ class Plan:
     step: dict[str, float]  # FLOPs of an optimizer step, over all ranks, by part
     row: Row
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
-    measures: list[Measure]  # what saves memory, from cheap to dear
+    list_measures: Callable[[], list[Measure]]
     saved: int = 0  # bytes of a checkpoint, of all ranks
+
+    @cached_property
+    def measures(self) -> list[Measure]:
+        """What saves memory, from cheap to dear; each is a plan of its own, so they are made for those who ask."""
+        return self.list_measures()
 
     @property
     def seconds(self) -> float | None:
@@ -141,7 +148,7 @@ def make_plan(
         step={name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()},
         row=row,
         room=limit if limit is not None else room(recipe),
-        measures=measures(model, recipe, row, ranks, fused=fused),
+        list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
         saved=saved,
     )
 

@@ -50,7 +50,7 @@ def given(key: str, value: Any) -> Any:
 
 
 def test_senseless_numbers_are_refused_by_every_key() -> None:
-    tree = schema_tree(Recipe())
+    tree = schema_tree(Recipe)
     for key, value in product(NUMBERS, SENSELESS):
         for typed in (value, show_value(value)) if abs(value) < 1e20 else (value,):
             with pytest.raises(ConfigError) as caught:
@@ -61,7 +61,7 @@ def test_senseless_numbers_are_refused_by_every_key() -> None:
 
 
 def test_zero_is_refused_where_it_is_outside() -> None:
-    tree = schema_tree(Recipe())
+    tree = schema_tree(Recipe)
     for key in NUMBERS:
         bounds = keys(Recipe)[key].bounds
         assert bounds is not None

@@ -7,6 +7,7 @@ kernels whose sums have no fixed order are then replaced by others, or refused b
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,11 +31,19 @@ def install(recipe: Recipe, on_cpu: bool) -> None:
     if wanted and not on_cpu:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-    torch.use_deterministic_algorithms(wanted)
+    set_deterministic(wanted)
     settings: Any = torch.utils.deterministic
     settings.fill_uninitialized_memory = False  # nothing of zoo's reads it
     torch.backends.cudnn.deterministic = wanted
     torch.backends.cudnn.benchmark = False
+
+
+def set_deterministic(strict: bool, warn: bool = False) -> None:
+    """torch.use_deterministic_algorithms for eager code: that one imports TorchInductor to tell it, two seconds of a start."""
+    torch.set_deterministic_debug_mode(("warn" if warn else "error") if strict else "default")
+    inductor: Any = sys.modules.get("torch._inductor.config")
+    if inductor is not None:
+        inductor.deterministic = strict
 
 
 def refusal(error: RuntimeError) -> UserError | None:

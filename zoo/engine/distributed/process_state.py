@@ -112,6 +112,8 @@ def _random() -> Callable[[], None]:
 def _torch_settings() -> Callable[[], None]:
     import torch
 
+    from zoo.engine.distributed.determinism import set_deterministic
+
     more: Any = torch.utils.deterministic
     cudnn = torch.backends.cudnn
     strict, warn = (
@@ -123,7 +125,7 @@ def _torch_settings() -> Callable[[], None]:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def put_back() -> None:
-        torch.use_deterministic_algorithms(strict, warn_only=warn)
+        set_deterministic(strict, warn)
         more.fill_uninitialized_memory = fill
         cudnn.deterministic, cudnn.benchmark = flags
         torch.set_num_threads(threads)

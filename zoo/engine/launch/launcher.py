@@ -17,6 +17,7 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
+from zoo.engine.launch.core_import import import_core
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
@@ -62,6 +63,7 @@ def launch(recipe: Recipe, *, data: Any = None, eval_data: Any = None, here: boo
     if under_torchrun():
         end_with_parent()
     if under_torchrun() or (here and ranks == 1):
+        import_core()
         from zoo.engine.train.trainer import train
 
         return train(recipe)
@@ -89,6 +91,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
     if under_torchrun():
         end_with_parent()
     if under_torchrun() or (ranks == 1 and not fresh):
+        import_core()
         module, _, name = task.partition(":")
         return getattr(importlib.import_module(module), name)(recipe, *further)
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
+from zoo.engine.launch.core_import import import_core
 from zoo.errors import UserError, file_error
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
             from zoo.config.compose import load_recipe
 
             recipe = load_recipe(path)
+            import_core()
             if task:
                 return _do(recipe, *task)
             from zoo.engine.train.trainer import train
