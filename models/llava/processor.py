@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.processor import ChatMarkers, Processor, Sketch, as_tensor
+from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
@@ -123,7 +125,7 @@ class LlavaProcessor(Processor):
         tiles = sum(len(media[name]) for name in ("pixel_values", "pixel_values_videos") if name in media)
         return {"vision": [1] * tiles}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch:
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch:
         """The template's text, a token for each medium."""
         tiling, lines = self.tiling, self.config.lines
         cut = lines and (len(headers.images) == 1 or not self.config.has_video)

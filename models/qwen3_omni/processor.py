@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
@@ -88,6 +89,7 @@ class Qwen3OmniProcessor(Processor):
         self.n_window = n_window
         self.position_id_per_seconds = position_id_per_seconds
         self.video_size = _video_size(hf)
+        self.pixels_of_token = (hf.image_processor.patch_size * hf.image_processor.merge_size) ** 2
 
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Arguments of the HF call that must agree with the architecture and with how the frames were taken."""
@@ -104,6 +106,31 @@ class Qwen3OmniProcessor(Processor):
         if row.audios or row.use_audio_in_video:
             options["audio_kwargs"] = {"n_window": self.n_window}
         return options
+
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """Sizes of images, and of a video's frames."""
+        return vision.pixel_options(pixels, self.hf.image_processor.size, self._frame_size)
+
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
+        """Of an image, and of a frame."""
+        return pixels.least or self.hf.image_processor.size["shortest_edge"], self._frame_size[
+            "shortest_edge"
+        ]
+
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
+        """Of an image, and of a frame."""
+        images = vision.image_grids(self.hf, headers.images, pixels)
+        area = self.hf.image_processor.patch_size**2
+        image, video = (
+            max((height * width * area for _, height, width in grids), default=0)
+            for grids in (images, self._video_grids(headers, pixels))
+        )
+        return image, video
+
+    @property
+    def _frame_size(self) -> dict[str, int]:
+        """Limits of a frame: the folder's, or those of transformers' class."""
+        return self.video_size or {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The towers' tensors by name; the module's docstring lists them."""
@@ -146,11 +173,14 @@ class Qwen3OmniProcessor(Processor):
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
         return vision.vision_rows(media) | {"audio": frames}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        grids = [*vision.image_grids(self.hf, headers.images), *self._video_grids(headers)]
+        grids = [
+            *vision.image_grids(self.hf, headers.images, pixels),
+            *self._video_grids(headers, pixels),
+        ]
         frames = self._mel_frames(headers.sounds)
         heard = [audio_tokens(count, self.n_window) for count in frames]
         merged = self.hf.image_processor.merge_size**2
@@ -165,12 +195,12 @@ class Qwen3OmniProcessor(Processor):
         most = max(samples, default=0) // hop
         return [min(-(-count // hop), most) for count in samples]
 
-    def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
+    def _video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 
         videos = self.hf.video_processor
-        size = self.video_size or {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32}
+        size = vision.pixel_limits(self._frame_size, None, pixels.video_most)
         patch, limits = videos.patch_size, (size["shortest_edge"], size["longest_edge"])
         grids = []
         for count, height, width in headers.videos:

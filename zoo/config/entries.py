@@ -12,12 +12,61 @@ from typing import Any
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError
 
+MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_pixels")
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
 FORMS = (
     "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference",
     "cord_v2", "llava_instruct", "captions", "cauldron",
 )  # fmt: skip
 OWN_FORM = re.compile(r"([^:]+\.py|\w+(\.\w+)*):\w+(\.\w+)*")  # module:function, file.py:function
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """How large images and videos may be; None: what the processor has.
+
+    Attributes:
+        least: data.min_pixels.
+        most: data.max_pixels.
+        video_most: data.video_max_pixels, counted as the family's video processor does.
+    """
+
+    least: int | None = None
+    most: int | None = None
+    video_most: int | None = None
+
+
+@dataclass(frozen=True)
+class MediaLimits:
+    """How frames are taken of videos, and how large media may be.
+
+    Attributes:
+        video_fps: frames taken per second of video.
+        max_frames: most frames taken of one video.
+        pixels: how large images and videos may be.
+        own: keys that the entry of the rows has itself; the others are of the recipe's data.
+    """
+
+    video_fps: float
+    max_frames: int
+    pixels: PixelLimits = PixelLimits()
+    own: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: Any, entry: DataEntry | None = None) -> MediaLimits:
+        """Those of a recipe's data, or of one of its entries.
+
+        Args:
+            data: a DataConfig.
+            entry: its own values stand before the recipe's.
+        """
+        own = {name: value for name in MEDIA_KEYS if (value := getattr(entry, name, None)) is not None}
+        fps, frames, least, most, video_most = (own.get(name, getattr(data, name)) for name in MEDIA_KEYS)
+        return cls(fps, frames, PixelLimits(least, most, video_most), tuple(own))
+
+    def key(self, name: str) -> str:
+        """What a message calls the setting that holds for the rows: data.max_pixels, say."""
+        return f"{name} of their entry" if name in self.own else f"data.{name}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +94,11 @@ class DataEntry:
     )  # share of the rows kept for evaluation: training gets the others
     seed: int = number(0, 0, 2**32 - 1)  # which rows those are
     stream: bool = False  # read in order, without knowing how many rows there are
+    video_fps: float | None = number(None, above=0, most=1000)  # as data.video_fps, for these rows
+    max_frames: int | None = number(None, 1, 10**6)  # as data.max_frames
+    min_pixels: int | None = number(None, 1, 10**9)  # as data.min_pixels
+    max_pixels: int | None = number(None, 1, 10**9)  # as data.max_pixels
+    video_max_pixels: int | None = number(None, 1, 10**10)  # as data.video_max_pixels
     rows: Any = None  # rows as objects, for programs: a list of dicts, or a datasets.Dataset
 
     def __str__(self) -> str:
@@ -174,6 +228,10 @@ def _check(entry: DataEntry, key: str) -> None:
         )
     for name, value, bounds in outside(entry):
         raise ConfigError(f"{key}: {name}={shown_value(value)} of {entry}: wanted a number {bounds}")
+    if entry.min_pixels is not None and entry.max_pixels is not None and entry.min_pixels > entry.max_pixels:
+        raise ConfigError(
+            f"{key}: min_pixels={entry.min_pixels} of {entry} is above max_pixels={entry.max_pixels}; give a lower min_pixels"
+        )
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
 

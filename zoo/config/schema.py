@@ -92,7 +92,7 @@ class DataConfig:
     urls: bool = False  # whether media at http(s) URLs are downloaded
     labels: str = choice("assistant", "assistant", "last", "all")  # assistant (all answers) | last (the last one) | all (every token of text)
     on_error: str = choice("raise", "raise", "skip")  # raise | skip (counted and listed in bad_rows.jsonl)
-    overlong: str = choice("error", "error", "drop", "truncate_text")  # error | drop | truncate_text, for a sample over packing.budget
+    overlong: str = choice("error", "error", "drop", "truncate_text", "shrink")  # error | drop | truncate_text | shrink (images and videos are made smaller), for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed
     lookahead: int = number(256, 1, 10**6)  # samples the packer may choose from
     augment: float | None = number(None, 0, 1)  # strength, 0 to 1, of random changes to training media; default: 0
@@ -102,6 +102,9 @@ class DataConfig:
     cache_mb: int = number(512, 0, 10**8)  # memory for processed samples, per rank, in MiB
     video_fps: float = number(2.0, above=0, most=1000)  # frames taken per second of video
     max_frames: int = number(768, 1, 10**6)  # most frames taken of one video
+    min_pixels: int | None = number(None, 1, 10**9)  # an image of fewer pixels is enlarged; default: the processor's own
+    max_pixels: int | None = number(None, 1, 10**9)  # an image of more pixels is made smaller; default: the processor's own
+    video_max_pixels: int | None = number(None, 1, 10**10)  # the same of a video, as the family's processor counts: of a frame, or of all frames together
     workers: int | None = number(None, 0, 1024)  # processes that decode media, a rank; 0: none; default: by the cores
     row_seconds: float = number(60.0, above=0, most=1e6)  # longest time that decoding the media of a row may take in a worker
     row_mb: int = number(8192, 1, 10**8)  # most MiB that decoding a medium takes in a worker, or a row's media once decoded

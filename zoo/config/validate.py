@@ -98,6 +98,11 @@ def _check_values(recipe: Recipe) -> None:
         )
     if not recipe.data.train:
         raise ConfigError("data.train=[]: nothing to train on; name a JSONL file or a bundled set")
+    least, most = recipe.data.min_pixels, recipe.data.max_pixels
+    if least is not None and most is not None and least > most:
+        raise ConfigError(
+            f"data.min_pixels={least} is above data.max_pixels={most}: no image fits both; give a lower data.min_pixels"
+        )
     _check_bundled(recipe)
     check_entries(recipe.data.train, recipe.data.eval)
 

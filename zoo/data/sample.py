@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from zoo.packing import PackedLayout
+
+if TYPE_CHECKING:
+    from zoo.data.media.sizes import Fit
 
 IGNORE = -100  # label of a token without loss, torch.nn.functional.cross_entropy's default
 
@@ -24,6 +28,7 @@ class Sample:
         kind: the row's label for statistics.
         source: where the row stands.
         weights: (L,) float32 weight of each label in the loss; None where all are 1. A label of weight 0 is IGNORE.
+        fit: as `zoo.data.media.sizes.SampleSize` has it.
     """
 
     input_ids: Tensor
@@ -32,6 +37,7 @@ class Sample:
     kind: str | None = None
     source: str = ""
     weights: Tensor | None = None
+    fit: Fit | None = None
 
     @property
     def length(self) -> int:

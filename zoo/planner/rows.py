@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.packing.cost import ModelCost
 from zoo.planner.activations import Row
@@ -14,7 +18,8 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
 
     Args:
         labels: share of the tokens that carry a loss.
-        media: share of them that are of media, in items of at most 1024 tokens (a picture of a million pixels).
+        media: share of them that are of media, in items of at most 1024 tokens (a picture of a million pixels), or of
+            as many as data.max_pixels gives.
     """
     total = recipe.packing.budget * (recipe.train.micro_batch if recipe.packing.mode == "none" else 1)
     return Row(
@@ -23,11 +28,28 @@ def typical_row(recipe: Recipe, cost: ModelCost, labels: float = LABELS, media: 
         media={
             name: tuple(
                 piece * tower.rows_per_token
-                for piece in _pieces(int(total * media) // len(cost.towers), ITEM)
+                for piece in _pieces(int(total * media) // len(cost.towers), _item(recipe))
             )
             for name, tower in cost.towers.items()
         },
     )
+
+
+def _item(recipe: Recipe) -> int:
+    """Tokens of an image: of the largest that data.max_pixels, or an entry's own, allows."""
+    entries = [parse_entry(spec, "data.train") for spec in recipe.data.train]
+    own = [entry.max_pixels or recipe.data.max_pixels for entry in entries]
+    vision = _vision(recipe.model.arch)
+    if not vision.get("patch_size") or None in own or not own:
+        return ITEM
+    side = vision["patch_size"] * vision.get("spatial_merge_size", 1)
+    return max(max(most or 0 for most in own) // side**2, 1)
+
+
+def _vision(arch: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = arch.get("thinker_config")
+    arch = inner if isinstance(inner, Mapping) else arch
+    return arch.get("vision_config") or {}
 
 
 def _pieces(total: int, size: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from zoo.cli.convert import shard_bytes
 from zoo.cli.show import _schema, _schema_entries
 from zoo.cli.verify import _number
 from zoo.config.compose import load_recipe
-from zoo.config.entries import DataEntry, parse_entry
+from zoo.config.entries import MEDIA_KEYS, DataEntry, parse_entry
 from zoo.config.layers.keys import keys, show_value
 from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
@@ -103,9 +103,10 @@ def numbers(of: Any) -> list[str]:
 
 
 def test_every_number_of_a_data_entry_has_bounds() -> None:
-    assert numbers(DataEntry) == ["weight", "epochs", "held_out", "seed"]
+    assert numbers(DataEntry) == ["weight", "epochs", "held_out", "seed", *MEDIA_KEYS]
     for name, value in product(numbers(DataEntry), SENSELESS):
-        if name == "seed" and isinstance(value, float):
+        whole = name in ("seed", *MEDIA_KEYS) and name != "video_fps"
+        if whole and isinstance(value, float):
             continue  # another type, refused as that
         for entry in ({"path": "x", name: value}, DataEntry(path="x", **{name: value})):
             with pytest.raises(ConfigError) as caught:

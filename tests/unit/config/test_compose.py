@@ -326,7 +326,7 @@ def test_replace_checks_like_an_override() -> None:
         ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
         ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
         ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
-        ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text"),
+        ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text, shrink"),
         ("engine.backend=jax", "engine.backend=jax: wanted one of auto, te, torch"),
         ("engine.precision=fp8", "engine.precision=fp8: wanted one of fp32, bf16 or null"),
         ("engine.recompute=all", "engine.recompute=all: wanted one of none, selective, full"),

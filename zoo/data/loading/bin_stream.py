@@ -90,7 +90,12 @@ class BinStream:
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as plain values: its position, corrected lengths, and places in streams of rows."""
         streams = self.source.rows.stream_state(self._wanted())
-        return {**vars(self.position()), "corrected": self.lengths.state_dict(), "streams": streams}
+        return {
+            **vars(self.position()),
+            "corrected": self.lengths.state_dict(),
+            "streams": streams,
+            "sizes_of": self.source.sizes_follow_from(),
+        }
 
     def forget(self) -> None:
         """Let go of rows of streams that are in bins already."""
@@ -120,7 +125,9 @@ class BinStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved state."""
         self.source.rows.load_stream_state(state.get("streams", {}))
-        self.lengths.load_state_dict(state["corrected"])
+        now = self.source.sizes_follow_from()
+        if all(old == new for old, new in zip(state.get("sizes_of", now), now, strict=False)):
+            self.lengths.load_state_dict(state["corrected"])
         self.rewind(Position.of(state))
 
     def grown(self, state: dict[str, Any], sizes: list[int | None]) -> dict[str, Any]:

@@ -111,6 +111,9 @@ class Lengths:
         self._known = _Table(source.variants * len(source))
         self._errors: dict[SampleId, RowError] = {}
         self._corrected: set[SampleId] = set()
+        self._shrunk: list[
+            SampleId
+        ] = []  # samples measured since the last exchange whose media were made smaller
 
     def knows(self, sample_id: SampleId) -> bool:
         """Whether a sample was measured."""
@@ -134,7 +137,9 @@ class Lengths:
         unknown = [sample_id for sample_id in dict.fromkeys(ids) if not self.knows(sample_id)]
         rank, ranks = self.group.rank, self.group.size
         mine = self._measure(unknown[rank::ranks])
-        for other, share in enumerate(self.group.gather(mine)):
+        shrunk, self._shrunk = self._shrunk, []
+        for other, (share, smaller) in enumerate(self.group.gather((mine, shrunk))):
+            self.source.note_shrunk(smaller)
             for sample_id, found in zip(unknown[other::ranks], share, strict=True):
                 self._put(sample_id, found)
 
@@ -213,7 +218,11 @@ class Lengths:
             size = how(sample_id)
         except RowError as error:
             return error.bare()
-        return None if size is None else self.size_of(size)
+        if size is None:
+            return None
+        if size.fit is not None and size.fit.done:
+            self._shrunk.append(sample_id)
+        return self.size_of(size)
 
     def _put(self, sample_id: SampleId, found: Size | RowError) -> None:
         key = self.source.key(sample_id)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import HERE, Decoder, Here
-from zoo.data.media.sizes import SampleSize
+from zoo.data.media.sizes import Fit, SampleSize
 from zoo.data.processors.augment import Augment
+from zoo.data.processors.fitting import Overlong
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row
 
-RAISE_OR_DROP = "raise packing.budget, or set data.overlong to drop or truncate_text."
+WAYS = "raise packing.budget, or set data.overlong to drop or truncate_text."
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class LengthLimit:
         budget: packing.budget.
         align: multiple that a sample's length is padded to; it counts against the budget.
         overlong: data.overlong: "truncate_text" cuts trailing text (never a media token, never the last label); under
-            "error" and "drop" a longer sample is a bad row.
+            "error", "drop" and "shrink" a longer sample is a bad row (images and videos were made smaller before).
     """
 
     budget: int
@@ -37,8 +41,12 @@ class LengthLimit:
         """The most tokens of a sample."""
         return self.budget // self.align * self.align
 
-    def measured(self, size: SampleSize | None, source: str) -> SampleSize | None:
+    def measured(
+        self, size: SampleSize | None, source: str, limits: MediaLimits | None = None
+    ) -> SampleSize | None:
         """A row's size; None where it is not known, or where only encoding shows how much is cut.
+
+        `limits`: of the row's media, where its entry has its own.
 
         Raises:
             RowError: the row is too long ("overlong").
@@ -47,14 +55,15 @@ class LengthLimit:
             return size
         if self.overlong == "truncate_text":
             return None
-        raise self._error(source, f"{size.length} tokens", RAISE_OR_DROP)
+        raise self._error(source, f"{size.length} tokens", self._ways(size.fit, limits))
 
-    def fitted(self, sample: Sample, media_ids: Collection[int]) -> Sample:
+    def fitted(self, sample: Sample, media_ids: Collection[int], limits: MediaLimits | None = None) -> Sample:
         """The sample, cut where it is too long.
 
         Args:
             sample: an encoded row.
             media_ids: ids of tokens that are never cut.
+            limits: of the row's media, where its entry has its own.
 
         Raises:
             RowError: the sample is too long and can't be cut ("overlong").
@@ -64,7 +73,7 @@ class LengthLimit:
         media = sum(int((sample.input_ids == token).sum()) for token in media_ids)
         tokens = f"{sample.length} tokens ({media} of media)"
         if self.overlong != "truncate_text":
-            raise self._error(sample.source, tokens, RAISE_OR_DROP)
+            raise self._error(sample.source, tokens, self._ways(sample.fit, limits))
         kept, cut = sample.input_ids[: self.tokens], sample.input_ids[self.tokens :]
         if not set(media_ids).isdisjoint(cut.tolist()):
             advice = "only text is ever cut, but media stand behind that point; raise packing.budget."
@@ -75,6 +84,24 @@ class LengthLimit:
             advice = "cut there, no answer would be left to learn; raise packing.budget."
             raise self._error(sample.source, tokens, advice)
         return replace(sample, input_ids=kept.clone(), labels=labels.clone(), weights=weights)
+
+    def _ways(self, fit: Fit | None, limits: MediaLimits | None) -> str:
+        """What to do about a row that is too long, with the pixels under which it would fit."""
+        if self.overlong == "shrink":
+            return (
+                "no images or videos of it can be made smaller, or are small enough at data.min_pixels (by default the "
+                "processor's least); raise packing.budget, or set data.overlong to drop or truncate_text."
+            )
+        if fit is None:
+            return WAYS
+        values = {"max_pixels": fit.pixels.most, "video_max_pixels": fit.pixels.video_most}
+        keys = [limits.key(name) if limits else f"data.{name}" for name in values]
+        given = " and ".join(
+            f"{key}={value}" for key, value in zip(keys, values.values(), strict=True) if value is not None
+        )
+        return (
+            f"{given} would make it fit, and data.overlong=shrink does that for such rows alone; else {WAYS}"
+        )
 
     def _error(self, source: str, tokens: str, advice: str) -> RowError:
         aligned = f" ({self.tokens} aligned)" if self.tokens != self.budget else ""
@@ -89,31 +116,41 @@ class RowEncoder:
 
     Attributes:
         processor: encodes a row.
-        data: labels, video_fps and max_frames are used.
+        data: labels, overlong and the limits of media are used; rows with limits of their own have those.
         decoder: who decodes media. Those of zoo's own sets are decoded in this process.
+        budget: the most tokens of a sample; None: any number.
     """
 
     processor: Processor
     data: DataConfig
     decoder: Decoder = HERE
+    budget: int | None = None
 
     def measure(self, row: Row) -> SampleSize | None:
         """What `Processor.measure` says."""
-        data, decoder = self.data, self._decoder(row)
-        return self.processor.measure(
-            row, video_fps=data.video_fps, max_frames=data.max_frames, decoder=decoder
-        )
+        return self.processor.measure(row, decoder=self._decoder(row), **self._how(row))
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
         """What `Processor.encode` says."""
         return self.processor.encode(
-            row,
-            video_fps=self.data.video_fps,
-            max_frames=self.data.max_frames,
-            labels=self.data.labels,
-            decoder=self._decoder(row),
-            augment=augment,
+            row, labels=self.data.labels, decoder=self._decoder(row), augment=augment, **self._how(row)
         )
+
+    @cached_property
+    def limits(self) -> MediaLimits:
+        """How the media are taken of rows without limits of their own."""
+        return MediaLimits.of(self.data)
+
+    def _how(self, row: Row) -> dict[str, Any]:
+        limits = row.limits or self.limits
+        return {
+            "video_fps": limits.video_fps,
+            "max_frames": limits.max_frames,
+            "pixels": limits.pixels,
+            "overlong": None
+            if self.budget is None
+            else Overlong(self.budget, self.data.overlong == "shrink"),
+        }
 
     @property
     def decodes_ahead(self) -> bool:

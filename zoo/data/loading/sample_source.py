@@ -11,10 +11,11 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from zoo.config.entries import parse_entry
+from zoo.config.entries import MEDIA_KEYS, parse_entry
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BAD_IN_A_ROW, BadRows
@@ -67,6 +68,8 @@ class SampleSource:
         self._cache = SampleCache(cache_mb)
         self._tick = tick
         self._lock = threading.RLock()
+        self.shrunk = 0  # rows whose media were made smaller (data.overlong=shrink)
+        self._shrunk: dict[int, None] = {}  # their numbers; of streams those that are still to come
 
     @classmethod
     def open(
@@ -132,7 +135,7 @@ class SampleSource:
         Args:
             rows: a `RowSet`, or rows as `read_rows` gives them.
             processor: encodes a row.
-            data: on_error, overlong, labels, cache_mb, augment_variants, video_fps and max_frames are used.
+            data: on_error, overlong, labels, cache_mb, augment_variants and the limits of media are used.
             budget: packing.budget, the most tokens of a sample.
             align: multiple that a sample's length is padded to; it counts against the budget.
             bad_rows: decides about rows that can't be used.
@@ -141,12 +144,19 @@ class SampleSource:
             seed: what those changes follow from, beside row and repeat.
             decoder: who decodes media.
             tick: called for each row that is measured or encoded.
+
+        Raises:
+            ConfigError: limits of pixels, for a model whose processor has none.
         """
+        rows = rows if isinstance(rows, RowSet) else RowSet([list(rows)], ["rows"])
+        if keys := _pixel_keys(rows, data):
+            processor.check_pixels(keys)
+        limit = LengthLimit(budget, align, data.overlong)
         variants = (data.augment_variants or VARIANTS) if augment else 1
         return cls(
-            rows if isinstance(rows, RowSet) else RowSet([list(rows)], ["rows"]),
-            RowEncoder(processor, data, decoder),
-            LengthLimit(budget, align, data.overlong),
+            rows,
+            RowEncoder(processor, data, decoder, limit.tokens),
+            limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),
             data.cache_mb,
@@ -178,7 +188,7 @@ class SampleSource:
         row = self._read(sample_id)
         size = self.encoder.measure(row)
         self.bad_rows.note_good()
-        return self.limit.measured(size, row.source)
+        return self.limit.measured(size, row.source, row.limits)
 
     def encode(self, sample_id: SampleId) -> Sample:
         """The sample of row `sample_id % len(self)` in its repeat `sample_id // len(self)`.
@@ -210,6 +220,23 @@ class SampleSource:
         with self._lock:
             self.bad_rows.leave_out(sample_id % len(self), error)
 
+    def note_shrunk(self, sample_ids: Iterable[SampleId]) -> None:
+        """Count rows whose media were made smaller, each once."""
+        with self._lock:
+            for sample_id in sample_ids:
+                row = sample_id % len(self)
+                self.shrunk += row not in self._shrunk
+                self._shrunk[row] = None
+
+    def sizes_follow_from(self) -> list[list[Any]]:
+        """What the sizes of each part's rows follow from beside the rows, as plain values for a checkpoint."""
+        budget = self.limit.tokens if self.limit.overlong == "shrink" else None
+        found = []
+        for own in self.rows.limits:
+            limits = own or self.encoder.limits
+            found.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
+        return found
+
     def prefetch(self, ids: Iterable[SampleId]) -> None:
         """Let the decoder begin with samples that will be asked for next, in this order."""
         if not self.encoder.decodes_ahead:
@@ -228,6 +255,8 @@ class SampleSource:
             with self._lock:
                 for gone in self.rows.forget(wanted):
                     self.bad_rows.forget(gone)
+                    for row in [row for row in self._shrunk if row in gone]:
+                        del self._shrunk[row]
 
     def _cached(self, key: SampleId) -> Sample:
         """The sample of a key, encoded where it is not in the cache."""
@@ -249,7 +278,7 @@ class SampleSource:
         if sample.length > self.limit.tokens and augment is not None:
             sample = self.encoder.encode(row)  # a random pause too much is no fault of the row
         self.bad_rows.note_good()
-        return self.limit.fitted(sample, self.processor.media_ids)
+        return self.limit.fitted(sample, self.processor.media_ids, row.limits)
 
     def _read(self, sample_id: SampleId) -> Row:
         """The row of a sample; RowError where it is bad, or has media that the model doesn't take."""
@@ -257,6 +286,15 @@ class SampleSource:
         row = self.rows.row(sample_id)
         check_modalities(row, self.processor.modalities)
         return row
+
+
+def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:
+    """The settings that need limits of pixels, as they are typed."""
+    names = [name for name in MEDIA_KEYS if name.endswith("_pixels")]
+    found = [f"data.{name}" for name in names if getattr(data, name) is not None]
+    for limits, part in zip(rows.limits, rows.names, strict=True):
+        found += [f"{name} of {part}" for name in names if limits is not None and name in limits.own]
+    return found + (["data.overlong=shrink"] if data.overlong == "shrink" else [])
 
 
 class SampleCache:

@@ -26,7 +26,7 @@ class Decoder(Protocol):
     megabytes: int
 
     def begin(self, rows: Sequence[Row], fps: float, max_frames: int) -> None:
-        """Rows that will be asked for soon, in this order."""
+        """Rows that will be asked for soon, in this order; those with limits of their own have another rate."""
 
     def close(self) -> None:
         """No row will be asked for any more."""

@@ -108,11 +108,12 @@ class Workers:
     def _jobs(self, rows: Sequence[Row], fps: float, max_frames: int) -> Iterator[tuple[Job, Row]]:
         for row in rows:
             heard = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
+            how = (row.limits.video_fps, row.limits.max_frames) if row.limits else (fps, max_frames)
             jobs: list[tuple[Any, ...]] = [("image", medium) for medium in row.images]
-            jobs += [("video", medium, fps, max_frames) for medium in row.videos]
-            for kind, medium, *how in [*jobs, *(("audio", medium) for medium in heard)]:
+            jobs += [("video", medium, *how) for medium in row.videos]
+            for kind, medium, *taken in [*jobs, *(("audio", medium) for medium in heard)]:
                 if not (isinstance(medium, str) and medium.startswith(("http://", "https://"))):
-                    yield Job(row.source, kind, medium, tuple(how)), row
+                    yield Job(row.source, kind, medium, tuple(taken)), row
 
     def close(self) -> None:
         """End all workers; more are started when they are needed."""

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 
+from zoo.config.entries import PixelLimits
 from zoo.data.media.decode import IMAGE_TYPES, MIN_FRAMES, container_of
 from zoo.data.sources.references import Blob, Picture, Sound
 
@@ -30,6 +31,14 @@ EXACT_SOUND = (
 )  # whose headers count what a decoder gives; others are off by some ms
 
 
+class Fit(NamedTuple):
+    """How a sample over the budget fits it."""
+
+    pixels: PixelLimits  # the largest under which it does
+    tokens: int  # of the sample without them
+    done: bool  # whether its media were made smaller (data.overlong=shrink)
+
+
 @dataclass(frozen=True)
 class SampleSize:
     """What a row's sample will be.
@@ -37,10 +46,12 @@ class SampleSize:
     Attributes:
         length: tokens, placeholders expanded.
         media: tower -> rows (patches, tiles, mel frames) of each item it sees, as `zoo.packing.cost` takes them.
+        fit: how a sample over the budget fits it; None: it does as it is, or no limit of pixels helps.
     """
 
     length: int
     media: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    fit: Fit | None = None
 
 
 class ImageSize(NamedTuple):

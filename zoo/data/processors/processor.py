@@ -7,11 +7,8 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
-from zoo.data.media.decoder import HERE, Decoder, Room
-from zoo.data.media.sizes import Headers, SampleSize, headers_of
+from zoo.data.media.decoder import HERE, Decoder
+from zoo.data.media.sizes import Fit, Headers, SampleSize
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
+from zoo.data.processors.answers import AnswerFinder, ChatMarkers
 from zoo.data.processors.augment import Augment, augmented
 from zoo.data.processors.chat import (
-    call_begins,
     chat_messages,
     check_tools,
     tools_of,
@@ -36,23 +34,14 @@ from zoo.data.processors.chat import (
     with_boxes,
     with_thoughts,
 )
+from zoo.data.processors.fitting import Overlong, headers_of_media, largest_fit
 from zoo.data.processors.labels import Span
+from zoo.data.processors.media_files import headers_of_row, load_media
 from zoo.data.sample import Sample
-from zoo.data.sources.references import Medium, is_url
 from zoo.data.sources.rows import PLACEHOLDER, Row
-from zoo.errors import UserError
+from zoo.errors import ConfigError, UserError
 
-
-@dataclass(frozen=True)
-class ChatMarkers:
-    """How a chat template writes an assistant's turn.
-
-    The header must begin with a special token that begins every turn: special tokens are refused in the rows' texts, so
-    that only the template can open a turn. Where turns begin with plain text, it is empty (`zoo.data.processors.plain_turns`).
-    """
-
-    header: str  # "<|im_start|>assistant\n"
-    end: str  # "<|im_end|>"; has loss
+AS_IT_IS = PixelLimits()  # of the processor
 
 
 class Sketch(NamedTuple):
@@ -75,6 +64,7 @@ class Processor:
     """
 
     modalities: tuple[str, ...] = ("text", "image", "video", "audio")  # what rows may hold
+    pixels_of_token = 0  # pixels of an image that one token stands for; 0: there are no limits of pixels
 
     def __init__(self, hf: Any, markers: ChatMarkers) -> None:
         self.hf = hf
@@ -91,6 +81,7 @@ class Processor:
         if not getattr(hf, "chat_template", None):
             raise UserError("The processor has no chat template; copy chat_template.jinja into its folder.")
         self._end = end[0]
+        self._answers = AnswerFinder(self.tokenizer, markers)
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
@@ -114,6 +105,8 @@ class Processor:
         augment: Augment | None = None,
         labels: str = "assistant",
         decoder: Decoder = HERE,
+        pixels: PixelLimits = AS_IT_IS,
+        overlong: Overlong | None = None,
     ) -> Sample:
         """One row as a sample.
 
@@ -124,6 +117,9 @@ class Processor:
             augment: changes the media, or None.
             labels: assistant (all answers), last (the last one) or all (every token of text); of a plain text all are.
             decoder: who decodes the media.
+            pixels: how large images and videos may be.
+            overlong: what becomes of a sample over a budget. Images and videos that are made smaller get the same limit, and
+                none fewer pixels than the processor, or `pixels`, has as the least.
 
         Raises:
             RowError: a media file that is missing or broken ("missing_file", "corrupt_media"), a special token of the
@@ -132,7 +128,14 @@ class Processor:
                 media give ("placeholder_mismatch").
         """
         return self.encode_both(
-            row, video_fps=video_fps, max_frames=max_frames, augment=augment, labels=labels, decoder=decoder
+            row,
+            video_fps=video_fps,
+            max_frames=max_frames,
+            augment=augment,
+            labels=labels,
+            decoder=decoder,
+            pixels=pixels,
+            overlong=overlong,
         )[0]
 
     def encode_both(
@@ -144,13 +147,15 @@ class Processor:
         augment: Augment | None = None,
         labels: str = "assistant",
         decoder: Decoder = HERE,
+        pixels: PixelLimits = AS_IT_IS,
+        overlong: Overlong | None = None,
     ) -> tuple[Sample, dict[str, Any]]:
         """As `encode`, and what the HF processor returned, which transformers' model takes as arguments."""
         self._refuse_special_tokens(row)
         if row.text is not None:
             return self._plain_text(row, row.text)
         try:
-            media, fps = self._load(row, video_fps, max_frames, decoder)
+            media, fps = load_media(row, video_fps, max_frames, decoder)
         except RowError as error:
             raise error.at(row.source) from error
         row = with_boxes(row, [image.size[::-1] for image in media.get("images", ())])
@@ -158,10 +163,18 @@ class Processor:
             media = augmented(media, augment)
         try:
             text, answers = self._text(row)
-            arguments = {**media, "return_tensors": "pt", **self.call_options(row, media, fps)}
+            sizes = headers_of_media(media, fps)
+            fit = self._fit(row, text, sizes, pixels, overlong) if overlong and overlong.shrink else None
+            options = self.call_options(row, media, fps)
+            for name, values in self.pixel_options(pixels if fit is None else fit.pixels).items():
+                if name.removesuffix("_kwargs") in media:
+                    options[name] = {**options.get(name, {}), **values}
+            arguments = {**media, "return_tensors": "pt", **options}
             features = self.hf(text=text, **arguments)
             input_ids = as_tensor(features["input_ids"][0], torch.int64)
             tensors = self.media_tensors(features)
+            if overlong and not overlong.shrink and len(input_ids) > overlong.budget:
+                fit = self._fit(row, text, sizes, pixels, overlong)
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
@@ -172,12 +185,12 @@ class Processor:
             raise RowError(row.source, "processor_error", reason) from error
         self._check_placeholders(row, input_ids, tensors)
         if self._header:
-            spans = self._spans(row, input_ids)
+            spans = self._answers.spans(row, input_ids)
         else:
             spans = self._plain_spans(row, text, answers, input_ids)
         chosen = label_spans.choose(spans, row.answer_weights, labels, len(input_ids), row.weight)
         targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
-        sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights)
+        sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights, fit)
         return sample, self.model_inputs(row, dict(features))
 
     def _plain_text(self, row: Row, text: str) -> tuple[Sample, dict[str, Any]]:
@@ -191,11 +204,19 @@ class Processor:
         return sample, {"input_ids": input_ids[None], "attention_mask": torch.ones_like(input_ids[None])}
 
     def measure(
-        self, row: Row, *, video_fps: float, max_frames: int, decoder: Decoder = HERE
+        self,
+        row: Row,
+        *,
+        video_fps: float,
+        max_frames: int,
+        decoder: Decoder = HERE,
+        pixels: PixelLimits = AS_IT_IS,
+        overlong: Overlong | None = None,
     ) -> SampleSize | None:
         """What `encode` will give, without decoding media; None where only encoding gives the size.
 
         The size of a file that is missing or broken is not known either: encoding says what is wrong with it.
+        Arguments are those of `encode`.
 
         Raises:
             RowError: a special token in the texts, or a complaint of the chat template.
@@ -204,25 +225,46 @@ class Processor:
         if row.text is not None:
             return self.size(self._plain_text(row, row.text)[0])
         try:
-            headers = self._headers(row, video_fps, max_frames, decoder)
+            headers = headers_of_row(row, video_fps, max_frames, decoder)
             if headers is None:
                 return None
             row = with_boxes(row, headers.images)
-            sketch = self.sketch(row, self._text(row)[0], headers)
+            text = self._text(row)[0]
+            sketch = self.sketch(row, text, headers, pixels)
             if sketch is None:
                 return None
-            length = len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
+            length = self._length(sketch)
+            fit = self._fit(row, text, headers, pixels, overlong)
+            if fit is not None and fit.done:
+                sketch = self.sketch(row, text, headers, fit.pixels)
+                assert sketch is not None
+                length = self._length(sketch)
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # encoding names the cause
             if ran_out(error):
                 raise
             return None
-        return SampleSize(length, sketch.rows)
+        return SampleSize(length, sketch.rows, fit)
 
     def size(self, sample: Sample) -> SampleSize:
         """The size of an encoded sample."""
-        return SampleSize(sample.length, self.tower_rows(sample.media))
+        return SampleSize(sample.length, self.tower_rows(sample.media), sample.fit)
+
+    def check_pixels(self, keys: Sequence[str]) -> None:
+        """Refuse settings that need limits of pixels, where the Hugging Face processor has none.
+
+        Args:
+            keys: as typed, such as "data.max_pixels" or "data.overlong=shrink".
+
+        Raises:
+            ConfigError: the processor makes fixed tiles of images.
+        """
+        if not self.pixels_of_token:
+            raise ConfigError(
+                f"{', '.join(keys)}: {type(self.hf).__name__} has no limits of pixels, as it makes tiles of a fixed size of "
+                "every image; leave it out."
+            )
 
     def save(self, folder: str | Path) -> None:
         """Write the HF processor's files (tokenizer and chat template included) into `folder`."""
@@ -237,6 +279,18 @@ class Processor:
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Further arguments of the HF processor's call, or other ones than `media`; `fps` is that of the videos, in Hz."""
         return {}
+
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """Limits of pixels as arguments of the HF processor's call: {"images_kwargs": ..., "videos_kwargs": ...}."""
+        return {}
+
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
+        """The fewest pixels of an image, and of a video as its limit counts, which data.overlong=shrink keeps to."""
+        return 1, 1
+
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
+        """Pixels of the largest image and video of a row once resized; 0 where it has none."""
+        return 0, 0
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The towers' tensors out of the HF processor's result; each can be joined along dim 0 over samples."""
@@ -258,13 +312,14 @@ class Processor:
         """Tower -> rows (patches, tiles, mel frames) of each item that it sees by itself."""
         return {}
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """The arithmetic of `measure`: a text to tokenize in which placeholders stand for less than they will.
 
         Args:
             row: a checked row.
             text: what the chat template writes, a placeholder for each medium.
             headers: of the row's files.
+            pixels: how large images and videos may be.
 
         Returns:
             None where only encoding gives the size.
@@ -277,6 +332,31 @@ class Processor:
         return frozenset()
 
     # ---------------------------------------------------------------- inside
+
+    def _length(self, sketch: Sketch) -> int:
+        return len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
+
+    def _fit(
+        self, row: Row, text: str, headers: Headers, pixels: PixelLimits, overlong: Overlong | None
+    ) -> Fit | None:
+        """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps."""
+        if overlong is None or not self.pixels_of_token or not (headers.images or headers.videos):
+            return None
+        sketch = self.sketch(row, text, headers, pixels)
+        if sketch is None or (length := self._length(sketch)) <= overlong.budget:
+            return None
+        room = overlong.budget - (
+            length - sketch.further
+        )  # for what placeholders add: their text stays the same
+
+        def fits(limits: PixelLimits) -> bool:
+            found = self.sketch(row, text, headers, limits)
+            return found is not None and found.further <= room
+
+        least = self.least_pixels(pixels) if overlong.shrink else (1, 1)
+        most = self.most_pixels(headers, pixels)
+        limits = largest_fit(fits, pixels, self.pixels_of_token, most, least)
+        return None if limits is None else Fit(limits, length, overlong.shrink)
 
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""
@@ -308,47 +388,6 @@ class Processor:
                 text = f"{where} contains {found[0]!r}, a special token of the tokenizer; take it out."
                 raise RowError(row.source, "special_token_in_text", text)
 
-    def _load(
-        self, row: Row, fps: float, max_frames: int, decoder: Decoder
-    ) -> tuple[dict[str, list], float | None]:
-        """The row's media as arguments of the HF processor, and the rate of its videos."""
-        media: dict[str, list] = {}
-        room = Room(decoder.megabytes)
-        if row.images:
-            media["images"] = [room.take(decoder.image(image, row)) for image in row.images]
-        rate = None
-        if row.videos:
-            clips = []
-            for video in row.videos:
-                frames, taken = decoder.video(video, row, fps, max_frames)
-                clips.append((room.take(frames), taken))
-            # HF processors take one rate for all videos of a call, so a thinned one thins the others.
-            rate = min(clip[1] for clip in clips)
-            clips = [
-                clip if clip[1] == rate else decoder.video(video, row, rate, max_frames)
-                for video, clip in zip(row.videos, clips, strict=True)
-            ]
-            media["videos"] = [frames for frames, _ in clips]
-        sounds = [room.take(decoder.audio(sound, row)) for sound in sound_files(row)]
-        if sounds:
-            media["audio"] = sounds
-        return media, rate
-
-    def _headers(self, row: Row, fps: float, max_frames: int, decoder: Decoder) -> Headers | None:
-        """What the headers of the row's media say; None where a header does not hold what decoding will give."""
-        sounds = sound_files(row)
-        if any(is_url(medium) for medium in (*row.images, *row.videos, *sounds)):
-            return None
-        sizes = [decoder.image_size(image, row) for image in row.images]
-        clips = [decoder.video_size(video, row) for video in row.videos]
-        samples = [decoder.sound_samples(sound, row) for sound in sounds]
-        images = [size for size in sizes if size is not None]
-        videos = [clip for clip in clips if clip is not None]
-        heard = [count for count in samples if count is not None]
-        if (len(images), len(videos), len(heard)) != (len(sizes), len(clips), len(samples)):
-            return None
-        return headers_of(images, videos, heard, fps, max_frames)
-
     def _check_placeholders(self, row: Row, input_ids: Tensor, media: Mapping[str, Tensor]) -> None:
         for token, wanted in self.expected_tokens(media).items():
             seen = int((input_ids == self.tokenizer.convert_tokens_to_ids(token)).sum())
@@ -356,80 +395,11 @@ class Processor:
                 text = f"{seen} {token} in the tokens but the media give {wanted}; check the texts and the processor."
                 raise RowError(row.source, "placeholder_mismatch", text)
 
-    def _spans(self, row: Row, input_ids: Tensor) -> list[Span]:
-        """Tokens of each answer, its end-of-turn token included."""
-        ids = input_ids.tolist()
-        spans = list(self._answers(ids))
-        wanted = sum(role == "assistant" for role, _ in row.messages)
-        if len(spans) != wanted:
-            text = f"{len(spans)} answers found in the tokens but {wanted} in the row; does the chat template fit?"
-            raise RowError(row.source, "labels", text)
-        calls = row.calls or ("",) * len(row.messages)
-        turns = zip(row.messages, calls, strict=True)
-        said = [(content, called) for (role, content), called in turns if role == "assistant"]
-        return [
-            Span(self._answer_begins(ids, span, *answer, row.source), span.end)
-            for span, answer in zip(spans, said, strict=True)
-        ]
-
     def _plain_spans(self, row: Row, text: str, answers: list[Span], input_ids: Tensor) -> list[Span]:
         try:
             return plain_turns.spans(self.tokenizer, text, answers, input_ids, self.media_ids)
         except ValueError as error:
             raise RowError(row.source, "labels", f"{error}.") from error
-
-    def _answer_begins(self, ids: list[int], span: Span, answer: str, calls: str, source: str) -> int:
-        """The token of the span at which the row's answer begins, behind the text that the template puts before it."""
-        if PLACEHOLDER.search(answer):
-            return span.start
-        body = self._decode(ids[span.start : span.end - 1])
-        if not calls and not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
-            answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
-        try:
-            if calls:
-                before = call_begins(body, answer, [one["name"] for one in json.loads(calls)])
-            else:
-                before = label_spans.answer_begins(body, answer)
-        except ValueError as error:
-            raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
-        count = 0
-        while before and len(self._decode(ids[span.start : span.start + count])) < before:
-            count += 1
-        return span.start + count
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-    def _answers(self, ids: list[int]) -> Iterator[Span]:
-        """Tokens of each assistant's turn behind its header, the end-of-turn token included."""
-        turns = [index for index, token in enumerate(ids) if token == self._header[0]]
-        for turn, limit in itertools.pairwise([*turns, len(ids)]):
-            start = self._after_header(ids, turn)
-            if start is not None and self._end in ids[start:limit]:
-                yield Span(start, ids.index(self._end, start) + 1)
-
-    def _after_header(self, ids: list[int], turn: int) -> int | None:
-        """The token behind the header of the turn that begins at `turn`; None for another role's turn."""
-        size = len(self._header)
-        if ids[turn : turn + size] == self._header:
-            return turn + size
-        # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
-        text = self.tokenizer.decode(ids[turn : turn + size], clean_up_tokenization_spaces=False)
-        return turn + size if text.startswith(self.markers.header) else None
-
-
-def sound_files(row: Row) -> list[Medium]:
-    """The row's sounds in the order in which they are heard, sound tracks of its videos included."""
-    audios, videos = iter(row.audios), iter(row.videos)
-    names = []
-    for _, content in row.messages:
-        for mark in PLACEHOLDER.findall(content):
-            if mark == "audio":
-                names.append(next(audios))
-            elif mark == "video":
-                video = next(videos)
-                names += [video] if row.use_audio_in_video else []
-    return names
 
 
 def as_tensor(value: Any, dtype: torch.dtype) -> Tensor:

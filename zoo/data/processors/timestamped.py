@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.processor import Processor, Sketch
 from zoo.data.processors.vision import (
@@ -22,6 +23,8 @@ from zoo.data.processors.vision import (
     grid_rows,
     image_grids,
     load_processor,
+    pixel_limits,
+    pixel_options,
     tiny_parts,
     tiny_settings,
     vision_geometry,
@@ -44,6 +47,8 @@ class TimestampedProcessor(Processor):
 
     def __init__(self, hf: Any) -> None:
         super().__init__(hf, MARKERS)
+        images = hf.image_processor
+        self.pixels_of_token = (images.patch_size * images.merge_size) ** 2
 
     @classmethod
     def build(cls, arch_config: Any, source: str | None = None) -> TimestampedProcessor:
@@ -87,6 +92,24 @@ class TimestampedProcessor(Processor):
             )
         return {"videos_kwargs": options}
 
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """Sizes of images, and of videos, whose limits count the pixels of all frames."""
+        return pixel_options(pixels, self.hf.image_processor.size, self.hf.video_processor.size)
+
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
+        """Of an image, and of all frames of a video."""
+        own = self.hf.image_processor.size["shortest_edge"], self.hf.video_processor.size["shortest_edge"]
+        return pixels.least or own[0], own[1]
+
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
+        """Of an image, and of all frames of a video."""
+        area, together = self.hf.image_processor.patch_size**2, self.hf.video_processor.temporal_patch_size
+        images = image_grids(self.hf, headers.images, pixels)
+        return (
+            max((height * width * area for _, height, width in images), default=0),
+            max((t * together * h * w * area for t, h, w in self._video_grids(headers, pixels)), default=0),
+        )
+
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vision tower's tensors."""
         return vision_tensors(features)
@@ -99,11 +122,12 @@ class TimestampedProcessor(Processor):
         """Patches of each image and temporal patch."""
         return vision_rows(media)
 
-    def sketch(self, row: Row, text: str, headers: Headers) -> Sketch | None:
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        images, videos = image_grids(self.hf, headers.images), self._video_grids(headers)
+        images = image_grids(self.hf, headers.images, pixels)
+        videos = self._video_grids(headers, pixels)
         merge = self.hf.video_processor.merge_size
         times = [
             SimpleNamespace(fps=headers.fps, frames_indices=list(range(count)))
@@ -119,18 +143,14 @@ class TimestampedProcessor(Processor):
         rows = grid_rows([*images, *videos])
         return Sketch(text, sum(count // merge**2 - 1 for count in rows), {"vision": rows})
 
-    def _video_grids(self, headers: Headers) -> list[tuple[int, int, int]]:
+    def _video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
         videos = self.hf.video_processor
         patch, together = videos.patch_size, videos.temporal_patch_size
-        limits = (
-            together,
-            patch * videos.merge_size,
-            videos.size["shortest_edge"],
-            videos.size["longest_edge"],
-        )
+        bounds = pixel_limits(videos.size, None, pixels.video_most)
+        limits = (together, patch * videos.merge_size, bounds["shortest_edge"], bounds["longest_edge"])
         grids = []
         for count, *size in headers.videos:
             height, width = smart_resize(count, *size, *limits)

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
-from zoo.data.processors.processor import ChatMarkers, as_tensor
+from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.processor import as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
 
@@ -139,11 +141,32 @@ def grid_rows(grids: Sequence[Sequence[int]]) -> list[int]:
     return [height * width for time, height, width in grids for _ in range(time)]
 
 
-def image_grids(hf: Any, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def pixel_limits(size: Any, least: int | None, most: int | None) -> dict[str, int]:
+    """An image or video processor's `size` with other limits of pixels; what is given stands before the processor's own.
+
+    transformers' own processors take both limits in a call, or neither.
+    """
+    low, high = size["shortest_edge"], size["longest_edge"]
+    low = least if least is not None else low if most is None else min(low, most)
+    high = most if most is not None else max(low, high)
+    return {"shortest_edge": low, "longest_edge": high}
+
+
+def pixel_options(pixels: PixelLimits, images: Any, videos: Any) -> dict[str, dict[str, Any]]:
+    """Limits of pixels as arguments of a processor's call; `images` and `videos` are its sizes."""
+    options: dict[str, dict[str, Any]] = {}
+    if pixels.least is not None or pixels.most is not None:
+        options["images_kwargs"] = {"size": pixel_limits(images, pixels.least, pixels.most)}
+    if pixels.video_most is not None:
+        options["videos_kwargs"] = {"size": pixel_limits(videos, None, pixels.video_most)}
+    return options
+
+
+def image_grids(hf: Any, sizes: Sequence[tuple[int, int]], pixels: PixelLimits) -> list[tuple[int, int, int]]:
     """(1, height, width) in patches of images of (height, width) pixels."""
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     images = hf.image_processor
-    limits = (images.size["shortest_edge"], images.size["longest_edge"])
+    limits = pixel_limits(images.size, pixels.least, pixels.most).values()
     resized = [smart_resize(*size, images.patch_size * images.merge_size, *limits) for size in sizes]
     return [(1, height // images.patch_size, width // images.patch_size) for height, width in resized]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.config.entries import DataEntry
+from zoo.config.entries import MEDIA_KEYS, DataEntry, MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import PREFERENCE
@@ -35,6 +35,7 @@ class RowSet(Sequence[Row]):
         parts: a table or a stream of each entry.
         names: what the entries are called.
         shares: the weight and epochs of each; None gives each row once an epoch.
+        limits: of the media of each, where an entry has its own; None: of none.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class RowSet(Sequence[Row]):
         parts: Sequence[Sequence[Row] | RowStream],
         names: Sequence[str],
         shares: Sequence[Part] | None = None,
+        limits: Sequence[MediaLimits | None] | None = None,
     ) -> None:
         self.parts, self.names = list(parts), list(names)
         self.shares = [
             replace(share, rows=None if isinstance(part, RowStream) else len(part))
             for part, share in zip(parts, shares or [Part(None)] * len(parts), strict=True)
         ]
+        self.limits = list(limits or [None] * len(self.parts))
         self._mixture = Mixture(self.shares, 0, False)  # numbers rows; orders come with the seed of `order`
 
     def __len__(self) -> int:
@@ -62,7 +65,8 @@ class RowSet(Sequence[Row]):
     def row(self, sample_id: SampleId) -> Row:
         """The row of a sample; RowError where it is a bad one that is read when it is asked for."""
         place = self._mixture.place(sample_id)
-        return self.parts[place.part][place.row]
+        row, limits = self.parts[place.part][place.row], self.limits[place.part]
+        return row if limits is None else replace(row, limits=limits)
 
     def name(self, sample_id: SampleId) -> str:
         """Where the row of a sample stands."""
@@ -173,7 +177,7 @@ def open_rows(
 
     Args:
         entries: where rows come from.
-        data: root, outside_root and urls are used.
+        data: root, outside_root and urls are used, and the limits of media.
         modalities: what the model takes. Rows of a bundled set with other media are passed over.
         on_bad: called with each bad row that is found on opening.
         max_rows: use the first so many rows only.
@@ -203,8 +207,17 @@ def open_rows(
             parts[number] = first = part if len(part) <= left else part[:left]
             left -= len(first)
     return RowSet(
-        parts, list(map(str, entries)), [Part(None, entry.weight, entry.epochs) for entry in entries]
+        parts,
+        list(map(str, entries)),
+        [Part(None, entry.weight, entry.epochs) for entry in entries],
+        [_own_limits(data, entry) for entry in entries],
     )
+
+
+def _own_limits(data: DataConfig, entry: DataEntry) -> MediaLimits | None:
+    """The limits of an entry's media, where it has its own."""
+    given = any(getattr(entry, name) is not None for name in MEDIA_KEYS)
+    return MediaLimits.of(data, entry) if given else None
 
 
 def check_modalities(row: Row, taken: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, Form, to_own
 from zoo.data.sources.formats.turns import check_number, own_tools
@@ -83,6 +84,7 @@ class Row:
     form: str = "messages"  # the format that it was read as
     task: str | None = None  # what the answer is, which says how it is scored
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
+    limits: MediaLimits | None = None  # of its media, where its entry has its own
 
     def path(self, name: str) -> Path:
         """A media file's path."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.processors.processor import Processor
@@ -41,7 +42,7 @@ def make_prompt(
     Args:
         processor: the family's.
         row: a checked row. Its last answer is left out; a row that ends with a question has none.
-        data: video_fps and max_frames are used.
+        data: the limits of media are used.
         most: positions that the model was made for.
         answered: False for a row whose last answer is a stand-in.
 
@@ -56,7 +57,9 @@ def make_prompt(
     last = Message("assistant", STAND_IN if reference is None else reference)
     calls = (*row.calls, "") if row.calls and reference is None else row.calls
     whole = replace(asked, messages=(*asked.messages, last), calls=calls, weights=(), weight=1.0)
-    sample = processor.encode(whole, video_fps=data.video_fps, max_frames=data.max_frames, labels="last")
+    limits = row.limits or MediaLimits.of(data)
+    fps, frames, pixels = limits.video_fps, limits.max_frames, limits.pixels
+    sample = processor.encode(whole, video_fps=fps, max_frames=frames, pixels=pixels, labels="last")
     length = int((sample.labels != IGNORE).nonzero()[0])
     if length >= most:
         text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."

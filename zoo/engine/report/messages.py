@@ -51,6 +51,14 @@ def at_change(changes: Sequence[Change]) -> Iterator[str]:
         yield f"the optimizer's state is converted to what this recipe holds: {'; '.join(held)}"
 
 
+def at_shrinking(rows: int, budget: int) -> str:
+    """That data.overlong=shrink has made the media of some rows smaller, said once."""
+    return (
+        f"data.overlong=shrink: images or videos of {rows} of the rows read so far are made smaller to fit packing.budget "
+        f'{budget}; train.jsonl counts such rows ("rows_shrunk")'
+    )
+
+
 def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_steps: Path) -> Iterator[str]:
     """Rows and steps left out, the course of the loss, and how to resume an interrupted run.
 
@@ -63,6 +71,8 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
     if summary["skipped_rows"]:
         rows = ", ".join(f"{count} {cause}" for cause, count in summary["skipped_rows"].items())
         yield f"rows left out: {rows}; {folder / 'bad_rows.jsonl'} lists them"
+    if summary.get("shrunk_rows"):
+        yield f"rows whose images or videos were made smaller (data.overlong=shrink): {summary['shrunk_rows']}"
     if summary["skipped_steps"]:
         steps = ", ".join(f"{count} ({cause})" for cause, count in summary["skipped_steps"].items())
         yield f"steps not applied: {steps}; {bad_steps} has their rows"

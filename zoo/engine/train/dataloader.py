@@ -37,6 +37,11 @@ class RunData:
         """Rows that were left out, by cause."""
         return self.source.counts + (self.held_out.counts if self.held_out else Counter())
 
+    @property
+    def shrunk(self) -> int:
+        """Rows whose images or videos were made smaller to fit (data.overlong=shrink)."""
+        return self.source.shrunk + (self.held_out.shrunk if self.held_out else 0)
+
     def close(self) -> None:
         """End the threads and processes of loader and decoder."""
         self.loader.close()

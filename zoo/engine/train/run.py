@@ -26,6 +26,7 @@ from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.report import messages
 from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
+from zoo.engine.report.row_counts import RowCounts
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
@@ -87,7 +88,6 @@ class Run:
         else:
             known = (self.resume_from, self.state, self.data, self.recipe, self.changes)
             self.rows = resume.check_rows(*known)
-        self.logged_bad_rows: dict[str, int] = {}
 
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
@@ -153,6 +153,7 @@ class Run:
         with self.stop.deferred(), self.saver:
             self.progress.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
+            self.row_counts = RowCounts(self.log, self.recipe.packing.budget)
             self._log_start()
             started = time.monotonic()
             metrics = self._steps(started)
@@ -275,10 +276,7 @@ class Run:
         slow = self.times.slow_step(seconds, result.parts)
         if slow is not None:
             self.log.event("slow_step", self.done, **slow)
-        bad_rows = dict(self.source.counts)
-        if bad_rows != self.logged_bad_rows:
-            self.log.event("rows_left_out", self.done, counts=bad_rows)
-            self.logged_bad_rows = bad_rows
+        self.row_counts.note(self.done, self.source.counts, self.data.shrunk)
 
     def _evaluate(self) -> dict[str, Any]:
         """Metrics of the held-out rows; none when there are none, or when it was interrupted."""
@@ -405,6 +403,7 @@ class Run:
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
             "seconds": round(seconds, 1),
             "skipped_rows": dict(self.data.left_out),
+            "shrunk_rows": self.data.shrunk,
             "skipped_steps": dict(self.detector.counts),
             "metrics": metrics,
         }

@@ -8,8 +8,9 @@ import pytest
 import torch
 from support.tile_rows import draw
 
+from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.plain_turns import write
-from zoo.data.processors.processor import ChatMarkers, Processor
+from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE
 from zoo.data.sources.rows import Row
 

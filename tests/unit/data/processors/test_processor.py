@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from zoo.data.media.decode import load_audio, load_image, load_video
-from zoo.data.processors.processor import ChatMarkers, Processor
+from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.errors import ConfigError

@@ -1,0 +1,98 @@
+"""Where the answers stand in a row's tokens, found by the markers of its chat template."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zoo.data.errors import RowError
+from zoo.data.processors import labels as label_spans
+from zoo.data.processors.chat import call_begins
+from zoo.data.processors.labels import Span
+from zoo.data.sources.rows import PLACEHOLDER, Row
+
+
+@dataclass(frozen=True)
+class ChatMarkers:
+    """How a chat template writes an assistant's turn.
+
+    The header must begin with a special token that begins every turn: special tokens are refused in the rows' texts, so
+    that only the template can open a turn. Where turns begin with plain text, it is empty (`zoo.data.processors.plain_turns`).
+    """
+
+    header: str  # "<|im_start|>assistant\n"
+    end: str  # "<|im_end|>"; has loss
+
+
+class AnswerFinder:
+    """Finds answers in tokens.
+
+    Args:
+        tokenizer: of the row's tokens.
+        markers: their header, which is not empty when `spans` is called, and the text of one token that ends a turn.
+    """
+
+    def __init__(self, tokenizer: Any, markers: ChatMarkers) -> None:
+        self.tokenizer, self.markers = tokenizer, markers
+        self._header = tokenizer.encode(markers.header, add_special_tokens=False)
+        self._end = tokenizer.encode(markers.end, add_special_tokens=False)[-1]
+
+    def spans(self, row: Row, input_ids: Tensor) -> list[Span]:
+        """Tokens of each answer, its end-of-turn token included."""
+        ids = input_ids.tolist()
+        spans = list(self._answers(ids))
+        wanted = sum(role == "assistant" for role, _ in row.messages)
+        if len(spans) != wanted:
+            text = f"{len(spans)} answers found in the tokens but {wanted} in the row; does the chat template fit?"
+            raise RowError(row.source, "labels", text)
+        calls = row.calls or ("",) * len(row.messages)
+        turns = zip(row.messages, calls, strict=True)
+        said = [(content, called) for (role, content), called in turns if role == "assistant"]
+        return [
+            Span(self._answer_begins(ids, span, *answer, row.source), span.end)
+            for span, answer in zip(spans, said, strict=True)
+        ]
+
+    def _answer_begins(self, ids: list[int], span: Span, answer: str, calls: str, source: str) -> int:
+        """The token of the span at which the row's answer begins, behind the text that the template puts before it."""
+        if PLACEHOLDER.search(answer):
+            return span.start
+        body = self._decode(ids[span.start : span.end - 1])
+        if not calls and not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
+            answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
+        try:
+            if calls:
+                before = call_begins(body, answer, [one["name"] for one in json.loads(calls)])
+            else:
+                before = label_spans.answer_begins(body, answer)
+        except ValueError as error:
+            raise RowError(source, "labels", f"{error}; does the chat template fit?") from error
+        count = 0
+        while before and len(self._decode(ids[span.start : span.start + count])) < before:
+            count += 1
+        return span.start + count
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def _answers(self, ids: list[int]) -> Iterator[Span]:
+        """Tokens of each assistant's turn behind its header, the end-of-turn token included."""
+        turns = [index for index, token in enumerate(ids) if token == self._header[0]]
+        for turn, limit in itertools.pairwise([*turns, len(ids)]):
+            start = self._after_header(ids, turn)
+            if start is not None and self._end in ids[start:limit]:
+                yield Span(start, ids.index(self._end, start) + 1)
+
+    def _after_header(self, ids: list[int], turn: int) -> int | None:
+        """The token behind the header of the turn that begins at `turn`; None for another role's turn."""
+        size = len(self._header)
+        if ids[turn : turn + size] == self._header:
+            return turn + size
+        # An answer that begins with line breaks may share a token with the header's own; that one has no loss.
+        text = self.tokenizer.decode(ids[turn : turn + size], clean_up_tokenization_spaces=False)
+        return turn + size if text.startswith(self.markers.header) else None
