@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
+    from zoo.engine.callbacks.event import Event
     from zoo.engine.launch.launcher import launch as train
     from zoo.engine.planning.plan import plan
     from zoo.engine.report.result import TrainResult
@@ -43,6 +44,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DataConfig",
     "EngineConfig",
+    "Event",
     "LogConfig",
     "LoraConfig",
     "MachineConfig",
@@ -78,6 +80,7 @@ os.register_at_fork(after_in_child=_forked)
 _SECTIONS = ("Data", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
+    "Event": ("zoo.engine.callbacks.event", "Event"),
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.engine.report.result", "TrainResult"),
     "convert": ("zoo.engine.tools.convert", "convert"),

@@ -19,13 +19,18 @@ from zoo.files import expanded
 # Keys that may change freely, by topic.
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "names, whose contents are compared themselves": ("recipe", "size", "hardware"),
-    "length": ("train.steps", "train.epochs", "train.max_minutes"),
+    "length": (
+        "train.steps", "train.epochs", "train.max_minutes", "train.early_stop", "train.early_stop_patience", "train.early_stop_min_delta",
+    ),
     "saving, evaluation and export": (
         "train.eval_every", "train.eval_rows", "train.save", "train.save_every", "train.save_minutes", "train.keep", "train.keep_best", "export",
     ),
-    "logging": ("train.log_every", "log.tensorboard", "log.wandb", "log.slow_step", "log.predictions", "log.prediction_tokens"),
+    "logging": (
+        "train.log_every", "log.tensorboard", "log.wandb", "log.mlflow", "log.trackio", "log.slow_step", "log.predictions",
+        "log.prediction_tokens",
+    ),
     "paths": ("run.dir", "data.root", "data.outside_root", "data.urls"),
-    "how the run is watched": ("run.resume", "run.accept_changes", "run.hang_timeout", "run.save_within"),
+    "how the run is watched": ("run.resume", "run.callbacks", "run.accept_changes", "run.hang_timeout", "run.save_within"),
     "what becomes of bad rows and bad steps": (
         "data.on_error", "train.on_bad_step", "train.bad_steps", "train.skip_limit", "train.on_new_level", "train.spike",
         "train.spike_after",

@@ -30,6 +30,7 @@ class RunConfig:
     accept_changes: list[str] = field(default_factory=list)  # keys or sections in which a resumed run may differ from its checkpoint: train.lr, data
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
     hang_timeout: float = number(10.0, 0, 1e6)  # minutes without progress on any rank after which the run ends; 0: not watched
+    callbacks: list[str] = field(default_factory=list)  # module:Class, file.py:Class or names that packages announce, called at steps, evaluations and saves (docs/callbacks.md)
     save_within: float = number(110.0, above=0, most=1e6)  # seconds after SIGTERM, SIGUSR1, SIGHUP or SIGQUIT that a run has to save; after them it ends unsaved
 
 
@@ -145,7 +146,10 @@ class TrainConfig:
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
     save_minutes: float | None = number(None, above=0, most=1e8)  # minutes between checkpoints, beside those of save_every
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first
-    keep_best: str | None = choice("loss", "loss", "exact_match")  # loss | exact_match: the checkpoint that is best at it on held-out rows is kept too
+    keep_best: str | None = "loss"  # the checkpoint that is best at this metric of held-out rows is kept too: loss, exact_match, exact_match_image, or NAME:min, NAME:max; null: none
+    early_stop: str | None = None  # metric of held-out rows, named as in keep_best: the run ends when it improves no more; default: not used
+    early_stop_patience: int = number(3, 1, 10**6)  # evaluations in a row without an improvement that end the run
+    early_stop_min_delta: float = number(0.0, 0, 1e9)  # an improvement is one of more than this
     log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = number(None, above=0, most=1e8)  # stop (save, evaluate, export) after this long
 
@@ -183,6 +187,8 @@ class LogConfig:
 
     tensorboard: bool = True  # event files in run.dir/tensorboard
     wandb: str | None = None  # project name at Weights & Biases; default: not used
+    mlflow: str | None = None  # experiment name at MLflow, which MLFLOW_TRACKING_URI places; default: not used
+    trackio: str | None = None  # project name at Trackio; default: not used
     predictions: int = number(8, 0, 64)  # held-out rows whose greedy answers are shown at each evaluation, in predictions.jsonl and plots/predictions.png; 0: none
     prediction_tokens: int = number(64, 1, 10**5)  # most tokens of such an answer
     slow_step: float = number(3.0, 0, 1e6)  # a step slower than so many times the running median is reported, with its cause; 0: never

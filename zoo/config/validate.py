@@ -12,6 +12,7 @@ from typing import Any
 from zoo.config.checks.arch import check_arch
 from zoo.config.checks.engine import check_engine
 from zoo.config.checks.layout import check_layout, check_packing
+from zoo.config.checks.metrics import parse_metric
 from zoo.config.checks.model import check_lora, check_model
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
@@ -45,12 +46,31 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     check_layout(recipe, world_size)
     check_packing(recipe)
     check_engine(recipe)
-    if recipe.log.wandb and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"log.wandb={recipe.log.wandb}: Weights & Biases is not installed; pip install 'zoo-train[wandb]', "
-            f"or leave log.wandb out"
-        )
+    _check_trackers(recipe)
+    _check_metrics(recipe)
     return recipe
+
+
+def _check_trackers(recipe: Recipe) -> None:
+    named = {"wandb": "Weights & Biases", "mlflow": "MLflow", "trackio": "Trackio"}
+    for key, name in named.items():
+        value = getattr(recipe.log, key)
+        if value and importlib.util.find_spec(key) is None:
+            raise ConfigError(
+                f"log.{key}={value}: {name} is not installed; pip install 'zoo-train[{key}]', or leave log.{key} out"
+            )
+
+
+def _check_metrics(recipe: Recipe) -> None:
+    train = recipe.train
+    for key in ("keep_best", "early_stop"):
+        if (metric := getattr(train, key)) is not None:
+            parse_metric(metric, f"train.{key}")
+    if train.early_stop is not None and not train.eval_every:
+        raise ConfigError(
+            f"train.early_stop={train.early_stop}: train.eval_every=0 evaluates at the end alone; give the steps between "
+            "evaluations, train.eval_every=100 say"
+        )
 
 
 def _check_accepted(recipe: Recipe) -> None:

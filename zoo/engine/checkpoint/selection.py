@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.checks.metrics import flat, parse_metric
 from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
@@ -26,7 +27,6 @@ from zoo.errors import UserError
 BEST = "best"  # a link in the folder of checkpoints
 DAMAGED = "damaged_"  # prefix of the name that an unreadable checkpoint gets
 _RECIPE = "config.yaml"
-_SMALLER_IS_BETTER = {"loss"}
 
 
 def faults(checkpoint: Path, *, read: bool = True) -> dict[str, str]:
@@ -233,7 +233,7 @@ def _put_away(run_dir: Path, passed_over: dict[str, str], checkpoint: Path) -> N
 
 
 def best_of(run_dir: Path, metric: str | None) -> Path | None:
-    """The evaluated checkpoint of a run that is best at a held-out metric; the newest where several are equal.
+    """The evaluated checkpoint of a run that is best at a held-out metric (`train.keep_best`); the newest where several are equal.
 
     Metrics count that are of the same rows as the last ones: others can't be compared with them.
     """
@@ -242,11 +242,11 @@ def best_of(run_dir: Path, metric: str | None) -> Path | None:
     evaluations = evaluations_by_step(run_dir)
     latest = evaluations[max(evaluations)].get("data") if evaluations else None
     evaluations = {step: found for step, found in evaluations.items() if found.get("data") == latest}
-    sign = -1.0 if metric in _SMALLER_IS_BETTER else 1.0
+    name, sign = parse_metric(metric, "train.keep_best")
     best: tuple[float, int, Path] | None = None
     for checkpoint in checkpoints(run_dir):
         step = step_of(checkpoint)
-        value = evaluations.get(step, {}).get(metric)
+        value = flat(evaluations.get(step, {})).get(name)
         if value is not None and value == value and (best is None or (sign * value, step) >= best[:2]):
             best = (sign * value, step, checkpoint)
     return best[2] if best else None

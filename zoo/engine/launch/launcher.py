@@ -17,6 +17,7 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
+from zoo.engine.launch.callback_copies import copied
 from zoo.engine.launch.core_import import import_core
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
@@ -40,7 +41,14 @@ class WorkerError(RuntimeError):
 
 
 @untouched()
-def launch(recipe: Recipe, *, data: Any = None, eval_data: Any = None, here: bool = False) -> TrainResult:
+def launch(
+    recipe: Recipe,
+    *,
+    data: Any = None,
+    eval_data: Any = None,
+    callbacks: Sequence[Any] = (),
+    here: bool = False,
+) -> TrainResult:
     """Train `recipe` and return the result; also known as `zoo.train`.
 
     Under torchrun (RANK and WORLD_SIZE in the environment) or SLURM (its variables) this process is one rank. Otherwise
@@ -51,11 +59,13 @@ def launch(recipe: Recipe, *, data: Any = None, eval_data: Any = None, here: boo
         data: in the place of data.train: rows (a list of dicts with pictures, arrays and bytes in them, any iterable of
             these, a datasets.Dataset) or entries. Rows are written to the run folder once, for all ranks to map.
         eval_data: the same in the place of data.eval.
+        callbacks: objects with some of on_start, on_step, on_eval, on_predictions, on_save and on_end, each taking a
+            `zoo.Event`, beside those of run.callbacks. Rank 0 calls them; where it is a child process, it has copies of them.
         here: this process belongs to zoo, as in the command `zoo train`: a single rank runs in it, which saves the
             seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
 
     Raises:
-        UserError: the recipe cannot run; see `prepare`.
+        UserError: the recipe cannot run; see `prepare`. Or a callback can't be copied to a child process, or fails.
         WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
@@ -66,8 +76,8 @@ def launch(recipe: Recipe, *, data: Any = None, eval_data: Any = None, here: boo
         import_core()
         from zoo.engine.train.trainer import train
 
-        return train(recipe)
-    return _train_in_children(recipe, ranks)
+        return train(recipe, callbacks)
+    return _train_in_children(recipe, ranks, callbacks)
 
 
 @untouched()
@@ -106,11 +116,15 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         return pickle.loads(result.read_bytes())
 
 
-def _train_in_children(recipe: Recipe, ranks: int) -> TrainResult:
+def _train_in_children(recipe: Recipe, ranks: int, callbacks: Sequence[Any]) -> TrainResult:
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         config = Path(folder) / "config.yaml"
         save_recipe(recipe, config)
         command = [sys.executable, "-m", "zoo.engine.launch.rank_main", str(config)]
+        if callbacks:
+            copies = Path(folder) / "callbacks"
+            copies.write_bytes(copied(callbacks))
+            command += ["--callbacks", str(copies)]
         messages: list[str] = []
         code = run_ranks(command, ranks, threads=recipe.engine.threads, messages=messages)
     if code not in (INTERRUPTED, PREEMPTED):

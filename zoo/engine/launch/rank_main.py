@@ -1,4 +1,5 @@
-"""One rank of a run: `python -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`.
+"""One rank of a run: `python -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
+or `... <resolved config.yaml> --callbacks <file>`.
 
 Started by :mod:`zoo.engine.launch.launcher`; without a task it trains.
 
@@ -17,7 +18,7 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with_parent
@@ -40,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
 
             recipe = load_recipe(path)
             import_core()
-            if task:
+            if task[:1] != ["--callbacks"] and task:
                 return _do(recipe, *task)
             from zoo.engine.train.trainer import train
 
-            return train(recipe).code
+            return train(recipe, _callbacks(task)).code
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
@@ -55,6 +56,15 @@ def main(argv: list[str] | None = None) -> int:
             return _refuse(mistake)
         _leave(traceback.format_exc())
         return 1
+
+
+def _callbacks(arguments: list[str]) -> list[Any]:
+    """The callbacks in a file; rank 0 alone has them."""
+    if not arguments or os.environ.get("RANK", "0") != "0":
+        return []
+    from zoo.engine.launch.callback_copies import read_copies
+
+    return read_copies(arguments[1])
 
 
 def _do(recipe: Recipe, task: str, result: str, *argument: str) -> int:

@@ -83,11 +83,26 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
             f"stopped at step {done} of {total}, saved in {summary['checkpoint']}; run the same command again to {what}"
         )
     elif losses:
+        if summary.get("stopped"):
+            yield f"stopped at step {done} of {total}: {summary['stopped']}"
         plot = folder / "plots" / "loss.png"
         seen = folder / "plots" / "predictions.png"
         if seen.is_file():
             yield f"what the model answers to held-out rows: {seen}"
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
+
+
+def at_finished(folder: Path, done: int, total: int, early: str | None) -> str:
+    """That a run is finished, and how it would train on; `early`: why it ended before its last step."""
+    if early is not None and done < total:
+        return (
+            f"{folder} is finished at step {done} of {total}: {early}. Raise train.early_stop_patience or set "
+            "train.early_stop=null to train on, or give another run.dir to start over."
+        )
+    return (
+        f"{folder} is finished: {done} steps are done and train.steps asks for {total}. "
+        f"Give more train.steps to train on, or another run.dir to start over."
+    )
 
 
 def late_save(seconds: float, recipe: Recipe, about: str = "") -> str | None:

@@ -23,6 +23,7 @@ class TrainResult:
     metrics: dict[str, Any] = field(default_factory=dict)  # of the last evaluation
     run_dir: str  # the run folder
     interrupted: bool = False  # stopped by a signal; resume from the checkpoint
+    stopped: str | None = None  # why a callback or train.early_stop has ended it before its last step
     preempted: bool = False  # and it was SIGTERM, SIGUSR1, SIGHUP or SIGQUIT: to be started again
 
     @property
@@ -51,6 +52,7 @@ class TrainResult:
             metrics=summary.get("metrics", {}),
             run_dir=str(folder),
             interrupted=summary.get("interrupted", False),
+            stopped=summary.get("stopped"),
             preempted=summary.get("preempted", False),
         )
 

@@ -1,4 +1,4 @@
-"""The log of a run: progress line, `train.jsonl`, TensorBoard, W&B, environment, loss plot, summary."""
+"""The log of a run: progress line, `train.jsonl`, environment, loss plot, summary."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
-
-import numpy as np
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
@@ -85,8 +83,6 @@ class RunLog:
         self.recipe = recipe
         self.total_steps = total_steps
         self.progress = Progress(total_steps, done, recipe.train.log_every)
-        self.board: Any = None
-        self.wandb: Any = None
         if not main:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -94,7 +90,6 @@ class RunLog:
         write_atomically(self.folder / "env.json", json.dumps(environment(), indent=2) + "\n")
         self._forget_after(done)
         self._file = Lines(self.folder / "train.jsonl")
-        self._open_trackers(done)
 
     def _forget_after(self, done: int) -> None:
         """Drop lines of steps that will be repeated; the events that earlier starts ended with stay."""
@@ -103,22 +98,11 @@ class RunLog:
                 lines = path.read_text(encoding="utf-8").splitlines()
                 write_atomically(path, "".join(f"{line}\n" for line in lines if _stays(line, done)))
 
-    def _open_trackers(self, done: int) -> None:
-        if self.recipe.log.tensorboard:
-            from torch.utils.tensorboard.writer import SummaryWriter
-
-            self.board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=done + 1)
-        if self.recipe.log.wandb:
-            import wandb
-
-            self.wandb = wandb.init(project=self.recipe.log.wandb, dir=str(self.folder), resume="allow")
-
     def step(self, metrics: dict[str, Any], beside: object = None) -> None:
-        """One optimizer step: a line in train.jsonl, the trackers, the progress line; `beside`: a save under way, say."""
+        """One optimizer step: a line in train.jsonl, the progress line; `beside`: a save under way, say."""
         if not self.main:
             return
         self._line(metrics)
-        self._track("train", metrics)
         self.progress.step(metrics, "" if beside is None else str(beside))
 
     def evaluation(self, step: int, metrics: dict[str, Any], data: list[str]) -> None:
@@ -126,35 +110,21 @@ class RunLog:
         if not self.main:
             return
         self._line({"event": "eval", "step": step, **metrics, "data": data})
-        flat = {f"exact_match_{kind}": f["exact_match"] for kind, f in metrics["by_kind"].items()}
-        self._track(
-            "eval", {"step": step, "loss": metrics["loss"], "exact_match": metrics["exact_match"], **flat}
-        )
         kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
         self.say(
             f"eval at step {step}: loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} ({kinds})"
         )
 
-    def predictions(self, step: int, found: Sequence[Prediction]) -> None:
-        """Answers to some held-out rows: a block of lines, predictions.jsonl, the picture, the trackers."""
+    def predictions(self, step: int, found: Sequence[Prediction]) -> tuple[Path, str] | None:
+        """Answers to some held-out rows: a block of lines, predictions.jsonl and the picture; returns picture and block."""
         if not self.main or not found:
-            return
+            return None
         with contextlib.closing(Lines(self.folder / PREDICTIONS)) as lines:
             for one in found:
                 lines.write(json.dumps({"step": step, **one.as_dict()}, ensure_ascii=False))
         text = block(step, found)
         self.say(text)
-        picture = plot_predictions(self.folder, step, found)
-        if self.board is not None:
-            from PIL import Image
-
-            with Image.open(picture) as image:
-                self.board.add_image("predictions", np.asarray(image.convert("RGB")), step, dataformats="HWC")
-            self.board.add_text("predictions", "    " + text.replace("\n", "\n    "), step)
-        if self.wandb is not None:
-            import wandb
-
-            self.wandb.log({"predictions": wandb.Image(str(picture))}, step=step)
+        return plot_predictions(self.folder, step, found), text
 
     def event(self, name: str, step: int, **fields: Any) -> None:
         """An event, for the log alone."""
@@ -174,26 +144,16 @@ class RunLog:
     def _line(self, record: dict[str, Any]) -> None:
         self._file.write(_timed(record))
 
-    def _track(self, prefix: str, metrics: dict[str, Any]) -> None:
-        numbers = {k: v for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
-        if self.board is not None:
-            for name, value in numbers.items():
-                self.board.add_scalar(f"{prefix}/{name}", value, metrics["step"])
-        if self.wandb is not None:
-            self.wandb.log({f"{prefix}/{k}": v for k, v in numbers.items()}, step=metrics["step"])
-
-    def finish(self, summary: dict[str, Any], reason: str) -> None:
-        """Write the log's last line, summary.json and the plot, close everything."""
+    def finish(self, summary: dict[str, Any], reason: str, why: str | None = None) -> None:
+        """Write the log's last line, summary.json and the plot; `why`: of a run that a callback stopped."""
         if not self.main:
             return
-        self._line({"event": "end", "step": summary["steps"], "reason": reason})
+        self._line(
+            {"event": "end", "step": summary["steps"], "reason": reason, **({"why": why} if why else {})}
+        )
         self._file.close()
         write_atomically(self.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         plot_losses(self.folder)
-        if self.board is not None:
-            self.board.close()
-        if self.wandb is not None:
-            self.wandb.finish()
 
 
 def _stays(line: str, done: int) -> bool:

@@ -28,9 +28,7 @@ class RunStatus:
     """A run's state; a field is None where it can't be known yet."""
 
     run_dir: str
-    state: (
-        str  # starting | running | stalled | gone | finished | out of time | interrupted | preempted | failed
-    )
+    state: str  # starting | running | stalled | gone | finished | out of time | stopped | interrupted | preempted | failed
     why: str | None = None  # it ended so
     step: int = 0
     total_steps: int | None = None
@@ -146,8 +144,8 @@ def _state(
         return ("stalled", f"no rank has got on for {stuck:.0f} s") if stuck > _STALLED else ("running", None)
     if ended is not None:
         reason = ended.get("reason", "finished")
-        known = ("finished", "out of time", "interrupted", "preempted")
-        return (reason, None) if reason in known else ("failed", ended.get("message") or reason)
+        known = ("finished", "out of time", "stopped", "interrupted", "preempted")
+        return (reason, ended.get("why")) if reason in known else ("failed", ended.get("message") or reason)
     if summary and health is None:  # of an earlier zoo, whose log has no last line
         return ("interrupted" if summary.get("interrupted") else "finished"), None
     if not events and not last:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from zoo.config.checks.metrics import flat
 from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
+from zoo.engine.callbacks.callbacks import Callbacks
 from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
@@ -34,7 +36,7 @@ from zoo.engine.train import adamw, bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.dataloader import open_data
 from zoo.engine.train.evaluation import evaluate
-from zoo.engine.train.step_metrics import expert_metrics
+from zoo.engine.train.step_metrics import expert_metrics, step_record
 from zoo.engine.train.train_step import StepResult, TrainStep
 from zoo.engine.watchdog.progress import Progress
 
@@ -49,9 +51,11 @@ class Run:
         stop: Interrupts,
         startup: Startup,
         progress: Progress | None = None,
+        callbacks: Callbacks | None = None,
     ) -> None:
         assert recipe.run.dir is not None
         self.recipe, self.world, self.stop, self.progress = recipe, world, stop, progress or Progress()
+        self.callbacks = callbacks or Callbacks(recipe)
         self.startup = startup.mark("process group")
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))
@@ -61,7 +65,8 @@ class Run:
         self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
-        self.interrupted = self.preempted = False
+        self.interrupted = self.preempted = self.stopped = False  # stopped: by a callback
+        self.evaluated: tuple[int, dict[str, Any]] = (-1, {})  # step and metrics of the last evaluation
         self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
@@ -75,7 +80,9 @@ class Run:
         self.done: int = self.state["step"] if self.state else 0
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
+        self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
         self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
+        self.callbacks.total_steps = self.total_steps
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
         self.progress.step = self.done
@@ -155,45 +162,45 @@ class Run:
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
             self.row_counts = RowCounts(self.log, self.recipe.packing.budget)
             self._log_start()
+            self.callbacks.start(self.done)
             started = time.monotonic()
-            metrics = self._steps(started)
+            self._steps(started)
             seconds = time.monotonic() - started
             self.progress.enter("save")
             self._note_saved(self.saver.wait(self._show_saving))
             if self.saved is None or step_of(self.saved) != self.done:
                 self._save(wait=True)
-            if not self.interrupted:
-                metrics = self._evaluate()
+            if self.stopped:
+                agreed(lambda: self.callbacks.raise_failure(self.done, self.saved))
+            if self.evaluated[0] != self.done and not self.interrupted:
+                self._evaluate()
             self.saver.close()
         together = True  # whether all ranks are at the same place
-        if self.recipe.export and not self.interrupted and not self._ends():
+        if self.recipe.export and not self.interrupted and not self._interrupted():
             together = self._export_or_stop()
         self.progress.enter("end")
-        self._summarise(metrics, seconds)
+        result = self._summarise(seconds)
         if together:
             dist.barrier()
-        return self._result(metrics)
+        self.callbacks.raise_failure(self.done, self.saved, ended=True)
+        return result
 
     def _was_completed(self) -> bool:
         """Whether an earlier start has done all steps, the evaluation and the export, as this rank sees it."""
         summary = read_summary(self.folder)
-        if summary is None or self.done < self.total_steps:
+        if summary is None or (self.done < self.total_steps and self.callbacks.finished is None):
             return False
         left = summary.get("interrupted") or (self.recipe.export and not summary.get("export"))
         return not left and summary.get("steps") == self.done
 
     def _leave_as_it_is(self) -> TrainResult:
         if self.world.is_main:
-            print(
-                f"{self.folder} is finished: {self.done} steps are done and train.steps asks for {self.total_steps}. "
-                f"Give more train.steps to train on, or another run.dir to start over."
-            )
+            print(messages.at_finished(self.folder, self.done, self.total_steps, self.callbacks.finished))
         return agreed(lambda: TrainResult.from_run_dir(self.folder))
 
-    def _steps(self, started: float) -> dict[str, Any]:
-        """Train until the last step, the end of the time or an interrupt; returns the last evaluation's metrics."""
+    def _steps(self, started: float) -> None:
+        """Train until the last step, the end of the time, an interrupt or a callback that stops the run."""
         train, most = self.recipe.train, self.recipe.train.max_minutes
-        metrics: dict[str, Any] = {}
         while self.done < self.total_steps:
             self._train_step()
             self._note_saved(self.saver.poll())
@@ -202,22 +209,28 @@ class Run:
             if self._ends(out_of_time):
                 break
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
-                metrics = self._evaluate()  # before the save: a run resumed from there has had it
-                if self.interrupted:
+                self._evaluate()  # before the save: a run resumed from there has had it
+                if self.interrupted or self._ends():
                     break
             due = self.save_due or (train.save_every and self.done % train.save_every == 0)
             if due and self.done < self.total_steps:
                 self._save()
-        return metrics
 
     def _ends(self, out_of_time: bool = False) -> bool:
-        """Whether any rank was interrupted or is out of time; asked when the device is idle anyway."""
+        """Whether any rank was interrupted, is out of time or has a callback that stops; asked when the device is idle anyway."""
         stop, minutes = self.stop, self.recipe.train.save_minutes
         due = minutes is not None and time.monotonic() - self.saved_at > minutes * 60
-        flags = [float(stop.asked), float(stop.asked and stop.preempted), float(out_of_time), float(due)]
-        asked, preempted, late, dues = flags if self.world.size == 1 else self.world.sum(flags)
+        calls = self.callbacks.stops
+        flags = [float(x) for x in (stop.asked, stop.asked and stop.preempted, out_of_time, due, calls)]
+        asked, preempted, late, dues, stops = flags if self.world.size == 1 else self.world.sum(flags)
         self.interrupted, self.preempted, self.save_due = asked > 0, preempted > 0, dues > 0
-        return asked + late > 0
+        self.stopped = stops > 0
+        return asked + late + stops > 0
+
+    def _interrupted(self) -> bool:
+        """Whether any rank was interrupted."""
+        self._ends()
+        return self.interrupted
 
     def _train_step(self) -> None:
         """Take a step, and log it."""
@@ -252,52 +265,42 @@ class Run:
 
     def _log_step(self, result: StepResult) -> None:
         """Write a step's metrics down."""
-        totals, seconds = result.totals, result.seconds
-        self.losses.append(totals.loss)
+        self.losses.append(result.totals.loss)
         waited = max(mine[0] for mine in result.parts)  # the others waited for the rank that waited longest
-        record = {
-            "step": self.done,
-            "loss": totals.loss,
-            "grad_norm": totals.grad_norm,
-            # {}: the first group may be a part's with a rate of its own
-            "lr": self.trainable.scheduler.get_lr({}),
-            "real_tokens": int(totals.real),
-            "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
-            "labels": int(totals.labels),
-            "step_ms": seconds * 1e3,
-            "data_ms": waited * 1e3,
-            "data_wait": waited / seconds,
-            **({} if totals.mtp_loss is None else {"mtp_loss": totals.mtp_loss}),
-            **({} if result.bad is None else {"skipped": result.bad.cause}),
-            **expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches),
-        }
+        # {}: the first group may be a part's with a rate of its own
+        lr = self.trainable.scheduler.get_lr({})
+        record = step_record(self.done, result.totals, lr, waited, result.seconds)
+        record |= {} if result.bad is None else {"skipped": result.bad.cause}
+        record |= expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches)
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)
         self.progress.step = self.done
-        slow = self.times.slow_step(seconds, result.parts)
+        self.callbacks.step(self.done, record)
+        slow = self.times.slow_step(result.seconds, result.parts)
         if slow is not None:
             self.log.event("slow_step", self.done, **slow)
         self.row_counts.note(self.done, self.source.counts, self.data.shrunk)
 
-    def _evaluate(self) -> dict[str, Any]:
-        """Metrics of the held-out rows; none when there are none, or when it was interrupted."""
+    def _evaluate(self) -> None:
+        """Evaluate on the held-out rows where there are some."""
         held_out, eval_set = self.data.held_out, self.data.eval_set
         if held_out is None or eval_set is None:
-            return {}
+            return
         self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
         batches = self._until_interrupted(eval_set)
         metrics = evaluate(self.step, self.trainable.chunks, batches, self.world, eval_set.spare)
         if self.interrupted:
-            return {}
+            return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
+        self.evaluated = (self.done, metrics)
+        self.callbacks.evaluation(self.done, flat(metrics))
         said = predict(self.recipe, self.assembly, self.world, held_out, self.trainable.chunks)
-        self.log.predictions(self.done, said)
-        return metrics
+        self.callbacks.predictions(self.done, self.log.predictions(self.done, said))
 
     def _until_interrupted(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:
             self.progress.tick()
-            if self._ends():
+            if self._interrupted():
                 return
             yield batch
 
@@ -312,6 +315,7 @@ class Run:
             "total_steps": self.total_steps,
             "data": ahead.position if ahead else self.loader.state_dict(),
             "bad_steps": self.detector.state_dict(),
+            "callbacks": self.callbacks.state_dict(),
             "known_rows": self.rows.known,
             "model": self.description,
             "weights": sharded.origin(self.recipe),
@@ -326,6 +330,7 @@ class Run:
         if saved is not None:
             self.saved = saved.folder
             self.save_report.note(saved, self.log)
+            self.callbacks.save(saved.step, saved.folder)
 
     def _show_saving(self) -> None:
         """Show how much of the save that the run waits for is written."""
@@ -390,14 +395,16 @@ class Run:
             )
         )
 
-    def _summarise(self, metrics: dict[str, Any], seconds: float) -> None:
+    def _summarise(self, seconds: float) -> TrainResult:
         """Write summary.json and the plot, and say how the run ended."""
         self.data.close()
-        summary = {
+        why = agreed(lambda: self.callbacks.reason) if self.stopped else None
+        summary: dict[str, Any] = {
             "steps": self.done,
             "total_steps": self.total_steps,
             "interrupted": self.interrupted,
             "preempted": self.preempted,
+            "stopped": why,
             "checkpoint": str(self.saved) if self.saved else None,
             "export": self.exported,
             "final_loss": self.losses[-1] if self.losses and math.isfinite(self.losses[-1]) else None,
@@ -405,25 +412,18 @@ class Run:
             "skipped_rows": dict(self.data.left_out),
             "shrunk_rows": self.data.shrunk,
             "skipped_steps": dict(self.detector.counts),
-            "metrics": metrics,
+            "metrics": self.evaluated[1],
         }
-        self.log.finish(summary, self._reason())
+        self.callbacks.end(self.done, self.saved, self._reason())
+        self.log.finish(summary, self._reason(), why)
         for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):
             self.log.say(line)
+        names = ("steps", "checkpoint", "metrics", "interrupted", "preempted", "stopped")
+        told = {name: summary[name] for name in names}
+        return TrainResult(losses=self.losses, run_dir=str(self.folder), **told)
 
     def _reason(self) -> str:
         """Why the run ends here."""
         if self.interrupted:
             return "preempted" if self.preempted else "interrupted"
-        return "finished" if self.done >= self.total_steps else "out of time"
-
-    def _result(self, metrics: dict[str, Any]) -> TrainResult:
-        return TrainResult(
-            steps=self.done,
-            losses=self.losses,
-            checkpoint=str(self.saved) if self.saved else None,
-            metrics=metrics,
-            run_dir=str(self.folder),
-            interrupted=self.interrupted,
-            preempted=self.preempted,
-        )
+        return "finished" if self.done >= self.total_steps else "stopped" if self.stopped else "out of time"

@@ -84,6 +84,23 @@ class Totals:
         return cls(real, total, nll / weight, labels, grad_norm, mtp_loss)
 
 
+def step_record(step: int, totals: Totals, lr: float, waited: float, seconds: float) -> dict[str, Any]:
+    """A step's line of train.jsonl. `waited`: seconds of its `seconds` that it waited for data."""
+    record = {
+        "step": step,
+        "loss": totals.loss,
+        "grad_norm": totals.grad_norm,
+        "lr": lr,
+        "real_tokens": int(totals.real),
+        "pad_fraction": 1.0 - totals.real / max(totals.total, 1),
+        "labels": int(totals.labels),
+        "step_ms": seconds * 1e3,
+        "data_ms": waited * 1e3,
+        "data_wait": waited / seconds,
+    }
+    return record if totals.mtp_loss is None else {**record, "mtp_loss": totals.mtp_loss}
+
+
 def expert_metrics(config: Any, step: int, micro_batches: int) -> dict[str, float]:
     """Load-balance metrics of the MoE layers of a step; 1.0 is perfectly balanced. `config`: megatron-core's of the model."""
     if not config.num_moe_experts:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.engine.callbacks.callbacks import open_callbacks
 from zoo.engine.distributed.determinism import refusal
 from zoo.engine.distributed.object_group import refuse_different
 from zoo.engine.distributed.signals import Interrupts, interrupts
@@ -21,17 +24,17 @@ from zoo.engine.watchdog.resources import explained, memory_explained
 from zoo.engine.watchdog.run_lock import RunLock
 
 
-def train(recipe: Recipe) -> TrainResult:
+def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:
     """Train as the recipe says, on this rank; resumes from run.dir where it can.
 
-    A finished run is left as it is. Raises UserError (or a subclass) for a mistake that a user can correct, and
-    KeyboardInterrupt when it is stopped before there is anything to save.
+    `callbacks`: objects with hooks, beside those of run.callbacks; rank 0 calls them. A finished run is left as it is. Raises
+    UserError (or a subclass) for a mistake that a user can correct, and KeyboardInterrupt when it is stopped before there is anything to save.
     """
     startup = Startup("imports")
     with interrupts() as stop, explained(recipe), stop.undisguised():
         _refuse_misfit(recipe)
         check_kernels(recipe)
-        return _train(recipe, stop, startup.mark("checks"))
+        return _train(recipe, stop, startup.mark("checks"), callbacks)
 
 
 def _refuse_misfit(recipe: Recipe) -> None:
@@ -42,10 +45,11 @@ def _refuse_misfit(recipe: Recipe) -> None:
         refuse_misfit(validate(recipe, ranks), ranks, local)
 
 
-def _train(recipe: Recipe, stop: Interrupts, startup: Startup) -> TrainResult:
+def _train(recipe: Recipe, stop: Interrupts, startup: Startup, given: Sequence[Any]) -> TrainResult:
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         refuse_different(recipe)
+        callbacks = open_callbacks(recipe, given, here.is_main)
         assert recipe.run.dir is not None  # derived by validate
         with (
             RunLock(Path(recipe.run.dir), here.rank, here.size) as lock,
@@ -53,7 +57,7 @@ def _train(recipe: Recipe, stop: Interrupts, startup: Startup) -> TrainResult:
             memory_explained(recipe),
         ):
             try:
-                return Run(recipe, here, stop, startup, watch.progress).run()
+                return Run(recipe, here, stop, startup, watch.progress, callbacks).run()
             except RuntimeError as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from None

@@ -281,8 +281,8 @@ def test_the_worker_maps_what_happens_to_exit_codes(
     monkeypatch.setitem(sys.modules, "zoo.engine.train.trainer", loop)
 
     def outcome(what: TrainResult | BaseException) -> int:
-        def train(given: Recipe) -> TrainResult:
-            assert given == recipe
+        def train(given: Recipe, callbacks: list[object]) -> TrainResult:
+            assert given == recipe and callbacks == []
             if isinstance(what, BaseException):
                 raise what
             return what

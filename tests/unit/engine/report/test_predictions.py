@@ -10,6 +10,7 @@ from PIL import Image
 
 from zoo.config.compose import load_recipe
 from zoo.data.sources.rows import Message, Row, read_rows
+from zoo.engine.callbacks.callbacks import open_callbacks
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
 from zoo.engine.report.run_log import RunLog
 
@@ -68,11 +69,13 @@ def test_the_log_has_them_and_forgets_those_of_repeated_steps(tmp_path: Path) ->
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recipe = load_recipe("qwen3_omni_sft", ["size=tiny", f"run.dir={tmp_path}"])
-    log = RunLog(recipe, 4, 0, main=True)
+    log, callbacks = RunLog(recipe, 4, 0, main=True), open_callbacks(recipe, [], main=True)
+    callbacks.start(0)
     for step in (2, 4):
-        log.predictions(step, some(1)[:2])
-    log.predictions(4, [])
-    log.board.close()
+        callbacks.predictions(step, log.predictions(step, some(1)[:2]))
+    callbacks.predictions(4, log.predictions(4, []))
+    callbacks.end(4, None, "finished")
+    callbacks.raise_failure(4, None, ended=True)
     written = [json.loads(line) for line in (tmp_path / "predictions.jsonl").read_text().splitlines()]
     assert [(line["step"], line["right"]) for line in written] == [
         (2, True),
@@ -84,8 +87,7 @@ def test_the_log_has_them_and_forgets_those_of_repeated_steps(tmp_path: Path) ->
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0}).Reload()
     assert board.Tags()["images"] == ["predictions"]
     assert [image.step for image in board.Images("predictions")] == [2, 4]
-    other = RunLog(recipe, 4, 2, main=True)
-    other.board.close()
+    RunLog(recipe, 4, 2, main=True)
     kept = (tmp_path / "predictions.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [2, 2]
     assert block(2, some(1)[:2]).splitlines()[0] == "answers to 2 held-out rows at step 2, 1 right:"

@@ -1,0 +1,126 @@
+"""Trackers: what TensorBoard's files hold; W&B, MLflow and Trackio by fakes with their signatures, or themselves where they are installed."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zoo.config.compose import load_recipe
+from zoo.config.validate import validate
+from zoo.engine.callbacks.callbacks import Callbacks
+from zoo.engine.callbacks.trackers import trackers
+from zoo.errors import ConfigError
+
+
+def told(folder: Path, key: str, value: str = "mine") -> tuple[Callbacks, Any]:
+    fixed = ["size=tiny", "hardware=cpu", f"run.dir={folder}", "log.tensorboard=false", f"log.{key}={value}"]
+    recipe = load_recipe("qwen3_vl_sft", fixed)
+    return Callbacks(recipe, list(trackers(recipe))), recipe
+
+
+def drive(run: Callbacks, folder: Path) -> dict[str, Any]:
+    run.start(0)
+    run.step(1, {"step": 1, "loss": 2.5, "skipped": "spike"})
+    run.evaluation(1, {"loss": 2.0, "exact_match_image": 0.5})
+    state = run.state_dict()
+    run.end(1, None, "finished")
+    run.raise_failure(1, None, ended=True)
+    return state
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    drive(told(tmp_path, "tensorboard", "true")[0], tmp_path)
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["train/loss", "eval/loss", "eval/exact_match_image"]
+    assert [(one.step, one.value) for one in read.Scalars("eval/exact_match_image")] == [(1, 0.5)]
+
+
+LOGGED = [({"train/loss": 2.5}, 1), ({"eval/loss": 2.0, "eval/exact_match_image": 0.5}, 1)]
+
+
+class FakeRun:
+    """A run as W&B and Trackio have it."""
+
+    def __init__(self, name: str) -> None:
+        self.id = self.name = name
+        self.logged: list[Any] = []
+        self.ended = False
+
+    def log(self, data: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((data, step))
+
+    def finish(self) -> None:
+        self.ended = True
+
+
+def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    def init(*, project: str, dir: str, id: str | None, resume: str, config: dict[str, Any]) -> FakeRun:
+        runs.append((project, id, resume, config["train"]["lr"], FakeRun(id or "r1")))
+        return runs[-1][-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    state = drive(told(tmp_path, "wandb")[0], tmp_path)
+    assert runs[0][:3] == ("mine", None, "allow") and runs[0][-1].logged == LOGGED and runs[0][-1].ended
+    again, _ = told(tmp_path, "wandb")
+    again.load_state_dict(state)
+    drive(again, tmp_path)
+    assert runs[1][1] == "r1"
+
+
+def test_trackio_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    def init(project: str, name: str | None, *, config: dict[str, Any], resume: str) -> FakeRun:
+        runs.append((project, name, resume, FakeRun(name or "quiet-sun")))
+        return runs[-1][-1]
+
+    monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
+    state = drive(told(tmp_path, "trackio")[0], tmp_path)
+    again, _ = told(tmp_path, "trackio")
+    again.load_state_dict(state)
+    drive(again, tmp_path)
+    assert [one[:3] for one in runs] == [("mine", None, "never"), ("mine", "quiet-sun", "allow")]
+    assert runs[0][-1].logged == LOGGED and runs[1][-1].ended
+
+
+def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def start_run(run_id: str | None = None, run_name: str | None = None) -> Any:
+        calls.append(("start", run_id, run_name))
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="abc"))
+
+    fake = types.SimpleNamespace(
+        set_experiment=lambda name: calls.append(("experiment", name)),
+        start_run=start_run,
+        log_params=lambda params: calls.append(("params", params["train.keep"])),
+        log_metrics=lambda metrics, step: calls.append((metrics, step)),
+        end_run=lambda status: calls.append(("end", status)),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    state = drive(told(tmp_path, "mlflow")[0], tmp_path)
+    start = [("experiment", "mine"), ("start", None, tmp_path.name), ("params", "2")]
+    assert calls == [*start, *LOGGED, ("end", "FINISHED")]
+    calls.clear()
+    again, _ = told(tmp_path, "mlflow")
+    again.load_state_dict(state)
+    drive(again, tmp_path)
+    assert calls[1] == ("start", "abc", None)
+
+
+@pytest.mark.parametrize("key", ["wandb", "mlflow", "trackio"])
+def test_one_that_is_not_installed_is_a_sentence(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo.config import validate as module
+
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"log.{key}=mine: .* pip install 'zoo-train\[{key}\]'"):
+        validate(told(tmp_path, key)[1], 1)

@@ -1,0 +1,48 @@
+"""`Event`: what a callback is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo.config.schema import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A moment of a run, as its callbacks see it on rank 0.
+
+    Attributes:
+        step: optimizer steps done.
+        total_steps: those that the run is to do.
+        metrics: of a step, its line in `train.jsonl` (`loss` in nats a label, `grad_norm`, `lr`, `real_tokens`, ...); of an
+            evaluation, `loss`, `exact_match` and `rows`, and each of them by kind of row (`exact_match_image`); at a save
+            and at the end those of the last evaluation, {} where there was none.
+        run_dir: the run folder.
+        recipe: the resolved recipe.
+        checkpoint: of a save and of the end, the newest checkpoint's folder.
+        picture: of `on_predictions`, `plots/predictions.png`.
+        text: of `on_predictions`, prompts, answers and predictions as lines.
+        reason: of the end, why: finished | out of time | stopped | interrupted | preempted | failed.
+    """
+
+    step: int
+    total_steps: int
+    metrics: Mapping[str, Any]
+    run_dir: Path
+    recipe: Recipe
+    checkpoint: Path | None = None
+    reason: str | None = None
+    picture: Path | None = None
+    text: str | None = None
+    ask: Callable[[str], None] = field(repr=False)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step, on all ranks: it is saved, evaluated and exported, and the exit code is 0.
+
+        Args:
+            reason: why, for the log and `summary.json`.
+        """
+        self.ask(reason)

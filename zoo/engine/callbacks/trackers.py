@@ -1,0 +1,178 @@
+"""Trackers of experiments as callbacks: TensorBoard, Weights & Biases, MLflow and Trackio.
+
+Each is imported when a recipe asks for it (`log.tensorboard`, `log.wandb`, `log.mlflow`, `log.trackio`). Metrics of steps are named
+`train/NAME`, those of evaluations `eval/NAME`. A resumed run goes on in the run that it had there: its name is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from zoo.config.schema import Recipe
+from zoo.engine.callbacks.event import Event
+from zoo.files import finite
+
+
+def trackers(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """The trackers that a recipe asks for, by the key that does."""
+    log = recipe.log
+    if log.tensorboard:
+        yield "log.tensorboard", TensorBoard()
+    if log.wandb:
+        yield "log.wandb", Wandb(log.wandb)
+    if log.mlflow:
+        yield "log.mlflow", MLflow(log.mlflow)
+    if log.trackio:
+        yield "log.trackio", Trackio(log.trackio)
+
+
+class _Tracker:
+    """Hands the numbers of steps and evaluations to `log`; `run`: its name for the run, for the checkpoint."""
+
+    run: str | None = None
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        """Take metrics by their full names."""
+        raise NotImplementedError
+
+    def on_step(self, event: Event) -> None:
+        self.log(_numbers("train", event.metrics), event.step)
+
+    def on_eval(self, event: Event) -> None:
+        self.log(_numbers("eval", event.metrics), event.step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run": self.run}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.run = state["run"]
+
+
+class TensorBoard(_Tracker):
+    """Event files in run.dir/tensorboard; a resumed run drops those of steps that it repeats."""
+
+    def on_start(self, event: Event) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._board = SummaryWriter(str(event.run_dir / "tensorboard"), purge_step=event.step + 1)
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self._board.add_scalar(name, value, step)
+
+    def on_predictions(self, event: Event) -> None:
+        from PIL import Image
+
+        assert event.picture is not None and event.text is not None
+        with Image.open(event.picture) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        self._board.add_image("predictions", pixels, event.step, dataformats="HWC")
+        self._board.add_text("predictions", "    " + event.text.replace("\n", "\n    "), event.step)
+
+    def on_end(self, event: Event) -> None:
+        self._board.close()
+
+
+class Wandb(_Tracker):
+    """A run of a project at Weights & Biases; its own variables (WANDB_MODE=offline) hold."""
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+
+    def on_start(self, event: Event) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=self._project,
+            dir=str(event.run_dir),
+            id=self.run,
+            resume="allow",
+            config=_plain(event.recipe),
+        )
+        self.run = self._run.id
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def on_predictions(self, event: Event) -> None:
+        import wandb
+
+        self._run.log({"predictions": wandb.Image(str(event.picture))}, step=event.step)
+
+    def on_end(self, event: Event) -> None:
+        self._run.finish()
+
+
+class MLflow(_Tracker):
+    """A run of an experiment; where it is kept, MLFLOW_TRACKING_URI says, as for MLflow itself."""
+
+    def __init__(self, experiment: str) -> None:
+        self._experiment = experiment
+
+    def on_start(self, event: Event) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(self._experiment)
+        fresh = self.run is None
+        started = mlflow.start_run(run_id=self.run, run_name=event.run_dir.name if fresh else None)
+        self.run = started.info.run_id
+        if fresh:
+            flat = dict(_flat(asdict(event.recipe)))
+            mlflow.log_params({name: str(value)[:500] for name, value in flat.items()})
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._mlflow.log_metrics(numbers, step=step)
+
+    def on_end(self, event: Event) -> None:
+        states = {"failed": "FAILED", "interrupted": "KILLED", "preempted": "KILLED"}
+        self._mlflow.end_run(states.get(event.reason or "", "FINISHED"))
+
+
+class Trackio(_Tracker):
+    """A run of a local Trackio project; `trackio show` displays it."""
+
+    def __init__(self, project: str) -> None:
+        self._project = project
+
+    def on_start(self, event: Event) -> None:
+        import trackio
+
+        resume = "never" if self.run is None else "allow"
+        self._run = trackio.init(
+            project=self._project, name=self.run, config=_plain(event.recipe), resume=resume
+        )
+        self.run = self._run.name
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self._run.log(numbers, step=step)
+
+    def on_end(self, event: Event) -> None:
+        self._run.finish()
+
+
+def _numbers(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers among metrics under their full names, without the step itself."""
+    kept = {
+        name: value
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and name != "step"
+    }
+    return {f"{prefix}/{name}": value for name, value in kept.items()}
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    plain: dict[str, Any] = finite(asdict(recipe))
+    return plain
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
