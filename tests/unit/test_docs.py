@@ -206,6 +206,9 @@ def check_zoo(words: list[str]) -> None:
         assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
         return
+    if verb == "completion":
+        assert rest in (["bash"], ["zsh"]), words
+        return
     if verb in ("list", "report") or not rest:
         return
     name, overrides = split_recipe(rest, verb)

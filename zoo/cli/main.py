@@ -33,6 +33,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "score": ("zoo.cli.score", "log-probabilities of the answers of a file's rows"),
     "doctor": ("zoo.cli.doctor", "check the kernels that training would use on this machine"),
     "bench": ("zoo.cli.bench", "measure parts of zoo on this machine"),
+    "completion": ("zoo.cli.completion", "tab completion for bash and zsh"),
 }
 
 
@@ -100,9 +101,10 @@ def _run(arguments: list[str]) -> int:
             raise UserError(f"{verb}: no such option; nearest: zoo {near[0]}")
         near = get_close_matches(verb, VERBS, n=1) or list(VERBS)
         raise UserError(f"{verb}: no such verb; nearest: {', '.join(f'zoo {name}' for name in near)}")
-    from zoo.engine.distributed.process_state import quiet
+    if verb != "completion":  # which is asked at each Tab, and imports nothing that could speak
+        from zoo.engine.distributed.process_state import quiet
 
-    quiet()
+        quiet()
     module = importlib.import_module(VERBS[verb][0])
     if any(argument in ("-h", "--help") for argument in rest):
         print((module.__doc__ or "").strip())
@@ -111,7 +113,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:<8} {doc}" for verb, (_, doc) in VERBS.items())
+    verbs = "\n".join(f"  {verb:<10} {doc}" for verb, (_, doc) in VERBS.items())
     return f"""\
 usage: zoo VERB [key=value ...]
 

@@ -1,0 +1,255 @@
+"""
+usage: zoo completion bash | zsh
+
+Prints the script with which a shell completes zoo's command lines at the Tab key: verbs and their options, recipes and
+YAML files, sizes of the recipe on the line, hardware, all keys section by section, and the values of keys with choices.
+
+  source <(zoo completion bash)    in ~/.bashrc
+  source <(zoo completion zsh)     in ~/.zshrc
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from zoo.errors import UserError
+
+# The shells ask `zoo completion answer LINE [BREAKS]`: the command up to the cursor and, for bash, the characters at which
+# it ends a word. Where nothing is answered, they complete names of files.
+_BASH = r"""_zoo() {
+    mapfile -t COMPREPLY < <("$1" completion answer "${COMP_LINE:0:COMP_POINT}" "$COMP_WORDBREAKS" 2>/dev/null)
+    if [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *[=./] ]]; then compopt -o nospace; fi
+}
+complete -o bashdefault -o default -F _zoo zoo"""
+_ZSH = r"""(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+_zoo() {
+    local -a found
+    found=(${(f)"$(${words[1]} completion answer "${(j: :)words[1,CURRENT]}" 2>/dev/null)"})
+    if (( $#found )); then
+        compadd -S '' -- ${(M)found:#*[=./]}
+        compadd -- ${found:#*[=./]}
+    else
+        compset -P '*='
+        _files
+    fi
+}
+compdef _zoo zoo"""
+SCRIPTS = {"bash": _BASH, "zsh": _ZSH}
+
+
+class SchemaKey(NamedTuple):
+    """What completion wants to know of a key."""
+
+    boolean: bool
+    choices: tuple[str, ...]
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print a shell's script, or the answers that this script asks for."""
+    if len(arguments) in (2, 3) and arguments[0] == "answer":
+        for text in as_typed(answers(arguments[1]), *arguments[1:]):
+            print(text)
+        return 0
+    if len(arguments) != 1 or arguments[0] not in SCRIPTS:
+        raise UserError("zoo completion: name the shell: zoo completion bash | zsh")
+    print(SCRIPTS[arguments[0]])
+    return 0
+
+
+def answers(line: str) -> list[str]:
+    """What the last word of a command line may become, in order; empty where it may be any file, or nothing is known.
+
+    Args:
+        line: the command up to the cursor, "zoo train recipe=qw".
+    """
+    *before, word = words_of(line)
+    if not before:
+        return []
+    from zoo.cli.main import VERBS
+
+    if len(before) == 1:
+        return _starting(word, [*VERBS, *(("--help", "--version") if word.startswith("-") else ())])
+    verb = before[1]
+    if verb not in VERBS:
+        return []
+    usage, known = _usage(VERBS[verb][0]), schema()
+    given, option = before[2:], "--" if word.startswith("--") else ""
+    last = given[-1] if given else ""
+    key, equals, value = word.removeprefix(option).partition("=")
+    if equals:
+        return [f"{option}{key}={text}" for text in _values(key, value, given)]
+    if last.startswith("--") and last.removeprefix("--") in known:  # --key VALUE
+        return _values(last.removeprefix("--"), word, given)
+    names = [f"{name}=" for name in _own_keys(usage)]
+    if _takes_recipe(usage):
+        names += _key_parts(key, known)
+    found = _starting(
+        word, [*([] if given else _second_words(usage, verb)), *(option + name for name in names)]
+    )
+    if word.startswith("-"):
+        found += _starting(word, [*_flags(usage), "--help"])
+    if word and "recipe=NAME" in usage and not _recipe_of(given):
+        found += _starting(word, _recipes())
+    return list(dict.fromkeys(found))
+
+
+def as_typed(found: Iterable[str], line: str, breaks: str = "") -> list[str]:
+    """Answers in the form that a shell takes.
+
+    Args:
+        found: what the line's last word may become.
+        line: the command up to the cursor.
+        breaks: bash's COMP_WORDBREAKS. It takes what stands behind the last of them, quoted; zsh, "", takes whole words.
+    """
+    if not breaks:
+        return list(found)
+    typed = words_of(line)[-1]
+    cut = max(typed.rfind(sign) + 1 if sign in breaks else 0 for sign in "=:")
+    return [re.sub(r"([^\w@%+=:,./~-])", r"\\\1", text[cut:]) for text in found]
+
+
+def words_of(line: str) -> list[str]:
+    """The words of an unfinished command line; the last one is empty behind a space."""
+    import shlex
+
+    for closing in ("", "'", '"'):
+        try:
+            words = shlex.split(f"{line}{closing}")
+        except ValueError:
+            continue
+        return [*words, ""] if not words or (line[-1:].isspace() and not closing) else words
+    return [""]
+
+
+@cache
+def schema() -> Mapping[str, SchemaKey]:
+    """The recipe's keys by dotted name, read from the text of the schema: importing it takes ten times as long."""
+    tree = ast.parse(_path("zoo.config.schema").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    return dict(_keys_of("Recipe", "", classes))
+
+
+def _recipes() -> list[str]:
+    return sorted(path.stem for path in _path("zoo.recipes").parent.glob("*.yaml"))
+
+
+def _keys_of(name: str, prefix: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[tuple[str, SchemaKey]]:
+    for node in classes[name].body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        key, kinds = (
+            f"{prefix}{node.target.id}",
+            {getattr(one, "id", "") for one in ast.walk(node.annotation)},
+        )
+        section = kinds & classes.keys()
+        if section:
+            yield from _keys_of(section.pop(), f"{key}.", classes)
+            continue
+        call, choices = node.value, ()
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "choice":
+            choices = tuple(ast.literal_eval(one) for one in call.args[1:])
+        yield key, SchemaKey("bool" in kinds, choices)
+
+
+def _key_parts(typed: str, known: Mapping[str, SchemaKey]) -> list[str]:
+    """Keys of the section that is typed, `train.lr=`; before its dot, the sections, `train.`, and the keys outside them."""
+    section = typed[: typed.rfind(".") + 1]
+    parts = (key[len(section) :].partition(".") for key in known if key.startswith(section))
+    return list(dict.fromkeys(f"{section}{name}{'.' if dot else '='}" for name, dot, _ in parts))
+
+
+def _values(key: str, typed: str, given: Sequence[str]) -> list[str]:
+    """Values of a key that start as `typed` does."""
+    known = schema().get(key)
+    if key == "recipe":
+        return _or_files(_starting(typed, _recipes()), typed)
+    if key == "size":
+        return _or_files(_starting(typed, _sizes(_recipe_of(given), given)), typed)
+    if key == "hardware":
+        from zoo.config.gpus import GPUS
+
+        counts = re.match(r"(?:\d+x){0,2}", typed)
+        before = counts[0] if counts else ""
+        return _starting(typed, [f"{before}{name}" for name in (*(() if before else ("auto", "cpu")), *GPUS)])
+    if known is None:
+        return []
+    return _starting(typed, known.choices or (("true", "false") if known.boolean else ()))
+
+
+def _sizes(recipe: str, given: Sequence[str]) -> list[str]:
+    """Sizes of the family of a recipe: a name, or the path of a file."""
+    named = [text.partition("=")[2] for text in given if text.removeprefix("--").startswith("model.family=")]
+    recipes = _path("zoo.recipes").parent
+    for path in (recipes / f"{recipe}.yaml", Path(recipe).expanduser()):
+        if not named and recipe and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            named = re.findall(r"^\s+family:\s*[\"']?(\w+)", text, re.MULTILINE)
+    family = named[-1] if named else "*"
+    return sorted({path.stem for path in recipes.glob(f"sizes/{family}/*.yaml")})
+
+
+def _recipe_of(given: Sequence[str]) -> str:
+    """The recipe that the words before name, by `recipe=`, by `--recipe` or by itself; empty for none."""
+    for before, text in zip(("", *given), given, strict=False):
+        if text.removeprefix("--").startswith("recipe="):
+            return text.partition("=")[2]
+        if before == "--recipe" or (
+            not before.startswith("--") and "=" not in text and not text.startswith("-")
+        ):
+            return text
+    return ""
+
+
+def _or_files(names: list[str], typed: str) -> list[str]:
+    """Names, and YAML files; folders to look further in where there is no such name."""
+    folder = typed[: typed.rfind("/") + 1]
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        return names
+    found = sorted(path for path in place.iterdir() if not path.name.startswith("."))
+    files = [f"{folder}{path.name}{'/' if path.is_dir() else ''}" for path in found]
+    ends = (".yaml", ".yml") if names else (".yaml", ".yml", "/")
+    return names + _starting(typed, [file for file in files if file.endswith(ends)])
+
+
+@cache
+def _usage(module: str) -> str:
+    """What `zoo VERB --help` prints."""
+    return ast.get_docstring(ast.parse(_path(module).read_text(encoding="utf-8"))) or ""
+
+
+def _own_keys(usage: str) -> list[str]:
+    """The keys of `key=value` that a verb's help names, without those of a section."""
+    names = re.findall(r"(?<![\w.\-`(\[])\[?([a-z_]+)=(?=\S)", usage)
+    return [name for name in dict.fromkeys(names) if name != "key"]
+
+
+def _flags(usage: str) -> list[str]:
+    return list(dict.fromkeys(re.findall(r"(?<![\w`-])\[?(--[a-z][a-z-]*)(?![\w.=-])", usage)))
+
+
+def _takes_recipe(usage: str) -> bool:
+    return "recipe=NAME" in usage or "key of the recipe" in usage
+
+
+def _second_words(usage: str, verb: str) -> list[str]:
+    """The words that a verb's help lets follow it: `bash | zsh`."""
+    lines = re.findall(rf"^(?:usage: +| +)zoo {verb} ((?:[a-z]+ \| )*[a-z]+)(?![\w=])", usage, re.MULTILINE)
+    return [word for line in lines for word in line.split(" | ")]
+
+
+def _starting(typed: str, known: Iterable[str]) -> list[str]:
+    return [text for text in known if text.startswith(typed)]
+
+
+def _path(module: str) -> Path:
+    """The file of a module, which is not imported."""
+    spec = find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin)
