@@ -120,9 +120,11 @@ class TrainConfig:
     global_batch: int = number(8, 1, 10**6)  # rows per optimizer step, all ranks together (packed rows under thd)
     micro_batch: int = number(1, 1, 10**5)  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
     lr: float = number(1e-5, 0, 100)  # peak learning rate
-    min_lr: float = number(0.0, 0, 100)  # learning rate that the cosine would reach one update after the last
+    min_lr: float = number(0.0, 0, 100)  # learning rate that the schedule would reach one update after the last; constant has none
     lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
     warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last one at lr; a run of fewer updates never reaches lr
+    schedule: str = choice("cosine", "cosine", "constant", "linear", "wsd")  # after the warm-up: cosine or linear to min_lr | constant: lr | wsd: lr, then linear to min_lr over decay_steps
+    decay_steps: int | None = number(None, 1, 10**9)  # wsd: the last updates, in which the rate falls; default: a tenth of the steps
     weight_decay: float = number(0.0, 0, 100)  # AdamW weight decay (not on norms and biases)
     beta1: float = number(0.9, 0, below=1)  # AdamW
     beta2: float = number(0.95, 0, below=1)  # AdamW

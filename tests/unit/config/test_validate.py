@@ -159,6 +159,18 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
             "train.min_lr=2e-05 is above train.lr=1e-06: the rate falls from train.lr to train.min_lr; give a lower train.min_lr, 0 say",
         ),
         (
+            1,
+            {"train.decay_steps": 1},
+            "train.decay_steps=1 with train.schedule=cosine: wsd alone has a decay of its own length; set train.schedule=wsd, or "
+            "leave train.decay_steps out",
+        ),
+        (
+            1,
+            {"train.schedule": "wsd", "train.decay_steps": 4, "train.warmup_steps": 7, "train.steps": 10},
+            "train.warmup_steps=7 and train.decay_steps=4 are more than all steps of the run (10); lower one of them, or train "
+            "longer (train.steps, train.epochs)",
+        ),
+        (
             16,
             {"parallel.tp": 16},
             "parallel.tp=16 does not divide the 8 attention heads and 2 key-value heads of the model; 1, 2, 4 or 8 would",
@@ -264,6 +276,13 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
 )
 def test_a_recipe_that_cannot_run(ranks: int, changes: dict[str, Any], message: str) -> None:
     assert error_of(MOE, changes, ranks) == message
+
+
+def test_a_decay_that_just_fits_and_one_of_unknown_steps() -> None:
+    wsd = {"train.schedule": "wsd", "train.decay_steps": 3, "train.warmup_steps": 7}
+    assert validate(MOE.replace({**wsd, "train.steps": 10}), 1).train.decay_steps == 3
+    epochs = {**wsd, "train.steps": None, "train.epochs": 1}  # how many that is shows when the data are open
+    assert validate(MOE.replace(epochs), 1).train.decay_steps == 3
 
 
 def test_steps_and_epochs_both_given() -> None:

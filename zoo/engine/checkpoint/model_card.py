@@ -14,7 +14,7 @@ from zoo.bridge.files.side_files import MARK, licence_of
 from zoo.bridge.native import read_about
 from zoo.config.entries import parse_entry
 from zoo.config.locate import ABOUT, Place
-from zoo.config.schema import Recipe
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.checkpoint import sharded
 from zoo.errors import printable
 from zoo.files import expanded
@@ -78,11 +78,21 @@ def _of_recipe(recipe: Recipe) -> dict[str, str]:
         "rows in a step": str(train.global_batch),
         "recipe": Path(recipe.recipe).name + (f", size {recipe.size}" if recipe.size else ""),
         "data": ", ".join(names),
-        "learning rate": f"{train.lr:g}, {train.warmup_steps} steps of warm-up, cosine to {train.min_lr:g}",
+        "learning rate": f"{train.lr:g}, {train.warmup_steps} steps of warm-up, {_schedule(train)}",
         "packing": f"{pack.mode}, {pack.budget} tokens",
         "precision": recipe.engine.precision or "",
         "not trained": ", ".join(recipe.model.freeze),
     }
+
+
+def _schedule(train: TrainConfig) -> str:
+    """What follows the warm-up."""
+    if train.schedule == "constant":
+        return "constant"
+    if train.schedule == "wsd":
+        last = "tenth" if train.decay_steps is None else f"{train.decay_steps} steps"
+        return f"stable, linear to {train.min_lr:g} in the last {last}"
+    return f"{train.schedule} to {train.min_lr:g}"
 
 
 def untrained(source: Place | None, arch: Mapping[str, Any]) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zoo.config.schema import Recipe
+from zoo.config.checks.schedule import check_schedule
+from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.loader import BatchLoader
@@ -41,6 +42,12 @@ class RunData:
     def shrunk(self) -> int:
         """Rows whose images or videos were made smaller to fit (data.overlong=shrink)."""
         return self.source.shrunk + (self.held_out.shrunk if self.held_out else 0)
+
+    def total_steps(self, train: TrainConfig) -> int:
+        """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for."""
+        steps = train.steps or self.loader.steps_for_epochs(train.epochs or 1.0)
+        check_schedule(train, steps)
+        return steps
 
     def close(self) -> None:
         """End the threads and processes of loader and decoder."""

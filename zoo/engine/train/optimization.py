@@ -58,7 +58,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 def build_optimizer(
     chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
 ) -> tuple[Any, Any]:
-    """zoo's AdamW in mcore's distributed optimizer, and its warm-up and cosine schedule."""
+    """zoo's AdamW in mcore's distributed optimizer, and its learning rate's schedule."""
     from megatron.core.optimizer import (
         OptimizerConfig,
         ParamKey,
@@ -104,12 +104,19 @@ def build_optimizer(
 def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
     """The learning rate of update k of N = `total_steps`, k from 1, in each of the optimizer's groups.
 
-    In a warm-up of W steps it is lr * k / W. Then it follows a cosine that would reach min_lr one update after the last:
-    min_lr + (lr - min_lr) * (1 + cos(pi * (k - W) / (N + 1 - W))) / 2. So every update moves the weights.
+    In a warm-up of W steps it is lr * k / W. Then `train.schedule` gives the share s of lr - min_lr above min_lr:
+
+    - cosine: (1 + cos(pi * (k - W) / (N + 1 - W))) / 2
+    - linear: (N + 1 - k) / (N + 1 - W)
+    - constant: 1
+    - wsd: 1, and in the last D updates (N + 1 - k) / (D + 1); D is decay_steps, or a tenth of N, as far as the warm-up leaves it
+
+    So all but constant would reach min_lr one update after the last, and every update moves the weights.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     after_last = max(total_steps, train.warmup_steps) + 1
+    decay = train.decay_steps or min(max(total_steps // 10, 1), after_last - 1 - train.warmup_steps)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -117,7 +124,9 @@ def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
         min_lr=train.min_lr,
         lr_warmup_steps=train.warmup_steps,
         lr_decay_steps=after_last,
-        lr_decay_style="cosine",
+        lr_decay_style="WSD" if train.schedule == "wsd" else train.schedule,
+        wsd_decay_steps=decay + 1,
+        lr_wsd_decay_style="linear",
         start_wd=train.weight_decay,
         end_wd=train.weight_decay,
         wd_incr_steps=after_last,

@@ -81,7 +81,7 @@ class Run:
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
-        self.total_steps = recipe.train.steps or self.loader.steps_for_epochs(recipe.train.epochs or 1.0)
+        self.total_steps = self.data.total_steps(recipe.train)
         self.callbacks.total_steps = self.total_steps
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from

@@ -61,6 +61,21 @@ def test_of_a_run_on_a_model_of_the_hub(tmp_path: Path) -> None:
     assert "Qwen3VLForConditionalGeneration.from_pretrained" in code(text)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], "cosine to 1e-06"),
+        (["train.schedule=constant"], "constant"),
+        (["train.schedule=wsd"], "stable, linear to 1e-06 in the last tenth"),
+        (["train.schedule=wsd", "train.decay_steps=3"], "stable, linear to 1e-06 in the last 3 steps"),
+    ],
+)
+def test_the_schedule_is_told(given: list[str], told: str) -> None:
+    keys = ["size=tiny", "train.lr=3e-5", "train.min_lr=1e-6", "train.warmup_steps=4", *given]
+    text = model_card.trained(zoo.load_recipe("qwen3_vl_sft", keys), 7, None, ARCH)
+    assert f"| 3e-05, 4 steps of warm-up, {told} |" in text
+
+
 def test_of_adapters_and_of_random_weights() -> None:
     recipe = zoo.load_recipe("qwen3_vl_lora", ["size=tiny"])
     text = model_card.trained(recipe, 7, None, ARCH, adapter=True)
