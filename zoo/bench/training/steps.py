@@ -82,6 +82,7 @@ class BenchRun(Run):
     """A run on the samples of the bench."""
 
     counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
+    shrunk = 0  # rows whose media were made smaller
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]
@@ -117,7 +118,6 @@ class BenchRun(Run):
             mine.append(batches)
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.logged_bad_rows: dict[str, int] = {}
         self.warm = max(LEAST_WARM, len(mine))
         self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)
         # Timed steps begin at the first batch, so that all are timed equally often.

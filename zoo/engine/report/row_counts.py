@@ -11,19 +11,19 @@ from zoo.engine.report.run_log import RunLog
 class RowCounts:
     """What the log has of them; `budget` is packing.budget."""
 
-    def __init__(self, log: RunLog, budget: int) -> None:
-        self.log, self.budget = log, budget
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
         self._left_out: dict[str, int] = {}
         self._shrunk = 0
 
-    def note(self, step: int, left_out: Mapping[str, int], shrunk: int) -> None:
+    def note(self, log: RunLog, step: int, left_out: Mapping[str, int], shrunk: int) -> None:
         """Log what has changed up to this step: rows left out by cause, and rows made smaller."""
         left_out = dict(left_out)
         if left_out != self._left_out:
-            self.log.event("rows_left_out", step, counts=left_out)
+            log.event("rows_left_out", step, counts=left_out)
             self._left_out = left_out
         if shrunk != self._shrunk:
             if not self._shrunk:
-                self.log.say(messages.at_shrinking(shrunk, self.budget))
-            self.log.event("rows_shrunk", step, count=shrunk)
+                log.say(messages.at_shrinking(shrunk, self.budget))
+            log.event("rows_shrunk", step, count=shrunk)
             self._shrunk = shrunk

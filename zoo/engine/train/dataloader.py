@@ -43,16 +43,17 @@ class RunData:
         """Rows whose images or videos were made smaller to fit (data.overlong=shrink)."""
         return self.source.shrunk + (self.held_out.shrunk if self.held_out else 0)
 
-    def total_steps(self, train: TrainConfig) -> int:
-        """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for."""
-        steps = train.steps or self.loader.steps_for_epochs(train.epochs or 1.0)
-        check_schedule(train, steps)
-        return steps
-
     def close(self) -> None:
         """End the threads and processes of loader and decoder."""
         self.loader.close()
         self.decoder.close()
+
+
+def total_steps(train: TrainConfig, loader: BatchLoader) -> int:
+    """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for."""
+    steps = train.steps or loader.steps_for_epochs(train.epochs or 1.0)
+    check_schedule(train, steps)
+    return steps
 
 
 def open_data(

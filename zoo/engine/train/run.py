@@ -34,7 +34,7 @@ from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import adamw, bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
-from zoo.engine.train.dataloader import open_data
+from zoo.engine.train.dataloader import open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.step_metrics import expert_metrics, step_record
 from zoo.engine.train.train_step import StepResult, TrainStep
@@ -67,6 +67,7 @@ class Run:
         self.exported: str | None = None
         self.interrupted = self.preempted = self.stopped = False  # stopped: by a callback
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})  # step and metrics of the last evaluation
+        self.row_counts = RowCounts(recipe.packing.budget)
         self.times = StepTimes(world.device, recipe.log.slow_step)
         self.startup.mark("data")
 
@@ -81,7 +82,7 @@ class Run:
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
-        self.total_steps = self.data.total_steps(recipe.train)
+        self.total_steps = total_steps(recipe.train, self.loader)
         self.callbacks.total_steps = self.total_steps
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
@@ -160,7 +161,6 @@ class Run:
         with self.stop.deferred(), self.saver:
             self.progress.begun = True
             self.log = RunLog(self.recipe, self.total_steps, self.done, main=self.world.is_main)
-            self.row_counts = RowCounts(self.log, self.recipe.packing.budget)
             self._log_start()
             self.callbacks.start(self.done)
             started = time.monotonic()
@@ -278,7 +278,7 @@ class Run:
         slow = self.times.slow_step(result.seconds, result.parts)
         if slow is not None:
             self.log.event("slow_step", self.done, **slow)
-        self.row_counts.note(self.done, self.source.counts, self.data.shrunk)
+        self.row_counts.note(self.log, self.done, self.source.counts, self.source.shrunk)
 
     def _evaluate(self) -> None:
         """Evaluate on the held-out rows where there are some."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.train.dataloader import RunData
+from zoo.engine.train.dataloader import total_steps
 from zoo.engine.train.optimization import build_schedule
 from zoo.errors import ConfigError
 
@@ -97,11 +97,10 @@ def test_rates_written_out() -> None:
 
 def test_epochs_that_are_too_short_for_the_decay_are_refused() -> None:
     loader: Any = SimpleNamespace(steps_for_epochs=lambda epochs: round(10 * epochs))
-    data = RunData(loader, loader, None, None, loader)
     train = TrainConfig(epochs=1, warmup_steps=7, schedule="wsd", decay_steps=3)
-    assert data.total_steps(train) == 10
+    assert total_steps(train, loader) == 10
     with pytest.raises(ConfigError, match=r"more than all steps of the run \(9\)"):
-        data.total_steps(with_parts(train, epochs=0.9))
+        total_steps(with_parts(train, epochs=0.9), loader)
 
 
 @pytest.mark.slow  # importing transformers' schedules takes seconds
