@@ -19,8 +19,11 @@ rank, folder = dist.get_rank(), Path(sys.argv[1])
 """
 
 
+END = "\ndist.destroy_process_group()\n"  # else gloo's threads may be alive when the process ends, which aborts it
+
+
 def ranks(text: str, folder: Path) -> int:
-    return run_ranks([sys.executable, "-c", HEAD + textwrap.dedent(text), str(folder)], 2, threads=1)
+    return run_ranks([sys.executable, "-c", HEAD + textwrap.dedent(text) + END, str(folder)], 2, threads=1)
 
 
 @pytest.fixture(autouse=True)
