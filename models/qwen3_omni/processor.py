@@ -112,13 +112,13 @@ class Qwen3OmniProcessor(Processor):
         return vision.pixel_options(pixels, self.hf.image_processor.size, self._frame_size)
 
     def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
-        """Of an image, and of a frame."""
+        """The fewest pixels of an image, and of a frame."""
         return pixels.least or self.hf.image_processor.size["shortest_edge"], self._frame_size[
             "shortest_edge"
         ]
 
     def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
-        """Of an image, and of a frame."""
+        """The most pixels of an image, and of a frame."""
         images = vision.image_grids(self.hf, headers.images, pixels)
         area = self.hf.image_processor.patch_size**2
         image, video = (

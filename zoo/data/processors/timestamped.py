@@ -97,12 +97,12 @@ class TimestampedProcessor(Processor):
         return pixel_options(pixels, self.hf.image_processor.size, self.hf.video_processor.size)
 
     def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
-        """Of an image, and of all frames of a video."""
+        """The fewest pixels of an image, and of all frames of a video."""
         own = self.hf.image_processor.size["shortest_edge"], self.hf.video_processor.size["shortest_edge"]
         return pixels.least or own[0], own[1]
 
     def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
-        """Of an image, and of all frames of a video."""
+        """The most pixels of an image, and of all frames of a video."""
         area, together = self.hf.image_processor.patch_size**2, self.hf.video_processor.temporal_patch_size
         images = image_grids(self.hf, headers.images, pixels)
         return (

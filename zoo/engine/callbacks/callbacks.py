@@ -149,7 +149,7 @@ class Callbacks:
         if not ended:
             self.end(step, checkpoint, "failed")
         saved = f"the run is saved in {checkpoint}" if checkpoint else "nothing was saved yet"
-        raise UserError(f"{failure}; {saved}; mend it and run the same command again")
+        raise UserError(f"{failure}; {saved}; fix it and run the same command again")
 
     def _tell(self, hook: str, step: int, metrics: Mapping[str, Any], **more: Any) -> None:
         for name, one in list(self._found):

@@ -6,6 +6,7 @@ Each is imported when a recipe asks for it (`log.tensorboard`, `log.wandb`, `log
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from zoo.config.schema import Recipe
 from zoo.engine.callbacks.event import Event
+from zoo.engine.distributed.object_group import flattened
 from zoo.files import finite
 
 
@@ -30,14 +32,14 @@ def trackers(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         yield "log.trackio", Trackio(log.trackio)
 
 
-class _Tracker:
+class _Tracker(ABC):
     """Hands the numbers of steps and evaluations to `log`; `run`: its name for the run, for the checkpoint."""
 
     run: str | None = None
 
+    @abstractmethod
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Take metrics by their full names."""
-        raise NotImplementedError
 
     def on_step(self, event: Event) -> None:
         self.log(_numbers("train", event.metrics), event.step)
@@ -122,7 +124,7 @@ class MLflow(_Tracker):
         started = mlflow.start_run(run_id=self.run, run_name=event.run_dir.name if fresh else None)
         self.run = started.info.run_id
         if fresh:
-            flat = dict(_flat(asdict(event.recipe)))
+            flat = dict(flattened(asdict(event.recipe)))
             mlflow.log_params({name: str(value)[:500] for name, value in flat.items()})
 
     def log(self, numbers: dict[str, float], step: int) -> None:
@@ -168,11 +170,3 @@ def _numbers(prefix: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 def _plain(recipe: Recipe) -> dict[str, Any]:
     plain: dict[str, Any] = finite(asdict(recipe))
     return plain
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

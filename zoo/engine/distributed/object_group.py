@@ -60,7 +60,7 @@ def refuse_different(recipe: Recipe) -> None:
     if dist.get_world_size() == 1:
         return
     everyone: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, dict(_flat(asdict(recipe))))
+    dist.all_gather_object(everyone, dict(flattened(asdict(recipe))))
     first = everyone[0]
     for rank, other in enumerate(everyone):
         for key in sorted({*first, *other} - {*_OF_A_MACHINE}):
@@ -71,10 +71,11 @@ def refuse_different(recipe: Recipe) -> None:
                 )
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in nested mappings; an empty one is a value."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 
