@@ -50,12 +50,15 @@ def run(arguments: Sequence[str]) -> int:
         found = {
             "recipe": values,
             "size_why": resolved.size_why,
+            "taken": resolved.taken,
             "changed": _changed(values, asdict(resolved.base)),
             "differs_from_defaults": _differing(values),
         }
         print(json.dumps(found, indent=2))
         return 0
     print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")
+    if resolved.taken:
+        print(f"# {resolved.taken}")
     print("\n".join([*_changes(values, asdict(resolved.base), resolved.base_name), *_differences(values)]))
     print(_documented(values))
     return 0

@@ -55,6 +55,8 @@ def _run(arguments: Sequence[str]) -> int:
     recipe, ranks = prepare(resolved.recipe)
     if os.environ.get("RANK", "0") == "0":
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
+        if resolved.taken:
+            print(f"zoo: {resolved.taken}", flush=True)
     if resolved.recipe.parallel.plan:
         print(
             f"zoo: planned for {recipe.hardware or 'these ranks'}: {_planned(resolved.recipe, recipe)}",

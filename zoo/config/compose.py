@@ -2,12 +2,13 @@
 
 What is said later wins::
 
-    schema defaults < recipe < size overlay < hardware overlay < the user's own file < overrides
+    schema defaults < recipe < size overlay < hardware overlay < the run of model.init < the user's own file < overrides
 
 The user's own file is a YAML that names a `base:` recipe: it is overrides kept in a file, so an overlay does not
 undo what it says. A file without `base:` is itself the recipe. A hardware overlay may leave keys to be planned
 (`parallel.plan`); what the user's file or an override sets is not. With `model.init` a Hugging Face folder, the
-architecture is that of the folder, and no size is chosen unless `size=` is given.
+architecture is that of the folder, and no size is chosen unless `size=` is given. Where it is a zoo run instead, and no
+`size=` is given, the sizes in which that run trained are taken with its architecture (`OF_A_RUN`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, recipe_names, size_names
+from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, escaped, override_layer
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
-from zoo.config.locate import look, read_arch
+from zoo.config.locate import STATE, Place, look, read_arch
 from zoo.config.schema import Recipe
-from zoo.errors import ConfigError
-from zoo.files import write_atomically
+from zoo.errors import ConfigError, UserError, printable
+from zoo.files import read_object, write_atomically
 from zoo.registry import get_family
 
 __all__ = [
@@ -49,6 +52,12 @@ PLANNED_KEYS = {
     "batch": ("train.global_batch",),
 }
 
+# What a run that starts from another run's weights takes from its recipe: how much a step and a sample may hold.
+OF_A_RUN = (
+    "packing.budget", "train.global_batch", "nproc_cpu", "engine.precision",
+    "data.min_pixels", "data.max_pixels", "data.video_max_pixels", "data.video_fps", "data.max_frames",
+)  # fmt: skip
+
 _LONGEST_CHAIN = 16  # files that stand on each other by `base:`
 
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
@@ -65,6 +74,7 @@ class Resolved:
     size_why: str  # why this size, in a few words
     base: Recipe  # the same without what the user's own file and the overrides set
     base_name: str  # its recipe and overlays, for messages
+    taken: str = ""  # what was taken from the run of model.init, in a sentence; "" for nothing
 
 
 def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -85,7 +95,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     typed = override_layer(overrides)
     chain = _base_chain(name_or_path)
     root, own = chain[0], [*chain[1:], typed]
-    layers, stamps = [_without_file_keys(root)], {}
+    layers, stamps, sized = [_without_file_keys(root)], {}, True
     if root.tree.get("resolved"):
         _refuse_overlays(own, root.origin)
         why = f"as resolved in {root.origin}"
@@ -93,11 +103,12 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         choice = _choose_overlays(root, own)
         layers += _overlays(choice)
         stamps = {"recipe": name_or_path, "size": choice.size, "hardware": choice.hardware}
-        why = choice.why
+        why, sized = choice.why, choice.size is not None
     tree = schema_tree(Recipe)
     for layer in layers:
         apply(tree, layer)
     _take_arch_of_init(tree, own)
+    taken = _take_sizes_of_run(tree, root, own, sized)
     base = deepcopy(tree)
     for layer in own:
         _refuse_misspelt_arch(
@@ -112,7 +123,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     named = " ".join(
         [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
     )
-    return Resolved(to_values(tree), why, to_values(base), named)
+    return Resolved(to_values(tree), why, to_values(base), named, taken)
 
 
 def about(name_or_path: str) -> dict[str, Any]:
@@ -264,6 +275,54 @@ def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
     arch = _hf_config(_last(own, "model.init") or tree.model.init)
     if arch is not None:
         tree.model.arch = escaped(arch)  # a text of somebody's config.json is no reference
+
+
+def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], sized: bool) -> str:
+    """Set `OF_A_RUN` as the run of `model.init` had them; returns what was taken, in a sentence.
+
+    A key that the user has set stays, and so do those that a `sized` recipe sets.
+
+    Raises:
+        ConfigError: the run is of another family.
+    """
+    init = _last(own, "model.init") or tree.model.init
+    place = look(init) if isinstance(init, str) else None
+    if place is None or place.kind != "run":
+        return ""
+    _refuse_other_family(place, str(init), str(_last(own, "model.family") or tree.model.family))
+    config = place.folder.parent.parent / "config.yaml"
+    if sized or not (config.is_file() and is_saved_recipe(config)):
+        return ""
+    run = read_recipe(str(config))
+    users = own if root.origin.startswith(str(files("zoo.recipes"))) else [root, *own]
+    given = {key for layer in users for key, _ in leaves_of(Recipe, _tree_of(layer))}
+    if "batch" in tree.parallel.plan:
+        given.add("train.global_batch")
+    if (_last([run], "machine.gpus") is None) != (tree.machine.gpus is None):
+        given.add("engine.precision")  # what suits a GPU suits no CPU
+    found = []
+    for key in OF_A_RUN:
+        section, _, name = key.rpartition(".")
+        values = (run.tree.get(section) or {}) if section else run.tree
+        if key in given or name not in values or values[name] == OmegaConf.select(tree, key):
+            continue
+        set_key(tree, key, values[name], f"{run.origin}: ")
+        found.append(f"{key}={shown_value(values[name])}")
+    return f"taken from the run that model.init={init} names: {', '.join(['its architecture', *found])}"
+
+
+def _refuse_other_family(run: Place, init: str, family: str) -> None:
+    try:
+        saved = read_object(run.folder / STATE).get("model")
+    except UserError:
+        return  # a damaged file, which the sums name
+    theirs = saved.get("family") if isinstance(saved, dict) else None
+    if family and isinstance(theirs, str) and theirs != family:
+        near = [name for name in recipe_names() if about(name)["family"] == theirs]
+        raise ConfigError(
+            f"model.init={init}: a run of the family {printable(theirs, 100)}, and this recipe is one of {family}; take a "
+            f"recipe of that family: {', '.join(near) or 'zoo list'}"
+        )
 
 
 def _refuse_misspelt_arch(arch: Any, changes: Any, origin: str, prefix: str = "model.arch.") -> None:

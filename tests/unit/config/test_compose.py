@@ -138,6 +138,58 @@ def test_the_architecture_is_that_of_the_weights_folder(tmp_path: Path) -> None:
     assert recipe.model.arch == {"model_type": "x", "num_hidden_layers": 3}
 
 
+def earlier_run(folder: Path, name: str = "qwen3_vl_sft", *overrides: str) -> Path:
+    """A run's recipe and the parts of its checkpoint that a recipe is composed from; returns the checkpoint."""
+    recipe = load_recipe(name, ["size=tiny", *overrides])
+    save_recipe(recipe, folder / "config.yaml")
+    checkpoint = folder / "checkpoints" / "iter_2"
+    (checkpoint / "hf").mkdir(parents=True)
+    write(checkpoint / "hf" / "config.json", json.dumps(recipe.model.arch))
+    write(checkpoint / "state.json", json.dumps({"step": 2, "model": {"family": recipe.model.family}}))
+    return checkpoint
+
+
+def test_the_sizes_of_a_run_come_with_its_weights(tmp_path: Path) -> None:
+    checkpoint = earlier_run(tmp_path, "qwen3_vl_sft", "data.max_pixels=5000", "train.lr=3e-3")
+    for init in (tmp_path, checkpoint):
+        resolved = resolve("qwen3_vl_sft", [f"model.init={init}", "data.max_pixels=900"])
+        recipe = resolved.recipe
+        assert recipe.model.arch == load_recipe("qwen3_vl_sft", ["size=tiny"]).model.arch
+        assert (recipe.packing.budget, recipe.train.global_batch, recipe.nproc_cpu) == (1024, 2, 2)
+        assert recipe.data.max_pixels == 900  # as the user says
+        assert recipe.train.lr == load_recipe("qwen3_vl_sft", ["size=2b"]).train.lr
+        assert "packing.budget=1024, train.global_batch=2, nproc_cpu=2" in resolved.taken
+        assert "pixels" not in resolved.taken
+    own = write(
+        tmp_path / "own.yaml", f"base: qwen3_vl_sft\nmodel:\n  init: {tmp_path}\npacking: {{budget: 77}}"
+    )
+    assert resolve(own).recipe.packing.budget == 77
+    assert "packing" not in resolve(own).taken
+    sized = resolve("qwen3_vl_sft", [f"model.init={tmp_path}", "size=2b"])
+    assert sized.recipe.packing.budget != 1024 and not sized.taken
+    saved = tmp_path / "saved.yaml"
+    save_recipe(resolve("qwen3_vl_sft", [f"model.init={tmp_path}", "packing.budget=99"]).recipe, saved)
+    assert resolve(str(saved)).recipe.packing.budget == 99
+
+
+def test_what_a_machine_decides_is_not_taken_from_a_run(tmp_path: Path) -> None:
+    earlier_run(tmp_path, "qwen3_vl_sft", "engine.precision=fp32")
+    init = f"model.init={tmp_path}"
+    assert resolve("qwen3_vl_sft", [init]).recipe.engine.precision == "fp32"
+    on_gpus = resolve("qwen3_vl_sft", [init, "hardware=8xh200"]).recipe
+    assert on_gpus.engine.precision == "bf16" and "batch" in on_gpus.parallel.plan
+    assert on_gpus.train.global_batch == load_recipe("qwen3_vl_sft", ["size=2b"]).train.global_batch
+    assert on_gpus.packing.budget == 1024
+
+
+def test_a_run_of_another_family_is_refused(tmp_path: Path) -> None:
+    earlier_run(tmp_path, "qwen3_vl_sft")
+    message = error_of(f"model.init={tmp_path}")
+    assert "qwen3_vl" in message and "qwen3_omni" in message and "qwen3_vl_lora" in message
+    (tmp_path / "config.yaml").unlink()
+    assert not resolve("qwen3_vl_sft", [f"model.init={tmp_path}"]).taken.count("packing")
+
+
 # --- references to the environment
 
 
