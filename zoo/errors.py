@@ -120,6 +120,13 @@ def size(number: float) -> str:
     return f"{number / 1e3:.0f} kB"
 
 
+def part_of(part: float, whole: float) -> str:
+    """Bytes of so many: `12 of 30 GB`."""
+    number, unit = size(whole).split()
+    scale = whole / float(number) if float(number) else 1.0
+    return f"{part / scale:.3g} of {number} {unit}"
+
+
 def _files() -> str:
     return f"this process may have {_limit('RLIMIT_NOFILE')} files open (ulimit -n); raise that"
 

@@ -17,6 +17,8 @@ from support.commands import (
     write_rows,
 )
 
+ERASE = "\r\x1b[2K"
+
 
 def times(folder: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -130,14 +132,45 @@ def test_another_models_run_folder_is_refused(zoo: Zoo, copied: Path) -> None:
 def test_on_a_terminal_there_is_a_live_line(zoo: Zoo, tmp_path: Path) -> None:
     done = zoo.train(tmp_path / "run", "train.steps=3", "export=false", tty=True)
     assert done.code == 0, done
-    shown = done.out.split("\r\n")
-    first, *later = shown[2].split("\r\x1b[2K")[1:], *shown[3].split("\r\x1b[2K")[1:]
-    assert first[0].startswith("step 1/3") and "to the end of the first step" in first[1]
-    assert [part[: len("step 1/3")] for part in later] == [f"step {n}/3" for n in (2, 3)]
-    assert shown[4].startswith(
-        "\r\x1b[2Ksaving ...\r\x1b[2Kevaluating on 2 rows ...\r\x1b[2Keval at step 3: "
-    )
-    assert all(len(part) < 100 for part in (first[0], *later))  # the terminal's width
+    drawn = [line.split(ERASE) for line in done.out.split("\r\n")]
+    stays = [line[-1] for line in drawn]
+    assert [line[:9] for line in stays[2:5]] == [stays[2][:9], "step 3/3 ", "eval at s"], stays
+    assert "to the end of the first step" in stays[2]
+    gone = [text for line in drawn for text in line[:-1] if text]
+    starts = [
+        "checking the recipe",
+        "importing",
+        "checking memory",
+        "joining",
+        "reading rows",
+        "building",
+        "drawing",
+        "first step",
+    ]
+    wanted = [
+        *starts,
+        "step 1/3  |",
+        "step 2/3  |",
+        "saving ...",
+        "evaluating on 2 rows",
+        "answering held-out",
+    ]
+    seen = iter(gone)
+    assert all(any(text.startswith(part) for text in seen) for part in wanted), gone  # in this order
+    assert all(len(text) < 100 for text in gone)  # the terminal's width
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_clean_line(zoo: Zoo, tmp_path: Path) -> None:
+    run = zoo.start(*zoo.train_arguments(tmp_path / "run", "train.steps=5000", "export=false"), tty=True)
+    run.until(lambda: "step 3/5000" in run.said())
+    run.interrupt()
+    done = run.ended()
+    assert done.code == 130
+    stays = [line.split(ERASE)[-1] for line in done.out.split("\r\n")]
+    assert stays[-1] == ""
+    assert not any(line.startswith(("step", "first step", "saving")) for line in stays), stays
+    assert any(line.startswith("zoo: ending this step and saving") for line in stays)
 
 
 @pytest.mark.parametrize(

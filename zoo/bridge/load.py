@@ -7,7 +7,7 @@ model plus one tensor. All checks come first, on names and headers: a checkpoint
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,13 +27,14 @@ def load_hf(
     dims: Dims,
     shard: ShardInfo | None = None,
     comm: Comm | None = None,
+    moved: Callable[[int, int], None] = lambda done, whole: None,
 ) -> Resolution:
     """Copy the tensors of an HF folder into the parameters of this rank's model chunks, cast to their dtype.
 
     Call it on every rank, before an optimizer takes its copy of the parameters. Returns what was matched. Raises on
     all ranks, before anything is assigned: CheckpointError for a folder that is not whole, BridgeError that lists every
     missing, unmapped, extra, duplicate or misshapen tensor. Known buffers and a tied head that is stored all the same are
-    passed over (`pass_over`).
+    passed over (`pass_over`). `moved` is told how many of this rank's bytes are in place, and how many there will be.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     parameters = together(comm, lambda: model_parameters(model_chunks))
@@ -42,7 +43,7 @@ def load_hf(
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
         entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
         together(comm, lambda: pass_over(resolution, reader) if comm.rank == 0 else None)
-        together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard))
+        together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard, moved))
     return resolution
 
 
@@ -138,17 +139,22 @@ def _misfits(
 
 @torch.no_grad()
 def _fill_all(
-    parameters: Iterable[tuple[str, Tensor]],
+    parameters: Sequence[tuple[str, Tensor]],
     entries: Mapping[str, Entry],
     source: Mapping[str, str],
     reader: SafetensorsFolder,
     dims: Dims,
     shard: ShardInfo,
+    moved: Callable[[int, int], None],
 ) -> None:
+    whole, done = sum(parameter.nbytes for _, parameter in parameters), 0
+
     def read(names: list[str]) -> list[Tensor]:
         return [reader.get(source[name]) for name in names]
 
     for name, parameter in parameters:
+        moved(done, whole)
+        done += parameter.nbytes
         entry = entries[name]
         transform, kind = entry.layout.transform, entry.rule.shard_for(dims)
         if not entry.rule.stacked:

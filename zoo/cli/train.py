@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Train as the arguments say; 0 when the run came to its end, 130 when it was interrupted, 75 when it was preempted."""
     from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.report.terminal import live_terminal
 
-    with interrupts():  # from the first second on
+    with interrupts(), live_terminal():  # from the first second on
         return _run(arguments)
 
 
@@ -47,11 +48,13 @@ def _run(arguments: Sequence[str]) -> int:
     from zoo.engine.launch.launcher import WorkerError, launch
     from zoo.engine.launch.prepare import prepare
     from zoo.engine.report.startup_time import note_command
+    from zoo.engine.report.terminal import doing
 
     note_command()
     resolved = resolve(name, overrides)
     if "--slurm-template" in flags:
         return _template(resolved.recipe, rest)
+    doing("planning" if resolved.recipe.parallel.plan else "checking the recipe and its data")
     recipe, ranks = prepare(resolved.recipe)
     if os.environ.get("RANK", "0") == "0":
         print(_headline(recipe, resolved.size_why, ranks), flush=True)

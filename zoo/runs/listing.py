@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zoo.engine.report.run_log import clock
+from zoo.engine.report.progress_line import clock
 from zoo.engine.tools.status import RunStatus, is_run, read_status
 from zoo.errors import UserError
 

@@ -12,7 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from zoo.engine.report.run_log import clock
+from zoo.engine.report.progress_line import clock
 from zoo.errors import UserError
 from zoo.files import write_atomically
 from zoo.runs.charts import COLOURS, Line, chart, lines_of, number

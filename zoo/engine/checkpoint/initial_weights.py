@@ -18,6 +18,8 @@ from zoo.engine.checkpoint import sharded
 from zoo.engine.distributed.world import World, on_all_cores
 from zoo.engine.model import lora
 from zoo.engine.model.build import Assembly, model_dims
+from zoo.engine.report import terminal
+from zoo.errors import part_of
 
 
 def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> None:
@@ -32,8 +34,12 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
             check_sums(source.folder, default_comm())
         table = native(bridge) if source.kind == "zoo" else bridge
         with on_all_cores(recipe, world):
-            load_hf(chunks, source.weights, table, dims, shard)
+            load_hf(
+                chunks, source.weights, table, dims, shard,
+                moved=lambda done, whole: terminal.detail(part_of(done, whole)),
+            )  # fmt: skip
         return
+    terminal.doing("drawing random weights")
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
 
 

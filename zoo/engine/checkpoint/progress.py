@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from zoo.errors import size
+from zoo.errors import part_of, size
 from zoo.files import write_atomically
 
 PARTIAL = ".partial-"  # prefix of all that is not yet, or no longer, a checkpoint
@@ -30,14 +30,7 @@ class Saving:
 
     def __str__(self) -> str:
         rate = self.written / self.seconds if self.seconds > 0 else 0.0
-        return f"saving {_of(self.written, self.total)}, {size(rate)}/s"
-
-
-def _of(part: int, whole: int) -> str:
-    """`12 of 30 GB`."""
-    number, unit = size(whole).split()
-    scale = whole / float(number)
-    return f"{part / scale:.3g} of {number} {unit}"
+        return f"saving {part_of(self.written, self.total)}, {size(rate)}/s"
 
 
 def begin(folder: Path, step: int, total: int) -> None:

@@ -26,6 +26,7 @@ from zoo.engine.checkpoint.storage.index import FormerIndex, Index, open_index
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters, settings_of
+from zoo.engine.report import terminal
 from zoo.errors import UserError
 
 
@@ -83,6 +84,7 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
     Raises:
         Damaged: on all ranks, where any has read what was not written; what was built holds some of it.
     """
+    terminal.doing("loading the checkpoint")
     with together():
         _load(trainable, checkpoint, world, ranks)
 

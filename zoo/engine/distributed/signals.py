@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TextIO
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 PREEMPTED = 75  # exit code after one of REQUESTS (EX_TEMPFAIL: try again)
@@ -25,6 +26,7 @@ LOST = 76  # exit code of a rank that left because another one died, failed or h
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 SIGNALS = (signal.SIGINT, *REQUESTS)
 heard = threading.Event()  # set once a signal has been handled, which Python does only between two lines
+ERASE = "\r\x1b[2K"  # removes the text of a terminal's line, as ECMA-48 has it
 SAME_SECONDS = 1.0  # requests so close together are one: a launcher and the cluster may both pass it on
 
 
@@ -89,10 +91,15 @@ class Interrupts:
 
 
 def _say(text: str) -> None:
-    """Write to stderr as a signal handler may, on a line of its own."""
+    """Write to stderr as a signal handler may, on a line of its own: on a terminal in the place of its last line."""
     with contextlib.suppress(OSError, ValueError):
-        stderr = sys.stderr.fileno()
-        os.write(stderr, f"\n{text}".encode() if os.isatty(stderr) else text.encode())
+        before = ERASE if can_erase(sys.stderr) else "\n" if sys.stderr.isatty() else ""
+        os.write(sys.stderr.fileno(), f"{before}{text}".encode())
+
+
+def can_erase(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that takes `ERASE`; one of TERM=dumb takes nothing but text."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def leave_terminal() -> None:

@@ -23,6 +23,7 @@ from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
+from zoo.engine.report import terminal
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
 
@@ -73,6 +74,7 @@ def launch(
     if under_torchrun():
         end_with_parent()
     if under_torchrun() or (here and ranks == 1):
+        terminal.doing("importing PyTorch and Megatron-Core")
         import_core()
         from zoo.engine.train.trainer import train
 
@@ -126,6 +128,8 @@ def _train_in_children(recipe: Recipe, ranks: int, callbacks: Sequence[Any]) -> 
             copies.write_bytes(copied(callbacks))
             command += ["--callbacks", str(copies)]
         messages: list[str] = []
+        terminal.doing(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
+        terminal.hand_over()
         code = run_ranks(command, ranks, threads=recipe.engine.threads, messages=messages)
     if code not in (INTERRUPTED, PREEMPTED):
         _raise_failed(code, messages)

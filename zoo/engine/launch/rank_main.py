@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.engine.launch.core_import import import_core
+from zoo.engine.report.terminal import doing, live_terminal
 from zoo.errors import UserError, file_error
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ def main(argv: list[str] | None = None) -> int:
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     quiet()
+    trains = not task or task[0] == "--callbacks"
+    with live_terminal() if trains else nullcontext():
+        return _main(path, task)
+
+
+def _main(path: str, task: list[str]) -> int:
+    doing("importing PyTorch and Megatron-Core")
     try:
         with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
             from zoo.config.compose import load_recipe

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib.metadata
 import json
-import os
 import platform
-import shutil
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.distributed.signals import leave_terminal
 from zoo.engine.report.loss_plot import plot_losses
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
+from zoo.engine.report.progress_line import Progress
 from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
@@ -162,94 +157,3 @@ def _stays(line: str, done: int) -> bool:
     except ValueError:  # a line that a killed run left half-written
         return False
     return record.get("event") == "end" or record.get("step", 0) <= done
-
-
-class Progress:
-    """A live line on a terminal, a plain line every `every` steps elsewhere."""
-
-    def __init__(self, total: int, done: int, every: int, stream: TextIO | None = None) -> None:
-        self.total, self.first, self.every = total, done, every
-        self.stream = stream or sys.stdout
-        self.live = self.stream.isatty()
-        self.start = time.monotonic()
-        self.shown = ""
-
-    def step(self, metrics: dict[str, Any], beside: str = "") -> None:
-        """Show a step's metrics (`step`, `loss`, `lr`, `real_tokens`, `step_ms`, `pad_fraction`, `data_wait`) and `beside`."""
-        with _terminal_may_go():
-            self._step(metrics, beside)
-
-    def _step(self, metrics: dict[str, Any], beside: str) -> None:
-        step = metrics["step"]
-        rate = (time.monotonic() - self.start) / max(step - self.first, 1)
-        tokens = metrics["real_tokens"] / max(metrics["step_ms"], 1e-3) * 1e3
-        parts = [
-            (f"step {step}/{self.total}", 0),
-            (f"loss {metrics['loss']:.4f}", 0),
-            (f"lr {metrics['lr']:.2e}", 2),
-            (f"{tokens:,.0f} real tokens/s", 1),
-            (f"pad {metrics['pad_fraction']:.1%}", 4),
-            (f"data {metrics['data_wait']:.0%}", 3),
-            (f"ETA {clock(rate * (self.total - step))}", 0),
-            *([(beside, 1)] if beside else []),
-        ]
-        text = "  ".join(part for part, _ in parts)
-        if self.live:
-            self.show(fitting(parts, self._columns()))
-            if step == self.total:  # stays
-                self.stream.write("\n")
-                self.shown = ""
-        elif step % self.every == 0 or step == self.total or step == self.first + 1:
-            print(text, file=self.stream, flush=True)
-
-    def show(self, text: str) -> None:
-        """The live line, on a terminal alone."""
-        if not self.live:
-            return
-        with _terminal_may_go():
-            self.stream.write("\r\x1b[2K" + text[: self._columns()])
-            self.stream.flush()
-            self.shown = text
-
-    def _columns(self) -> int:
-        """Characters that a line of the stream's terminal has before the cursor would go to the next."""
-        try:
-            columns = os.get_terminal_size(self.stream.fileno()).columns
-        except (OSError, ValueError):
-            columns = 0
-        return max(columns or shutil.get_terminal_size().columns, 2) - 1
-
-    def say(self, text: str) -> None:
-        """A line of its own, above the live one."""
-        with _terminal_may_go():
-            if self.live and self.shown:
-                self.stream.write("\r\x1b[2K")
-                self.shown = ""
-            print(text, file=self.stream, flush=True)
-
-
-@contextmanager
-def _terminal_may_go() -> Iterator[None]:
-    """Output to a terminal that was closed is dropped; a run does not end because nobody watches it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        leave_terminal()
-
-
-def fitting(parts: Sequence[tuple[str, int]], columns: int) -> str:
-    """The parts of a line that fit: parts with the highest rank are dropped first, rank 0 always stays."""
-    for most in sorted({rank for _, rank in parts}, reverse=True):
-        text = "  ".join(part for part, rank in parts if rank <= most)
-        if len(text) <= columns:
-            break
-    return text
-
-
-def clock(seconds: float) -> str:
-    """h:mm:ss or m:ss."""
-    minutes, secs = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

@@ -7,6 +7,18 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from zoo.engine.report import terminal
+
+# What is done after each stage, as it is said on a terminal.
+_NEXT = {
+    "imports": "checking memory and kernels",
+    "checks": "joining ranks",
+    "process group": "reading rows",
+    "data": "building the model",
+    "model": "loading weights",
+    "weights": "building the optimizer",
+    "optimizer": "first step",
+}
 STARTED = "ZOO_STARTED"  # environment variable: the time of the command, in seconds since 1970
 
 
@@ -28,6 +40,8 @@ class Startup:
         if nbytes:
             self.rates[stage] = round(nbytes / 1e9 / max(now - self._last, 1e-9), 3)
         self._last = now
+        if stage in _NEXT:
+            terminal.doing(_NEXT[stage])
         return self
 
     @property

@@ -13,8 +13,8 @@ from typing import Any
 from zoo.config.compose import is_saved_recipe
 from zoo.config.locate import checkpoints, step_of
 from zoo.engine.checkpoint.progress import saving
+from zoo.engine.report.progress_line import clock
 from zoo.engine.report.result import read_summary, records
-from zoo.engine.report.run_log import clock
 from zoo.engine.watchdog.health import read_health
 from zoo.errors import UserError
 

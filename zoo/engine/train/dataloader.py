@@ -13,7 +13,7 @@ from zoo.config.checks.schedule import check_schedule
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches, eval_batches
-from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.loader import LENGTH_PROBES, BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
 from zoo.data.media.decoding_workers import decoder_for
@@ -21,6 +21,21 @@ from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
+from zoo.engine.report import terminal
+
+
+class RowCounter:
+    """Called for each row that is measured or encoded: passes it on as a sign of life, and tells a terminal how many there were."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self._tick = tick
+        self.read = self.due = 0  # rows so far, and rows at which what is being done will be
+
+    def __call__(self) -> None:
+        self._tick()
+        self.read += 1
+        of = f" of {self.due:,}" if self.read <= self.due else ""
+        terminal.detail(f"{self.read:,}{of} rows")
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class RunData:
     held_out: SampleSource | None  # None: nothing is evaluated
     eval_set: EvalBatches | None
     decoder: Decoder
+    rows_read: RowCounter
 
     @property
     def left_out(self) -> Counter[str]:
@@ -49,9 +65,18 @@ class RunData:
         self.decoder.close()
 
 
-def total_steps(train: TrainConfig, loader: BatchLoader) -> int:
-    """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for."""
-    steps = train.steps or loader.steps_for_epochs(train.epochs or 1.0)
+def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter | None = None) -> int:
+    """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for.
+
+    `rows_read` is told how many rows that takes.
+    """
+    steps = train.steps
+    if steps is None:
+        if rows_read is not None:
+            share = min(LENGTH_PROBES, len(loader.source)) // loader.lengths.group.size
+            rows_read.due = rows_read.read + share
+        terminal.doing("reading lengths")
+        steps = loader.steps_for_epochs(train.epochs or 1.0)
     check_schedule(train, steps)
     return steps
 
@@ -73,12 +98,13 @@ def open_data(
     """
     settings = with_defaults(recipe.data)
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
+    rows_read = RowCounter(tick)
     decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     options: dict[str, Any] = {
         "decoder": decoder,
         "budget": recipe.packing.budget,
         "align": align,
-        "tick": tick,
+        "tick": rows_read,
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
     }
     source = SampleSource.open(
@@ -100,7 +126,7 @@ def open_data(
         group=object_group(),
     )
     if not settings.eval or recipe.train.eval_rows == 0:
-        return RunData(source, loader, None, None, decoder)
+        return RunData(source, loader, None, None, decoder, rows_read)
     held_out = SampleSource.open(
         settings.eval,
         assembly.processor,
@@ -121,4 +147,4 @@ def open_data(
         cost=cost,
         group=object_group(),
     )
-    return RunData(source, loader, held_out, eval_set, decoder)
+    return RunData(source, loader, held_out, eval_set, decoder, rows_read)

@@ -82,7 +82,7 @@ class Run:
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
-        self.total_steps = total_steps(recipe.train, self.loader)
+        self.total_steps = total_steps(recipe.train, self.loader, self.data.rows_read)
         self.callbacks.total_steps = self.total_steps
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
@@ -294,6 +294,7 @@ class Run:
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
         self.evaluated = (self.done, metrics)
         self.callbacks.evaluation(self.done, flat(metrics))
+        self.log.note("answering held-out rows ...")
         said = predict(self.recipe, self.assembly, self.world, held_out, self.trainable.chunks)
         self.callbacks.predictions(self.done, self.log.predictions(self.done, said))
 

@@ -27,7 +27,9 @@ def test_one_thread_beside_a_gpu(
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     loaded_with: list[int] = []
-    monkeypatch.setattr(initial_weights, "load_hf", lambda *_: loaded_with.append(torch.get_num_threads()))
+    monkeypatch.setattr(
+        initial_weights, "load_hf", lambda *_, **__: loaded_with.append(torch.get_num_threads())
+    )
     monkeypatch.setattr(initial_weights, "model_dims", lambda _: None)
     source = SimpleNamespace(kind="hf", weights=None)
     assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)

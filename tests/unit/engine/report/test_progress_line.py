@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zoo.engine.report import run_log
-from zoo.engine.report.run_log import Progress
+from zoo.engine.report import progress_line
+from zoo.engine.report.progress_line import Progress
 
 METRICS = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, "step_ms": 900.0, "pad_fraction": 0.031,
            "data_wait": 0.12}  # fmt: skip
@@ -23,20 +23,22 @@ METRICS = {"step": 12_345, "loss": 2.34567, "lr": 1e-5, "real_tokens": 812_345, 
 def three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves by 3 seconds each time that it is read."""
     now = count(0.0, 3.0)
-    monkeypatch.setattr(run_log.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: next(now))
 
 
-def shown(width: int, metrics: dict[str, Any], total: int) -> str:
+def shown(
+    width: int, metrics: dict[str, Any], total: int, encoding: str = "utf-8", erases: bool = True
+) -> str:
     """What a terminal of that many columns gets of one step."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    with os.fdopen(slave, "w") as stream:
+    with os.fdopen(slave, "w", encoding=encoding) as stream:
         progress = Progress(total, metrics["step"] - 1, 10, stream)
-        assert progress.live
+        assert progress.live == erases
         progress.step(metrics)
         text = os.read(master, 10_000).decode()
     os.close(master)
-    assert text.startswith("\r\x1b[2K")
+    assert text.startswith("\r\x1b[2K") == erases
     return text.removeprefix("\r\x1b[2K")
 
 
@@ -44,14 +46,29 @@ def shown(width: int, metrics: dict[str, Any], total: int) -> str:
 def test_the_line_fits_and_ends_with_the_time_to_go(width: int) -> None:
     line = shown(width, METRICS, 99_999)
     assert len(line) < width
-    assert line.startswith("step 12345/99999  loss 2.3457  ")
+    assert re.match(r"step 12345/99999  (\|[^|]{8,28}\|  )?loss 2.3457  ", line)
     assert re.search(r"  ETA 73:(02:4[2-9]|02:5\d|03:\d\d)$", line)  # 87,654 times what the clock says of 3 s
-    assert ("real tokens/s" in line) == (width >= 80)
-    assert ("pad 3.1%  data 12%" in line) == (width >= 120)
+    assert "902,606 tok/s" in line
+    assert ("|" in line) == (width >= 80)
+    assert ("data 12%" in line) == (width >= 120) == ("pad 3.1%" in line)
 
 
 def test_a_very_narrow_terminal_does_not_wrap() -> None:
     assert len(shown(20, METRICS, 99_999)) == 19
+
+
+def test_the_bar_shows_the_share_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, share in ((0, 0.0), (50, 0.5), (100, 1.0)):
+        bar = shown(120, {**METRICS, "step": step}, 100).split("|")[1]
+        assert abs(bar.count("█") / len(bar) - share) < 1 / len(bar)
+    plain = shown(120, {**METRICS, "step": 50}, 100, encoding="ascii")
+    assert plain.isascii() and re.search(r"\|#+5? +\|", plain)
+
+
+def test_a_dumb_terminal_gets_what_a_file_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    line = shown(60, METRICS, 99_999, erases=False)
+    assert line.startswith("step 12345/99999  loss") and "real tokens/s  pad 3.1%  data 12%  ETA " in line
 
 
 def test_a_file_gets_all_of_it(tmp_path: Path) -> None:

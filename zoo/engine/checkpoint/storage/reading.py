@@ -20,7 +20,8 @@ from torch import Tensor
 from zoo.engine.checkpoint.storage.disk import READERS, SUMMED
 from zoo.engine.checkpoint.storage.index import Block, FormerIndex, Index
 from zoo.engine.checkpoint.storage.pieces import Piece, Shape, rectangles, strides_of
-from zoo.errors import UserError
+from zoo.engine.report import terminal
+from zoo.errors import UserError, part_of
 
 
 @torch.no_grad()
@@ -108,7 +109,8 @@ def _fill(planned: Sequence[tuple[Any, Tensor]], index: Index, device: torch.dev
                 flat = buffers.tensor.view(copy.dtype)
                 copy.target.copy_(flat.as_strided(copy.sizes, copy.strides, copy.first))
 
-        _on_threads(one, [by_block[key] for key in sorted(by_block)], device)
+        tasks = [by_block[key] for key in sorted(by_block)]
+        _on_threads(one, tasks, device, [block.size for block, _ in tasks])
 
 
 def _buffer(device: torch.device) -> Tensor:
@@ -155,15 +157,22 @@ def _fill_former(planned: Sequence[tuple[Any, Tensor]], index: FormerIndex, devi
     _on_threads(one, list(by_piece.values()), device)
 
 
-def _on_threads[T](work: Callable[[T], None], tasks: Sequence[T], device: torch.device) -> None:
+def _on_threads[T](
+    work: Callable[[T], None], tasks: Sequence[T], device: torch.device, sizes: Sequence[int] = ()
+) -> None:
+    """Do all tasks; `sizes`, in bytes, tell a terminal how far they are."""
+
     def enter() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread has the first one
         torch.set_grad_enabled(False)  # of this thread
 
     with ThreadPoolExecutor(READERS, "zoo-save-reader", enter) as pool:
-        for _ in pool.map(work, tasks):
-            pass
+        whole, done = sum(sizes), 0
+        for number, _ in enumerate(pool.map(work, tasks)):
+            if sizes:
+                done += sizes[number]
+                terminal.detail(part_of(done, whole))
 
 
 def _part(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
