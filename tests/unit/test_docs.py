@@ -16,6 +16,7 @@ from zoo.cli.bench import BENCHES, packing_options, train_options
 from zoo.cli.convert import KEYS as CONVERT_KEYS
 from zoo.cli.eval import split as split_eval
 from zoo.cli.generate import split as split_generate
+from zoo.cli.init import KEYS as INIT_KEYS
 from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS
 from zoo.cli.plan import KEYS as PLAN_KEYS
@@ -205,6 +206,9 @@ def check_zoo(words: list[str]) -> None:
         own = {"rows", "tolerance", "out"}
         assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
+        return
+    if verb == "init":
+        split_values(rest, INIT_KEYS, verb, ())
         return
     if verb == "completion":
         assert rest in (["bash"], ["zsh"]), words

@@ -21,6 +21,7 @@ from zoo.errors import UserError, file_error
 # verb -> module with run(arguments) -> exit code, and what the verb does
 VERBS: dict[str, tuple[str, str]] = {
     "train": ("zoo.cli.train", "train a model from a recipe"),
+    "init": ("zoo.cli.init", "write a recipe for your data and model, asking for both"),
     "list": ("zoo.cli.list", "show model families, recipes, sizes and hardware overlays"),
     "show": ("zoo.cli.show", "show a resolved recipe, or every key there is"),
     "plan": ("zoo.cli.plan", "parameters, memory and FLOPs of a run before it is launched"),

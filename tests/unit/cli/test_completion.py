@@ -14,6 +14,7 @@ import pytest
 
 from zoo.cli.completion import SCRIPTS, SchemaKey, answers, as_typed, schema
 from zoo.cli.convert import KEYS as CONVERT_KEYS
+from zoo.cli.init import KEYS as INIT_KEYS
 from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS, main
 from zoo.cli.plan import KEYS as PLAN_KEYS
@@ -87,7 +88,9 @@ def test_names_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verbs_own_keys_and_options_are_offered(verb: str) -> None:
-    own = {"convert": CONVERT_KEYS, "inspect": INSPECT_KEYS, "plan": PLAN_KEYS}.get(verb, ())
+    own = {"convert": CONVERT_KEYS, "init": INIT_KEYS, "inspect": INSPECT_KEYS, "plan": PLAN_KEYS}.get(
+        verb, ()
+    )
     assert {f"{key}=" for key in own} <= set(answers(f"zoo {verb} "))
     source = inspect.getsource(importlib.import_module(VERBS[verb][0]))
     flags = re.findall(r'"(--[\w-]+)"', " ".join(re.findall(r"split_flags\(\w+, (\(.*?\))\)", source)))

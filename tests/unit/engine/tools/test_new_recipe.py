@@ -1,0 +1,142 @@
+"""`zoo init`: what it finds of data and model, and that the recipe it writes resolves and says so."""
+
+import builtins
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from zoo.cli import init
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.engine.tools import new_recipe
+from zoo.engine.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters
+from zoo.errors import UserError
+
+PUBLISHED = "Qwen/Qwen3-VL-30B-A3B-Instruct"
+
+
+def conversation(question: str, answer: str, **more: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, **more}
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """Sixty rows, three of which can't be used."""
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    rows = [conversation("<image>What?", "red", images=["a.png"]) for _ in range(40)]
+    rows += [conversation("say it", "yes") for _ in range(20)]
+    rows[3]["images"] = ["gone.png"]
+    rows[5]["messages"][1]["content"] = ""
+    rows[50]["messages"][0]["role"] = "robot"
+    return write(tmp_path / "mixed.jsonl", rows)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(new_recipe, "gpu_count", lambda: 0)
+
+
+def written(text: str, tmp_path: Path) -> Any:
+    path = tmp_path / "written.yaml"
+    path.write_text(text)
+    return load_recipe(path)
+
+
+def test_a_recipe_for_rows_and_random_weights(mixed: str, tmp_path: Path) -> None:
+    data = look_at_data(mixed)
+    assert data.kinds == {"image": 38, "text": 19} and data.total == 60 and len(data.bad) == 3
+    text = draft(data, look_at_model("tiny", data), False, Path("my.yaml"))
+    recipe = written(text, tmp_path)
+    assert recipe.data.train == [{"path": mixed, "held_out": 0.2}]
+    assert (recipe.data.on_error, recipe.size, recipe.run.dir) == ("skip", "tiny", "runs/my")
+    assert "3 of the first rows can't be used" in text and "gone.png" in text
+
+
+def test_a_row_that_is_too_long_sets_the_budget(tmp_path: Path) -> None:
+    data = look_at_data(write(tmp_path / "long.jsonl", [conversation("x1 " * 900, "yes")]))
+    model = look_at_model("qwen3_vl_sft", data)
+    recipe = written(draft(data, model, False, Path("my.yaml")), tmp_path)
+    assert recipe.packing.budget >= 1800 and recipe.packing.budget % 512 == 0
+    assert recipe.data.train == [{"path": str(tmp_path / "long.jsonl")}]  # too few to hold any out
+    Image.new("RGB", (900, 900)).save(tmp_path / "large.png")
+    row = conversation("<image>" * 9 + "What?", "red", images=["large.png"] * 9)
+    large = look_at_data(write(tmp_path / "large.jsonl", [row]))
+    fits = written(draft(large, model, False, Path("my.yaml")), tmp_path)
+    assert (fits.data.overlong, fits.packing.budget) == ("shrink", 1024)
+
+
+def test_a_published_model_is_known_by_its_hub_id(mixed: str, tmp_path: Path) -> None:
+    data = look_at_data("digits")
+    model = look_at_model(PUBLISHED, data)
+    assert (model.recipe, model.adapters, model.place) == ("qwen3_vl_moe_sft", "qwen3_vl_moe_lora", None)
+    assert prefers_adapters(model)
+    recipe = written(draft(data, model, True, Path("my.yaml")), tmp_path)
+    assert recipe.model.init == PUBLISHED and recipe.lora.rank and recipe.data.train == ["digits:train"]
+
+
+def test_a_run_and_a_folder_of_weights(mixed: str, tmp_path: Path) -> None:
+    small = load_recipe("qwen35_vl_sft", ["size=tiny"])
+    checkpoint = tmp_path / "run" / "checkpoints" / "iter_2"
+    (checkpoint / "hf").mkdir(parents=True)
+    (checkpoint / "hf" / "config.json").write_text(json.dumps(small.model.arch))
+    (checkpoint / "state.json").write_text(json.dumps({"step": 2, "model": {"family": "qwen35_vl"}}))
+    save_recipe(small, tmp_path / "run" / "config.yaml")
+    data = look_at_data(mixed)
+    assert look_at_model(str(tmp_path / "run"), data).recipe == "qwen35_vl_sft"
+    folder = look_at_model(str(checkpoint / "hf"), data)
+    assert (folder.recipe, folder.adapters) == ("qwen35_vl_sft", "qwen35_vl_lora")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no terminal to ask on; give data="),
+        (["data=nowhere.jsonl"], "nowhere.jsonl"),
+        (["data=digits", "model=nowhere"], "model=nowhere: no checkpoint folder"),
+        (["data=digits", "out=there.yaml"], "out=there.yaml: it is there already"),
+        (["data=digits", "out=there.txt"], "ends in .yaml"),
+        (["data=digits", "tune=some"], "tune=some: wanted all or adapters"),
+        (["data=digits", "force=perhaps"], "force=perhaps: wanted true or false"),
+        (["date=digits"], "date: no such key; nearest: data"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.yaml").write_text("mine")
+    with pytest.raises(UserError) as caught:
+        init.run(arguments)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def test_a_terminal_is_asked_until_the_answer_is_right(
+    mixed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.yaml").write_text("mine")
+    typed: Iterator[str] = iter(["nowhere.jsonl", mixed, "", "there.yaml", "new.yaml"])
+    questions: list[str] = []
+
+    def answer(question: str) -> str:
+        questions.append(question)
+        return next(typed)
+
+    monkeypatch.setattr(builtins, "input", answer)
+    for stream in ("stdin", "stdout"):
+        monkeypatch.setattr(getattr(sys, stream), "isatty", lambda: True, raising=False)
+    assert init.run([]) == 0
+    assert [question.split()[0] for question in questions] == ["rows", "rows", "model", "file", "file"]
+    assert load_recipe("./new.yaml").data.train[0]["path"] == mixed
+    assert "can't be used: " in capsys.readouterr().out and (tmp_path / "there.yaml").read_text() == "mine"

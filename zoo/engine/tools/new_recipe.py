@@ -1,0 +1,348 @@
+"""A recipe for a user's data and model, with what was found of both beside each line: `zoo init`."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import about, load_recipe
+from zoo.config.derived import alignment
+from zoo.config.devices import gpu_count, gpu_memory, gpu_name
+from zoo.config.entries import DataEntry
+from zoo.config.files import read_size, recipe_names, size_names
+from zoo.config.hub import asking_the_hub
+from zoo.config.layers.layer import escaped
+from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
+from zoo.config.schema import DataConfig, Recipe
+from zoo.config.validate import validate
+from zoo.data.errors import RowError
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.lines import BUNDLED, is_bundled
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import RowSet, open_rows
+from zoo.data.sources.rows import Row
+from zoo.engine.checkpoint.selection import repaired_source
+from zoo.engine.model.build import assemble
+from zoo.engine.model.meta_model import family_of
+from zoo.errors import ConfigError, UserError, size
+from zoo.files import read_object
+from zoo.registry import families
+
+LOOKED_AT = 200  # rows whose media and lengths are looked at
+_FULL_TUNING = (
+    9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
+)
+_OPEN_BUDGET = 10**8  # tokens, so that no row is refused while it is measured
+_PUBLISHED = re.compile(r"[\w.-]+/[\w.-]*\w")  # hub ids in the first line of a size's file
+_PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*", re.ASCII)  # what YAML reads as a text without quotes
+
+
+@dataclass(frozen=True)
+class FoundData:
+    """What the first rows of an entry of data.train are."""
+
+    entry: dict[str, Any]  # as a recipe has it
+    rows: list[Row]  # the first good ones
+    total: int
+    bad: list[RowError]
+    bundled: bool
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many of the rows have which media; text for those without any."""
+        return Counter("+".join(sorted(row.media)) or "text" for row in self.rows)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.kinds.most_common())
+        forms = ", ".join(sorted({row.form for row in self.rows}))
+        return f"{self.total:,} rows in the form {forms}; {len(self.rows)} of them were looked at: {kinds}"
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """Which recipe a model is trained by, and what is known of its weights."""
+
+    recipe: str  # trains all weights
+    adapters: str | None  # the recipe of the same family that trains adapters
+    init: str  # as model.init has it
+    place: Place | None  # where the weights lie, if they are here
+    what: str  # in a few words
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Lengths of rows, in tokens, as a recipe's model has them."""
+
+    longest: int = 0
+    longest_text: int = 0  # of rows without media
+    over: int = 0  # rows that are longer than the recipe's budget
+    bad: list[RowError] = field(default_factory=list)
+
+
+def look_at_data(given: str) -> FoundData:
+    """The first rows of a file, a folder, a bundled set or a data set of the hub.
+
+    Raises:
+        UserError: there is no such thing, or none of the rows can be used.
+    """
+    given = f"{given}:train" if given in BUNDLED else given
+    hub = is_hub_id(given) and not is_bundled(given) and not Path(given).suffix
+    entry: dict[str, Any] = {"hub": given} if hub else {"path": given}
+    bad: list[RowError] = []
+    every = sorted({kind for family in families().values() for kind in family.modalities})
+    rows = open_rows([DataEntry(**entry)], DataConfig(outside_root=True, urls=True), every, bad.append)
+    good: list[Row] = []
+    for number in range(len(rows)):
+        if len(good) + len(bad) >= LOOKED_AT:
+            break
+        try:
+            good.append(rows.row(SampleId(number)))
+        except RowError as error:
+            bad.append(error)
+    if not good:
+        why = f", the first: {bad[0]}" if bad else ""
+        raise UserError(f"data={given}: none of its rows can be used{why}")
+    return FoundData(entry, good, len(rows) + len(bad), bad, is_bundled(given))
+
+
+def look_at_model(given: str, data: FoundData) -> FoundModel:
+    """The recipe that fits a model: a folder, a run, a hub id, a recipe's name, or "tiny" for random weights.
+
+    Raises:
+        UserError: nothing that is known, or a model that doesn't take the data's media.
+    """
+    if given == "tiny":
+        given = _recipe_for(data)
+    if given in recipe_names():
+        return FoundModel(given, None, "random", None, "random weights")
+    place = look(given)
+    if place is None and not is_hub_id(given):
+        raise UserError(
+            f"model={given}: no checkpoint folder, run, hub id or recipe; `zoo list` shows the recipes, and model=tiny "
+            "takes random weights"
+        )
+    arch = _arch_of_hub(given) if place is None else read_arch(place.files, f"model={given}")
+    name = _saved_family(place) or family_of(arch).name
+    recipes = [recipe for recipe in recipe_names() if about(recipe)["family"] == name]
+    fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
+    plain = [recipe for recipe in fitting if not load_recipe(recipe).lora.rank]
+    with_adapters = [recipe for recipe in fitting if recipe not in plain]
+    if not plain:
+        raise UserError(f"model={given}: no recipe comes with zoo for the family {name}")
+    what = f"{families()[name].title}" + (f", {size(_bytes(place))} of weights" if _bytes(place) else "")
+    return FoundModel(plain[0], with_adapters[0] if with_adapters else None, given, place, what)
+
+
+def prefers_adapters(model: FoundModel) -> bool:
+    """Whether training all weights is more than this machine holds, or nothing is known of the weights' size."""
+    if model.adapters is None:
+        return False
+    weights = _bytes(model.place)
+    room = gpu_count() * gpu_memory() if gpu_count() else 16e9
+    return not weights or weights * _FULL_TUNING > 0.8 * room
+
+
+def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
+    """The text of a recipe that trains a model on data; it resolves as it is.
+
+    Raises:
+        UserError: none of the rows can be used by the model.
+    """
+    base = model.adapters if adapters and model.adapters else model.recipe
+    overrides = [f"model.init={json.dumps(model.init)}"]
+    recipe = load_recipe(base, overrides if model.init != "random" else [f"size={_tiny(base)}"])
+    measured = _measure(recipe, data) if model.init == "random" or model.place else Measured()
+    title = about(base)["description"]
+    lines = [
+        f"# Written by `zoo init`. It trains with: zoo train recipe={out}",
+        f"# What it takes: zoo plan recipe={out}. Packed rows as a picture: zoo inspect recipe={out}",
+        f"base: {base}  # {title}",
+    ]
+    if model.init == "random":
+        lines.append(f"size: {_tiny(base)}  # random weights; `zoo list` shows the published sizes")
+    else:
+        lines += ["model:", f"  init: {_yaml(model.init)}  # {model.what}"]
+        lines.append(
+            f"  # freeze: [{', '.join(families()[recipe.model.family].parts[:-1])}]  # parts that stay as they are"
+        )
+    lines += ["", *_data_lines(data, measured), *_length_lines(recipe, measured), *_more_lines(recipe, out)]
+    text = "\n".join(lines) + "\n"
+    with tempfile.TemporaryDirectory(prefix="zoo-init-") as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        load_recipe(path)
+    return text
+
+
+def _data_lines(data: FoundData, measured: Measured) -> list[str]:
+    key, value = next(iter(data.entry.items()))
+    share = 0.05 if data.total >= 400 else 0.1 if data.total >= 200 else 0.2
+    lines = ["data:", "  train:", f"    # {data}"]
+    if data.bundled:
+        lines.append(f"    - {value}")
+    else:
+        lines.append(f"    - {key}: {_yaml(value)}")
+        held_out = f"held_out: {share}  # share of the rows that are not trained on, for evaluation"
+        lines.append(f"      {held_out}" if data.total >= 50 else f"      # {held_out}")
+    bad = [*data.bad, *measured.bad]
+    if bad:
+        lines.append(
+            f"  on_error: skip  # {len(bad)} of the first rows can't be used; bad_rows.jsonl will list them"
+        )
+        lines += [f"    # {' '.join(str(error).split())[:160]}" for error in bad[:3]]
+    if any(isinstance(one, str) for row in data.rows for one in (*row.images, *row.videos, *row.audios)):
+        lines.append("  # root: FOLDER  # what media paths are relative to; default: the folder of the file")
+    return lines
+
+
+def _length_lines(recipe: Recipe, measured: Measured) -> list[str]:
+    """Keys under which the rows fit that were measured."""
+    budget = recipe.packing.budget
+    if not measured.longest:
+        return [f"# packing: {{budget: {budget}}}  # tokens of a row, and the most of one sample"]
+    found = f"the longest of the first rows has {measured.longest:,} tokens"
+    if measured.longest <= budget:
+        return [f"# packing: {{budget: {budget}}}  # {found}"]
+    lines, least = [], measured.longest
+    if measured.longest_text <= budget and _shrinks(recipe):
+        lines.append(
+            f"  overlong: shrink  # media of rows over packing.budget are made smaller: {measured.over} of the first"
+        )
+        least = budget
+    if least > budget:
+        lines += ["packing:", f"  budget: {-(-least // 512) * 512}  # {found}; more tokens take more memory"]
+    return lines
+
+
+def _more_lines(recipe: Recipe, out: Path) -> list[str]:
+    train = recipe.train
+    length = f"steps: {train.steps}" if train.steps else f"epochs: {train.epochs:g}"
+    gpus = f"{gpu_count()} x {gpu_name()} are here" if gpu_count() else "no GPU is here"
+    return [
+        "",
+        f"# train: {{{length}, lr: {train.lr:g}, global_batch: {train.global_batch}}}  # what it is now",
+        f"# hardware: 8xh200  # {gpus}, and zoo train takes what is here; another machine is named so",
+        "run:",
+        f"  dir: {_yaml(f'runs/{out.stem}')}",
+    ]
+
+
+def _measure(recipe: Recipe, data: FoundData) -> Measured:
+    """Lengths of the first rows, by the model's own processor."""
+    alone = {
+        **dict.fromkeys(("tp", "pp", "vpp", "cp", "ep", "etp"), 1),
+        "sp": False,
+        "stage_layers": [],
+        "plan": [],
+    }
+    align = recipe.packing.align or alignment(recipe)
+    recipe = validate(
+        recipe.replace({"parallel": alone, "packing.align": align, "data.train": ["digits:train"]}), 1
+    )
+    processor = assemble(recipe, repaired_source(recipe)).processor
+    source = SampleSource.of_rows(RowSet([data.rows], ["rows"]), processor, recipe.data, budget=_OPEN_BUDGET)
+    bad: list[RowError] = []
+    lengths: list[tuple[int, bool]] = []
+    for number, row in enumerate(data.rows):
+        try:
+            found = source.measure(SampleId(number))
+        except RowError as error:
+            if not (data.bundled and error.cause == "modality"):  # those are passed over
+                bad.append(error)
+            continue
+        if found is not None:
+            lengths.append((found.length, bool(row.media)))
+    if len(bad) == len(data.rows):
+        raise UserError(f"none of the first {len(bad)} rows can be used by this model, the first: {bad[0]}")
+    longest = max((length for length, _ in lengths), default=0)
+    text = max((length for length, media in lengths if not media), default=0)
+    over = sum(length > recipe.packing.budget for length, _ in lengths)
+    return Measured(longest, text, over, bad)
+
+
+def _shrinks(recipe: Recipe) -> bool:
+    """Whether the recipe's processor can make media smaller."""
+    processor = assemble(recipe, repaired_source(recipe)).processor
+    try:
+        processor.check_pixels(["data.overlong=shrink"])
+    except ConfigError:
+        return False
+    return True
+
+
+def _recipe_for(data: FoundData) -> str:
+    """The recipe for random weights whose family takes the data's media, and as little else as may be."""
+    media = set().union(*(row.media for row in data.rows))
+    fitting = [family for family in families().values() if media <= set(family.modalities)]
+    ranked = sorted(fitting, key=lambda family: (len(family.modalities), -len(size_names(family.name))))
+    for family in ranked:
+        for name in recipe_names():
+            known = about(name)
+            plain = known["family"] == family.name and known["tiny_size"] is None
+            if plain and not load_recipe(name).lora.rank:
+                return name
+    raise UserError(f"no family that comes with zoo takes {' and '.join(sorted(media))}")
+
+
+def _tiny(recipe: str) -> str:
+    return about(recipe)["tiny_size"] or "tiny"
+
+
+def _kind(recipe: str) -> str | None:
+    """The model_type of the recipe's published size."""
+    known = about(recipe)
+    if known["published_size"] is None:
+        return None
+    arch = (read_size(known["family"], known["published_size"]).tree.get("model") or {}).get("arch") or {}
+    return arch.get("model_type")
+
+
+def _arch_of_hub(given: str) -> dict[str, Any]:
+    """The architecture of a hub id: of the size that was published under it, else of its config.json."""
+    for family in families():
+        for name in size_names(family):
+            layer = read_size(family, name)
+            head = Path(layer.origin).read_text(encoding="utf-8").partition("\n")[0]
+            if given in _PUBLISHED.findall(head):
+                arch: dict[str, Any] = layer.tree["model"]["arch"]
+                return arch
+    from huggingface_hub import hf_hub_download
+
+    with asking_the_hub() as unreachable:
+        try:
+            return read_arch(Path(hf_hub_download(given, "config.json")).parent, f"model={given}")
+        except Exception as error:
+            why = unreachable or type(error).__name__
+            raise UserError(
+                f"model={given}: its config.json is neither here nor to be had from the hub ({why}); give a folder"
+            ) from error
+
+
+def _saved_family(place: Place | None) -> str | None:
+    """The family that a run's checkpoint names."""
+    if place is None or place.kind != "run":
+        return None
+    model: Mapping[str, Any] = read_object(place.folder / STATE).get("model") or {}
+    return model.get("family")
+
+
+def _bytes(place: Place | None) -> int:
+    """Bytes of the weights that lie there; 0 where none do."""
+    if place is None or place.kind == "run":
+        return 0
+    return sum(file.stat().st_size for file in place.weights.glob("*.safetensors"))
+
+
+def _yaml(text: str) -> str:
+    """A text as YAML and the recipe's references have it."""
+    text = str(escaped(text))
+    words: Sequence[str] = ("null", "true", "false", "yes", "no", "on", "off", "~", ".")
+    return (
+        text if _PLAIN.fullmatch(text) and text.lower() not in words else json.dumps(text, ensure_ascii=False)
+    )
