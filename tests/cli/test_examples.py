@@ -10,7 +10,12 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ("train_from_python.py", "own_format.py", "convert_and_verify.py", "plan_a_run.py")
-ELSEWHERE = ("notebook.py", "toy_lm")  # test_launchers.py, test_other_package.py
+NOTEBOOKS = ("train_on_digits.ipynb", "convert_and_generate.ipynb")
+ELSEWHERE = (
+    *NOTEBOOKS,
+    "notebook.py",
+    "toy_lm",
+)  # test_notebooks.py, test_launchers.py, test_other_package.py
 MARK = "==== "
 RUN_ALL = f"""
 import runpy, sys
