@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -54,6 +55,15 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the disk holds the names in a folder, where its file system can do that: not all object stores can."""
+    try:
+        sync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:

@@ -19,6 +19,8 @@ from support import rank_tasks
         (1, 1, 12, "any"),
         pytest.param(1, 5, 30, "any", marks=pytest.mark.slow),
         pytest.param(1, 3, 12, "mid-write", marks=pytest.mark.slow),
+        pytest.param(1, 3, 12, "mid-copy", marks=pytest.mark.slow),
+        pytest.param(4, 3, 16, "mid-copy", marks=pytest.mark.slow(minutes=7)),
         pytest.param(4, 2, 16, "any", marks=pytest.mark.slow),
         pytest.param(4, 3, 16, "mid-write", marks=pytest.mark.slow(minutes=7)),
         pytest.param(1, 100, 500, "any", marks=pytest.mark.slow(minutes=25)),

@@ -109,9 +109,10 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def finished(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks with saves of steps 2 and 4; not to be written to."""
+    """A run of two ranks with saves of steps 2 and 4, which went through a stage; not to be written to."""
     folder = tmp_path_factory.mktemp("small") / "run"
-    pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={folder}"], timeout=300.0)
+    overrides = [*SMALL, f"run.dir={folder}", f"run.stage={folder.parent}/stage"]
+    pool.run(2, rank_tasks.train, overrides, timeout=300.0)
     return folder
 
 
@@ -140,6 +141,10 @@ def test_a_checkpoint_is_whole_and_says_what_it_is(finished: Path) -> None:
     )  # they are damaged one at a time
     assert json.loads((second / "state.json").read_text())["ranks"] == 2
     assert not list((finished / "checkpoints").glob(".partial*"))
+    assert not [path for path in (finished.parent / "stage").rglob("*") if path.is_file()]
+    events = [json.loads(line) for line in (finished / "train.jsonl").read_text().splitlines()]
+    copied = [event for event in events if event.get("event") == "copied"]
+    assert [(event["step"], event["path"]) for event in copied] == [(2, str(first)), (4, str(second))]
     assert (finished / "checkpoints" / "best").resolve() == second  # alone evaluated
 
 
@@ -455,3 +460,38 @@ def test_a_write_that_fails_is_raised_on_all_ranks_and_leaves_nothing(
         assert str(name).endswith(f"/checkpoints/.partial-iter_3/rank{culprit}_0.bin") and 3 < step < 60
     assert answers[0] == answers[1]
     assert not list((folder / "checkpoints").iterdir())
+
+
+def test_a_run_goes_on_from_what_is_left_in_its_stage(pool: Pool, tmp_path: Path) -> None:
+    """To the bit, as the run without a stage; the export comes through the stage too."""
+    folder, stage = tmp_path / "run", tmp_path / "stage"
+    overrides = [*SMALL, f"run.dir={folder}", f"run.stage={stage}"]
+    pool.run(2, rank_tasks.train, overrides, timeout=300.0)
+    assert [path.name for path in checkpoints(folder)] == ["iter_2", "iter_4"]
+    assert not any(integrity.faults(path) for path in checkpoints(folder))
+    (mine,) = stage.iterdir()
+    assert [path.name for path in mine.rglob("*")] == ["checkpoints"]
+    events = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    saves = [(event["event"], event["step"]) for event in events if event.get("event") in ("save", "copied")]
+    assert sorted(saves) == [("copied", 2), ("copied", 4), ("save", 2), ("save", 4)]
+
+    shutil.move(
+        folder / "checkpoints" / "iter_4", mine / "checkpoints" / "iter_4"
+    )  # as if it had not been copied
+    (folder / "checkpoints" / ".partial-iter_4").mkdir()
+    again = [*overrides, "train.steps=6", "export=true"]
+    steps = pool.run(2, rank_tasks.train, again, timeout=300.0)[0]["steps"]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    events = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    resumed = [event["step"] for event in events if event.get("event") == "resume"]
+    assert resumed == [4] and [event["step"] for event in events if event.get("left")] == [4]
+    assert [path.name for path in checkpoints(folder)] == ["iter_4", "iter_6"]
+    assert not list((folder / "checkpoints").glob(".partial*"))
+    assert (folder / "export" / "model.safetensors").exists() and [p.name for p in mine.rglob("*")] == [
+        "checkpoints"
+    ]
+    plain = tmp_path / "plain"
+    pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={plain}"], timeout=300.0)
+    wanted = pool.run(2, rank_tasks.train, [*SMALL, f"run.dir={plain}", "train.steps=6"], timeout=300.0)
+    exact = ("loss", "grad_norm", "real_tokens")
+    assert [[s[k] for k in exact] for s in steps] == [[s[k] for k in exact] for s in wanted[0]["steps"]]

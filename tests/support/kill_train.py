@@ -2,8 +2,9 @@
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
-everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), or `mid-write`: as soon
-as a save has written some of its bytes and not all, which it is made to do slowly. Losses and the rows that were trained on must
+everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), `mid-write`: as soon
+as a save has written some of its bytes and not all, which it is made to do slowly, or `mid-copy`: the same of a copy from
+run.stage. Losses and the rows that were trained on must
 be the same, and every checkpoint that is to be seen at any moment must be whole.
 """
 
@@ -30,6 +31,7 @@ from zoo.data.loading.loader import BatchLoader
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.progress import saving
 from zoo.engine.checkpoint.selection import DAMAGED
+from zoo.engine.checkpoint.staging import copying
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.launch import rank_main
 from zoo.engine.launch.rank_group import free_port
@@ -39,7 +41,7 @@ STALE = 120.0  # seconds in which a run must get further
 PARALLEL = {1: [], 2: [], 4: ["parallel.tp=2", "parallel.ep=2"]}
 
 
-def recipe_of(folder: Path, run_dir: Path, ranks: int, steps: int) -> Path:
+def recipe_of(folder: Path, run_dir: Path, ranks: int, steps: int, *more: str) -> Path:
     """The resolved recipe of a small run: text rows of one epoch, a save every second step."""
     model, rows = folder / "model", folder / "rows.jsonl"
     if not rows.exists():
@@ -54,7 +56,7 @@ def recipe_of(folder: Path, run_dir: Path, ranks: int, steps: int) -> Path:
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()]
     path = run_dir.with_suffix(".yaml")
-    save_recipe(load_recipe("qwen3_vl_moe_sft", [*overrides, *PARALLEL[ranks]]), path)
+    save_recipe(load_recipe("qwen3_vl_moe_sft", [*overrides, *PARALLEL[ranks], *more]), path)
     return path
 
 
@@ -113,6 +115,18 @@ def write_slowly() -> None:
         return write(handle, data, at)
 
     disk.CHUNK, os.pwrite = disk.BLOCK, slow
+
+
+def copy_slowly() -> None:
+    """Have copies from the stage of the forks go a block at a time."""
+    write = copying._write
+
+    def slow(file: Any, data: memoryview, path: Path) -> None:
+        for at in range(0, len(data), disk.BLOCK):
+            time.sleep(0.0005)
+            write(file, data[at : at + disk.BLOCK], path)
+
+    copying._write = slow
 
 
 def ended(children: list[int]) -> bool:
@@ -183,13 +197,16 @@ def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any") ->
     random.seed(0)
     if when == "mid-write":
         write_slowly()
+    if when == "mid-copy":
+        copy_slowly()
+    more = [f"run.stage={folder / 'stage'}"] if when == "mid-copy" else []
     whole, killed = folder / "whole", folder / "killed"
     config = recipe_of(folder, whole, ranks, steps)
     seconds = finish(config, folder / "whole_rows", ranks)
     wanted = steps_of(whole)
     assert len(wanted) == steps
 
-    config, trace = recipe_of(folder, killed, ranks, steps), folder / "killed_rows"
+    config, trace = recipe_of(folder, killed, ranks, steps, *more), folder / "killed_rows"
     seen: Counter[str] = Counter()
     begun = 1.0  # seconds from the start to the first step
     for _ in range(kills):
@@ -198,7 +215,7 @@ def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any") ->
         size = log.stat().st_size if log.exists() else 0
         born = time.monotonic()
         children = start(config, trace, ranks)
-        if when == "mid-write":
+        if when != "any":
             wait_for_writing(killed, children, born)
         elif random.random() < 0.2:  # while it starts
             time.sleep(random.uniform(0, begun))
@@ -221,6 +238,9 @@ def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any") ->
     finish(config, trace, ranks)
     assert not list((killed / "checkpoints").glob(f"{DAMAGED}*"))
     assert not list((killed / "checkpoints").glob(".partial*")), "something is left behind"
+    assert not [path for path in (folder / "stage").rglob("*") if path.is_file()], (
+        "something is left in the stage"
+    )
     exact = ("step", "loss", "grad_norm", "lr", "real_tokens", "labels")
     found = steps_of(killed)
     assert [[r[k] for k in exact] for r in found] == [[r[k] for k in exact] for r in wanted]

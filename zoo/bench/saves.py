@@ -33,6 +33,7 @@ class Report:
     write_ms: float  # from then until it is published
     share_of_step: float  # stall_ms / step_ms
     share_of_run: float  # of all time: stalls, and what steps beside a save took longer than the others
+    copy_ms: float | None = None  # that a copy from run.stage to run.dir took; None without one
 
 
 def run(options: Options) -> Report:
@@ -47,12 +48,15 @@ def report(lines: list[dict[str, Any]]) -> Report:
     """From the lines of a log, in order."""
     steps = {line["step"]: line["step_ms"] for line in lines if "event" not in line}
     steps.pop(min(steps, default=0), None)  # the first one warms up
-    last, saves, beside = 0, [], set()
+    last, saves, copies, beside = 0, [], [], set()
     for line in lines:
         if "event" not in line:
             last = line["step"]
-        elif line["event"] == "save" and "stall_ms" in line and last > line["step"]:
-            saves.append(line)
+        elif "stall_ms" in line or "copy_ms" in line:
+            copies += [line["copy_ms"]] if "copy_ms" in line else []
+            if last <= line["step"]:
+                continue
+            saves += [line] if line["event"] == "save" else []
             beside |= {step for step in range(line["step"] + 1, last + 1) if step in steps}
     away = [ms for step, ms in steps.items() if step not in beside]
     if len(saves) < 2 or not away or not beside:
@@ -74,6 +78,7 @@ def report(lines: list[dict[str, Any]]) -> Report:
         write_ms=statistics.median(save["write_ms"] for save in saves),
         share_of_step=statistics.median(stalls) / plain,
         share_of_run=(sum(stalls) + slower) / (sum(steps.values()) + sum(stalls)),
+        copy_ms=statistics.median(copies) if copies else None,
     )
 
 
@@ -86,6 +91,8 @@ def table(found: Report) -> str:
         "and is published after": f"{found.write_ms:,.1f} ms",
         f"all of it, at a save every {found.save_every} steps": f"{found.share_of_run:.1%} of the run's time",
     }
+    if found.copy_ms is not None:
+        rows["and is copied to run.dir in"] = f"{found.copy_ms:,.1f} ms"
     width = max(map(len, rows))
     return "\n".join(f"{name:{width}}  {value}" for name, value in rows.items())
 

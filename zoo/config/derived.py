@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 from zoo.config.schema import Recipe
+from zoo.files import expanded
+
+STAGED = 2  # checkpoints that run.stage holds at most: one that is copied, and one that is written or waits
 
 
 def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,3 +83,12 @@ def sequence_parallel(recipe: Recipe) -> bool:
     """`parallel.sp`, or what it is by default."""
     parallel = recipe.parallel
     return parallel.sp if parallel.sp is not None else parallel.tp > 1 and num_experts(recipe.model.arch) > 0
+
+
+def stage_folder(recipe: Recipe) -> Path | None:
+    """The folder in `run.stage` of the checkpoints of this run: its name, and a hash of where it is; None without a stage."""
+    if recipe.run.stage is None:
+        return None
+    run_dir = expanded(run_folder(recipe)).resolve()
+    place = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    return expanded(recipe.run.stage) / f"{run_dir.name}-{place}"

@@ -120,8 +120,13 @@ def step_of(checkpoint: Path) -> int:
             return step
     except (UserError, KeyError):
         pass  # a damaged file, which the sums name
-    match = _ITERATION.fullmatch(checkpoint.name)
-    return int(match[1]) if match else 0
+    return step_in_name(checkpoint.name) or 0
+
+
+def step_in_name(name: str) -> int | None:
+    """The step that a checkpoint's folder is called after; None where it is no such name."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def is_hub_id(text: str) -> bool:

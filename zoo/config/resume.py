@@ -29,7 +29,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "train.log_every", "log.tensorboard", "log.wandb", "log.mlflow", "log.trackio", "log.slow_step", "log.predictions",
         "log.prediction_tokens",
     ),
-    "paths": ("run.dir", "data.root", "data.outside_root", "data.urls"),
+    "paths": ("run.dir", "run.stage", "data.root", "data.outside_root", "data.urls"),
     "how the run is watched": ("run.resume", "run.callbacks", "run.accept_changes", "run.hang_timeout", "run.save_within"),
     "what becomes of bad rows and bad steps": (
         "data.on_error", "train.on_bad_step", "train.bad_steps", "train.skip_limit", "train.on_new_level", "train.spike",

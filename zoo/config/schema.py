@@ -31,6 +31,7 @@ class RunConfig:
     deterministic: bool = False  # the same bits from the same seed on a GPU too, by slower kernels
     hang_timeout: float = number(10.0, 0, 1e6)  # minutes without progress on any rank after which the run ends; 0: not watched
     callbacks: list[str] = field(default_factory=list)  # module:Class, file.py:Class or names that packages announce, called at steps, evaluations and saves (docs/callbacks.md)
+    stage: str | None = None  # folder on a local disk that checkpoints are written to first, and copied on from to run.dir beside training; null: straight to run.dir
     save_within: float = number(110.0, above=0, most=1e6)  # seconds after SIGTERM, SIGUSR1, SIGHUP or SIGQUIT that a run has to save; after them it ends unsaved
 
 

@@ -48,9 +48,21 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     check_layout(recipe, world_size)
     check_packing(recipe)
     check_engine(recipe)
+    _check_stage(recipe)
     _check_trackers(recipe)
     _check_metrics(recipe)
     return recipe
+
+
+def _check_stage(recipe: Recipe) -> None:
+    if recipe.run.stage is None:
+        return
+    stage, run_dir = expanded(recipe.run.stage).resolve(), expanded(recipe.run.dir or "").resolve()
+    if stage == run_dir or stage in run_dir.parents or run_dir in stage.parents:
+        raise ConfigError(
+            f"run.stage={recipe.run.stage}: it is in run.dir={recipe.run.dir}, or the other way round; give a folder of its own "
+            "on a local disk"
+        )
 
 
 def _check_trackers(recipe: Recipe) -> None:
@@ -96,6 +108,8 @@ def _derived(recipe: Recipe) -> dict[str, Any]:
     """Values of the keys left open that follow from other keys or from the machine."""
     sp = sequence_parallel(recipe)
     changes: dict[str, Any] = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
+    if recipe.run.stage is not None:
+        changes["run.stage"] = str(expanded(recipe.run.stage))
     if recipe.packing.align is None:
         changes["packing.align"] = alignment(recipe)
     if recipe.engine.precision is None:

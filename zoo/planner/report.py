@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from zoo.config.derived import data_parallel
+from zoo.config.derived import STAGED, data_parallel
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
@@ -66,6 +66,7 @@ class Plan:
             "rank": -(-self.saved // self.ranks),
             "host_memory_of_rank": -(-self.saved // self.ranks),
             "disk": kept * self.saved,
+            **({"stage": STAGED * self.saved} if self.recipe.run.stage else {}),
         }
 
     def as_dict(self) -> dict[str, Any]:
@@ -190,6 +191,11 @@ def table(plan: Plan) -> str:
         lines.append(
             f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
             f"train.keep={plan.recipe.train.keep} and the one being written take {save['disk'] / size:.2f} of the disk"
+            + (
+                f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones"
+                if "stage" in save
+                else ""
+            )
         )
     row = found["row"]
     media = "".join(f", {rows:.0f} rows of {name}" for name, rows in row["media_rows"].items() if rows)

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from zoo.config.locate import STATE
 from zoo.engine.checkpoint.storage import disk
 from zoo.errors import UserError
-from zoo.files import replaced, sync, write_atomically
+from zoo.files import replaced, sync, sync_names, write_atomically
 
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
@@ -67,9 +68,9 @@ class Kept:
 
 
 def write_manifest(folder: Path, known: Mapping[str, Sum], tick: Callable[[], None] = lambda: None) -> None:
-    """Sum up all files of a folder; `known` holds digests that need not be worked out again."""
+    """Sum up all files of a folder; `known` holds digests that need not be worked out again, of files on other nodes too."""
     sums: dict[str, Sum] = {}
-    for name in files_of(folder):
+    for name in sorted({*files_of(folder), *known}):
         tick()
         sums[name] = known.get(name) or digest(folder / name)
     write_atomically(folder / MANIFEST, json.dumps({"algorithm": ALGORITHM, "files": sums}, indent=1) + "\n")
@@ -77,14 +78,13 @@ def write_manifest(folder: Path, known: Mapping[str, Sum], tick: Callable[[], No
 
 def publish(partial: Path, target: Path) -> None:
     """Give a folder that is whole its name; one that had it before is taken away first."""
-    for folder in [path for path in partial.rglob("*") if path.is_dir()]:
-        sync(folder)
-    sync(partial)
+    for folder in [partial, *(path for path in partial.rglob("*") if path.is_dir())]:
+        sync_names(folder)
     former = target.with_name(f".partial-former-{target.name}")
     if target.exists():
         os.replace(target, former)
     os.replace(partial, target)
-    sync(target.parent)
+    sync_names(target.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -125,11 +125,20 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
     """Sums by file, and their algorithm; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        sums, algorithm = dict(content["files"]), content["algorithm"]
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({error})") from None
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: str, path: Path) -> tuple[dict[str, Sum], str]:
+    """Sums by file, and their algorithm, of a manifest's text; UserError, which names `path`, where it is none."""
+    try:
+        content = json.loads(text)
+        sums, algorithm = dict(content["files"]), content["algorithm"]
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} can't be read ({error})") from None
     if algorithm not in (ALGORITHM, _FORMER):
         raise UserError(f"{path} has sums by {algorithm!r}; wanted {ALGORITHM} or {_FORMER}")
@@ -176,11 +185,19 @@ def _fault(folder: Path, name: str, wanted: Sum | None, algorithm: str, *, read:
 
 
 def remove(folders: Iterable[Path]) -> None:
-    """Take folders away: first under a name that means nothing to anybody, so that none is ever seen by halves."""
+    """Take folders away: first under a name that means nothing to anybody, so that none is ever seen by halves.
+
+    Where a file system renames no folders, what makes one a checkpoint goes first.
+    """
     for folder in folders:
         gone = folder.with_name(f".partial-gone-{folder.name}")
         try:
             os.replace(folder, gone)
-        except OSError:
+        except FileNotFoundError:
             continue
+        except OSError:
+            gone = folder
+            for name in (MANIFEST, STATE):
+                with contextlib.suppress(OSError):
+                    (folder / name).unlink()
         shutil.rmtree(gone, ignore_errors=True)

@@ -21,21 +21,27 @@ FILE = "saving.json"
 
 @dataclass(frozen=True)
 class Saving:
-    """A save that is being written. Sizes in bytes."""
+    """A save that is being written, or copied on. Sizes in bytes."""
 
     step: int
     written: int
     total: int
     seconds: float  # since it was begun
+    copying: bool = False  # from run.stage to the run folder
 
     def __str__(self) -> str:
         rate = self.written / self.seconds if self.seconds > 0 else 0.0
-        return f"saving {part_of(self.written, self.total)}, {size(rate)}/s"
+        done = part_of(self.written, self.total)
+        what = f"copying {done} to run.dir" if self.copying else f"saving {done}"
+        return f"{what}, {size(rate)}/s"
 
 
-def begin(folder: Path, step: int, total: int) -> None:
-    """Say that so many bytes will be written into a folder; `end` takes it back."""
-    content = {"step": step, "bytes": total, "time": time.time()}
+def begin(folder: Path, step: int, total: int, copied_to: str | None = None) -> None:
+    """Say that so many bytes will be written into a folder; `end` takes it back.
+
+    `copied_to`: they are copied, into the folder of that name beside it or into itself.
+    """
+    content = {"step": step, "bytes": total, "time": time.time(), "copied_to": copied_to}
     write_atomically(folder / FILE, json.dumps(content) + "\n", durable=False)
 
 
@@ -49,12 +55,12 @@ def saving(run_dir: Path) -> Saving | None:
     for path in sorted(run_dir.glob(f"checkpoints/{PARTIAL}iter_*/{FILE}")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            with os.scandir(path.parent) as entries:
+            into = content.get("copied_to")
+            with os.scandir(path.parent.with_name(into) if into else path.parent) as entries:
                 written = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".bin"))
             seconds = max(0.0, time.time() - float(content["time"]))
-            return Saving(
-                int(content["step"]), min(written, int(content["bytes"])), int(content["bytes"]), seconds
-            )
+            total = int(content["bytes"])
+            return Saving(int(content["step"]), min(written, total), total, seconds, bool(into))
         except (OSError, ValueError, KeyError, TypeError):  # it has just ended
             continue
     return None

@@ -10,23 +10,27 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from zoo.config.derived import STAGED
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity, snapshot
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.progress import PARTIAL, Saving, saving
 from zoo.engine.checkpoint.selection import tidy
+from zoo.engine.checkpoint.staging.copier import Copier
+from zoo.engine.checkpoint.staging.copying import Copied
+from zoo.engine.checkpoint.staging.stage import Stage
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.distributed.world import TIMEOUT, World
-from zoo.engine.report.messages import late_save
+from zoo.engine.report.messages import at_last_copy, late_save
 from zoo.engine.report.result import records
 from zoo.engine.report.run_log import RunLog
 
@@ -36,13 +40,14 @@ LEAVE_SECONDS = 10.0  # how long a run that fails waits for a save that is being
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that is published."""
+    """A checkpoint that is published: in the run folder, or in its stage."""
 
     folder: Path
     step: int
     stall_seconds: float  # training waited so long
     write_seconds: float  # until it was published, beside training
-    size: int = 0  # bytes of all ranks; known on the first one alone
+    size: int = 0  # bytes of all ranks
+    staged: bool = False  # it lies in run.stage, and is copied on
 
 
 class Saver:
@@ -54,12 +59,15 @@ class Saver:
         world: World,
         save_files: Callable[[Path], None],
         tick: Callable[[], None] = lambda: None,
+        stage: Stage | None = None,
     ) -> None:
         """`save_files` writes config.json and the processor's files into a folder; `tick` is called as a save gets on."""
         self._tick = tick
         assert recipe.run.dir is not None
         self._recipe, self._world, self._hf = recipe, world, integrity.Kept(save_files)
         self._run_dir = Path(recipe.run.dir)
+        self._stage, self._copier = stage, Copier(stage, recipe) if stage else None
+        self._written = stage.folder if stage else self._run_dir
         self._folder = self._run_dir / "checkpoints"
         self._copied = HostCopy(world.device)
         self.expected_seconds: float | None = None  # of a save, before the first one; known on the first rank
@@ -77,18 +85,24 @@ class Saver:
     def _expect(self, total: float) -> None:
         """Estimate how long a save takes, by the rate of the run's last one or by a short test of the disk."""
         saves = [one for one in records(self._run_dir) if one.get("event") == "save" and one.get("bytes")]
+        saves = [one for one in saves if bool(one.get("staged")) == (self._stage is not None)]
+        folder = self._written / "checkpoints"
         with contextlib.suppress(OSError):  # the first save says so
-            self._folder.mkdir(parents=True, exist_ok=True)
-            rate = saves[-1]["bytes"] / saves[-1]["write_ms"] * 1e3 if saves else disk.rate(self._folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            rate = saves[-1]["bytes"] / saves[-1]["write_ms"] * 1e3 if saves else disk.rate(folder)
             self.expected_seconds = total / rate
 
     def start(self, trainable: Trainable, state: dict[str, Any]) -> Saved | None:
         """Copy the state of `state["step"]`, and write it beside what comes. An earlier save is waited for.
 
+        So are copies from the stage, until no more than one checkpoint is left there.
+
         Returns that earlier one, if it was not yet reported. Raises what has failed while it was written.
         """
         began = time.monotonic()
         former = self.wait()
+        if self._copier is not None:
+            self._copier.wait(STAGED - 1)
         if self._channel is None:
             self._channel = Channel(TIMEOUT, self._tick)
             if self._world.is_main:  # what a killed run has left
@@ -97,7 +111,8 @@ class Saver:
         copied = snapshot.take(trainable, self._world, self._copied, optimizer=full)
         own = {"ranks": self._world.size, "scheduler": trainable.scheduler.state_dict(), "optimizer": full}
         state = {**state, **own}
-        order = Order(self._run_dir, state, self._recipe, self._hf, self._tick)
+        place = (self._stage.folder, self._stage.sharing) if self._stage else ()
+        order = Order(self._run_dir, state, self._recipe, self._hf, self._tick, *place)
         self._writing = _Writing(copied, order, self._channel, began, self._world.device)
         return former
 
@@ -112,8 +127,10 @@ class Saver:
         return self._copied.size
 
     def under_way(self) -> Saving | None:
-        """How far the save that is being written is."""
-        return saving(self._run_dir) if self._writing is not None else None
+        """How far the save is that is being written, or else the copy from the stage."""
+        if self._writing is not None:
+            return saving(self._written)
+        return self._copier.under_way() if self._copier is not None else None
 
     def poll(self) -> Saved | None:
         """The save that was published since, if one was; raises what has failed. Asked after each step."""
@@ -129,11 +146,40 @@ class Saver:
             self._writing.join(1.0)
             show()
         writing, self._writing = self._writing, None
-        return writing.result() if writing is not None else None
+        if writing is None:
+            return None
+        saved = writing.result()
+        if self._copier is not None:
+            self._copier.put(saved.folder.name)
+        return saved
 
-    def close(self) -> None:
-        """After the last save: the best checkpoint may be another one by now."""
+    def news(self, saved: Saved | None) -> Iterator[Saved | Copied]:
+        """`saved`, and then what `copied` tells of. Every rank takes all of it."""
+        if saved is not None:
+            yield saved
+        while (copied := self.copied()) is not None:
+            yield copied
+
+    def copied(self) -> Copied | None:
+        """The next checkpoint that has come from the stage to the run folder; raises what has failed. Asked after each step."""
+        copier = self._copier
+        if copier is None or not copier.unreported:
+            return None
+        flags = [float(copier.ready), float(copier.error is not None)]
+        ready, failed = flags if self._world.size == 1 else self._world.sum(flags)
+        return copier.take() if failed or ready == self._world.size else None
+
+    def close(
+        self, show: Callable[[], None] = lambda: None, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """After the last save: copies end, and the best checkpoint may be another one.
+
+        `show` is called every second of the wait, `say` once where there is one.
+        """
         self.wait()
+        if self._copier is not None and self._copier.left:
+            say(at_last_copy(self._run_dir, self._written))
+            self._copier.wait(0, show)
         if self._world.is_main:
             integrity.remove(self._folder.glob(PARTIAL + "*"))
             tidy(self._run_dir, self._recipe.train.keep, self._recipe.train.keep_best)
@@ -156,10 +202,15 @@ class SaveReport:
         self._recipe = recipe
         self._warned = False
 
-    def note(self, saved: Saved, log: RunLog) -> None:
-        """Log a checkpoint that has been published."""
+    def note(self, saved: Saved | Copied, log: RunLog) -> None:
+        """Log a checkpoint that has been published, or that has come from the stage to the run folder."""
+        if isinstance(saved, Copied):
+            took = round(saved.seconds * 1e3, 1)
+            log.event("copied", saved.step, path=str(saved.folder), copy_ms=took, bytes=saved.size)
+            return
         waited, wrote = round(saved.stall_seconds * 1e3, 1), round(saved.write_seconds * 1e3, 1)
         details = {"stall_ms": waited, "write_ms": wrote, "bytes": saved.size}
+        details |= {"staged": True} if saved.staged else {}
         log.event("save", saved.step, path=str(saved.folder), **details)
         self.expect(saved.stall_seconds + saved.write_seconds, log, "")
 
@@ -219,4 +270,4 @@ class _Writing:
         assert self._ended is not None
         step = self._order.state["step"]
         stall, wrote = self._copied - self._began, self._ended - self._copied
-        return Saved(self._order.target, step, stall, wrote, self._size)
+        return Saved(self._order.target, step, stall, wrote, self._size, self._order.stage is not None)

@@ -50,6 +50,12 @@ class Channel:
                 raise failure or raised
         return result
 
+    def gather[T](self, value: T) -> list[T]:
+        """Every rank's value, by rank, on all of them."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def collect[T](self, value: T) -> list[T]:
         """Every rank's value, by rank, on the first one; nothing on the others."""
         first = dist.get_rank() == 0
@@ -67,11 +73,13 @@ class Order:
     recipe: Recipe
     hf: integrity.Kept  # config.json and the processor's files
     tick: Callable[[], None] = lambda: None  # a tensor or file is written
+    stage: Path | None = None  # folder on the local disk in the place of the run folder
+    sharing: tuple[int, ...] = ()  # ranks that see the same stage
 
     @property
     def target(self) -> Path:
         """The folder's name when it is whole."""
-        return self.run_dir / "checkpoints" / f"iter_{self.state['step']}"
+        return (self.stage or self.run_dir) / "checkpoints" / f"iter_{self.state['step']}"
 
     @property
     def partial(self) -> Path:
@@ -88,16 +96,24 @@ class _Written:
 
 
 def write(snapshot: Snapshot, order: Order, channel: Channel) -> int:
-    """Write and publish; returns the bytes of all ranks, on the first one. Raises, on all, what has failed on any."""
+    """Write and publish; returns the bytes of all ranks. Raises, on all, what has failed on any.
+
+    In a stage each node has a folder with its ranks' files; the first rank's has what makes the checkpoint whole.
+    """
     main = snapshot.rank == 0
+    sharing = order.sharing or tuple(range(snapshot.size))
+    leads = snapshot.rank == sharing[0]
     try:
-        sizes = channel.collect(snapshot.copied.size)
-        channel.together(lambda: _begin(order, sum(sizes)) if main else None)
+        sizes = channel.gather(snapshot.copied.size)
+        here = sum(sizes[rank] for rank in sharing)
+        channel.together(lambda: _begin(order, here) if leads else None)
         mine = channel.together(lambda: _write_mine(snapshot, order))
         written = channel.collect(mine)
+        if order.stage is not None:
+            channel.together(lambda: _publish_part(order) if leads and not main else None)
         channel.together(lambda: _publish(written, order) if main else None)
     except Exception:
-        if main:
+        if leads:
             integrity.remove([order.partial])
         raise
     return sum(sizes)
@@ -118,6 +134,12 @@ def _write_mine(snapshot: Snapshot, order: Order) -> _Written:
     return _Written(RankTable(files, copied.pieces, copied.objects), sums)
 
 
+def _publish_part(order: Order) -> None:
+    """The work of a further node's first rank; without `integrity.json` nothing takes its folder for a checkpoint."""
+    progress.end(order.partial)
+    integrity.publish(order.partial, order.target)
+
+
 def _publish(written: Sequence[_Written], order: Order) -> None:
     """The first rank's work when all files of tensors are there."""
     folder, log = order.partial, order.run_dir / "train.jsonl"
@@ -132,4 +154,5 @@ def _publish(written: Sequence[_Written], order: Order) -> None:
     known = {name: value for one in written for name, value in one.sums.items()}
     integrity.write_manifest(folder, known, order.tick)
     integrity.publish(folder, order.target)
-    tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)
+    if order.stage is None:
+        tidy(order.run_dir, order.recipe.train.keep, order.recipe.train.keep_best)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from zoo.config.derived import STAGED, stage_folder
 from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.hub import asking_the_hub
 from zoo.config.locate import is_hub_id, read_arch
@@ -95,6 +96,7 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     copy = (checkpoint_bytes(recipe) or 0) / ranks
     _refuse_small_host(copy, 0.0 if gpu_count() else found.worst.total, local_ranks)
     _refuse_small_disk(recipe, checkpoint_bytes(recipe) or 0)
+    _refuse_small_stage(recipe, (checkpoint_bytes(recipe) or 0) * local_ranks // ranks)
 
 
 def _refuse_small_host(copy: float, beside: float, local_ranks: int) -> None:
@@ -111,20 +113,59 @@ def _refuse_small_host(copy: float, beside: float, local_ranks: int) -> None:
 def _refuse_small_disk(recipe: Recipe, one: int) -> None:
     """A disk that can't hold the checkpoints that are to be kept, and the one that is written beside them."""
     train, folder = recipe.train, Path(recipe.run.dir or ".")
-    several = train.save_every or train.save_minutes
-    saves = train.steps // train.save_every + 1 if train.steps and train.save_every else train.keep + 1
-    count = min(saves, train.keep + 1) if several else 1
-    place = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), None)
-    if place is None:
-        return
-    there = sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file())
-    free = shutil.disk_usage(place).free
-    if count * one > free + there:
+    count, free = _saves(recipe, train.keep + 1), _free(folder)
+    if free is not None and count * one > free + _held(folder):
         raise ConfigError(
             f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
             f"and the one that is written), and the disk has {size(free)} left; free some, set train.keep lower, take "
             f"train.save=weights, or another run.dir"
         )
+
+
+def _refuse_small_stage(recipe: Recipe, here: int) -> None:
+    """A local disk that can't hold this node's part (`here`, bytes) of the checkpoints in run.stage, beside those of run.dir."""
+    folder = stage_folder(recipe)
+    free = None if folder is None else _free(folder)
+    if folder is None or free is None:
+        return
+    count, run_dir = _saves(recipe, STAGED), Path(recipe.run.dir or ".")
+    shared = _device(folder) == _device(run_dir)
+    beside = max(0, _saves(recipe, recipe.train.keep + 1) * here - _held(run_dir)) if shared else 0
+    if count * here + beside > free + _held(folder):
+        raise ConfigError(
+            f"run.stage={recipe.run.stage}: this node's part of a checkpoint takes about {size(here)}, {count} of them are there at "
+            f"once, {'beside those of run.dir on the same disk, ' if shared else ''}and the disk has {size(free)} left; free some, "
+            "take train.save=weights, or another run.stage"
+        )
+
+
+def _saves(recipe: Recipe, most: int) -> int:
+    """Checkpoints that are there at once where there is room for `most`."""
+    train = recipe.train
+    if not (train.save_every or train.save_minutes):
+        return 1
+    return min(train.steps // train.save_every + 1, most) if train.steps and train.save_every else most
+
+
+def _place(folder: Path) -> Path | None:
+    """The folder, or the one above it that is there."""
+    return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()), None)
+
+
+def _free(folder: Path) -> int | None:
+    """Bytes left on the disk of a folder that may not be there yet."""
+    place = _place(folder)
+    return None if place is None else shutil.disk_usage(place).free
+
+
+def _held(folder: Path) -> int:
+    """Bytes of the checkpoints in a folder."""
+    return sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file())
+
+
+def _device(folder: Path) -> int | None:
+    place = _place(folder)
+    return None if place is None else place.stat().st_dev
 
 
 def shortage(recipe: Recipe, ranks: int, *, on_gpu: bool) -> str:

@@ -11,6 +11,8 @@ from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 
+WITHOUT_MOMENTS = "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
+
 
 def at_start(
     recipe: Recipe,
@@ -102,6 +104,14 @@ def at_finished(folder: Path, done: int, total: int, early: str | None) -> str:
     return (
         f"{folder} is finished: {done} steps are done and train.steps asks for {total}. "
         f"Give more train.steps to train on, or another run.dir to start over."
+    )
+
+
+def at_last_copy(folder: Path, staged: Path) -> str:
+    """That a run waits for its last checkpoint, which is whole in run.stage, to be copied to the run folder."""
+    return (
+        f"the last checkpoint is whole in {staged} and is being copied to {folder}; Ctrl-C twice leaves at once, and the same "
+        "command on this machine finishes the copy"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ from zoo.config.locate import step_of
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import evaluated_on
 from zoo.engine.callbacks.callbacks import Callbacks
-from zoo.engine.checkpoint import export, initial_weights, lora_files, model_card, sharded
+from zoo.engine.checkpoint import initial_weights, lora_files, sharded
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
 from zoo.engine.checkpoint.selection import repaired_source
+from zoo.engine.checkpoint.staging.exports import export_trained
+from zoo.engine.checkpoint.staging.leftovers import open_and_finish
 from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
@@ -60,6 +61,7 @@ class Run:
         self.folder = Path(recipe.run.dir)
         self.assembly = build.assemble(recipe, repaired_source(recipe))
         self.description = sharded.describe(recipe, self.assembly.config.hf)
+        self.stage = open_and_finish(recipe, world, self.progress.tick)
         self._choose()
         self.saved_at = time.monotonic()
         self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
@@ -114,7 +116,7 @@ class Run:
         optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, family, self.total_steps)
         self.times.observe(chunks, wrapped)
         self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
-        self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick)
+        self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:
             self._resume(self.resume_from)
         for chunk in wrapped:
@@ -174,7 +176,7 @@ class Run:
                 agreed(lambda: self.callbacks.raise_failure(self.done, self.saved))
             if self.evaluated[0] != self.done and not self.interrupted:
                 self._evaluate()
-            self.saver.close()
+            self._finish_saves()
         together = True  # whether all ranks are at the same place
         if self.recipe.export and not self.interrupted and not self._interrupted():
             together = self._export_or_stop()
@@ -258,7 +260,7 @@ class Run:
         adamw.allocate_state(self.trainable.optimizer)
         if self.detector.ends:
             self._save(wait=True)
-            self.saver.close()
+            self._finish_saves()
             raise bad_step_records.too_many(
                 self.done, bad, self.detector, self.saved, self.folder, self.recipe.train
             )
@@ -327,11 +329,18 @@ class Run:
         self.times.save += time.monotonic() - began
 
     def _note_saved(self, saved: Saved | None) -> None:
-        """Log a checkpoint that has been published."""
-        if saved is not None:
-            self.saved = saved.folder
-            self.save_report.note(saved, self.log)
-            self.callbacks.save(saved.step, saved.folder)
+        """Log a checkpoint that has been published, and those that have come from the stage since."""
+        for one in self.saver.news(saved):
+            self.save_report.note(one, self.log)
+            if not one.staged:
+                self.callbacks.save(one.step, one.folder)
+            if self.saved is None or step_of(self.saved) <= one.step:
+                self.saved, self.progress.staged = one.folder, (one.step, one.folder) if one.staged else None
+
+    def _finish_saves(self) -> None:
+        """Wait until every save is in the run folder."""
+        self.saver.close(self._show_saving, self.log.say)
+        self._note_saved(None)
 
     def _show_saving(self) -> None:
         """Show how much of the save that the run waits for is written."""
@@ -351,16 +360,8 @@ class Run:
     def _export(self) -> None:
         self.progress.enter("export")
         self.log.note("exporting ...")
-        target, what = self.folder / "export", "a Hugging Face folder"
-        if self.adapters is not None:
-            lora_files.export_adapters(
-                self.adapters, target, self.assembly, self.recipe, self.world, self.done
-            )
-            what = f"an adapter that peft loads; merged: zoo convert {self.folder} FOLDER"
-        else:
-            chunks, source = list(self.trainable.chunks), self.assembly.source
-            about = partial(model_card.trained, self.recipe, self.done, source)
-            export.export(chunks, target, self.assembly, self.world, source, card=about, overwrite="aside")
+        target, about = self.folder / "export", (self.assembly, self.recipe, self.world)
+        what = export_trained(self.trainable, *about, self.stage, target, self.done)
         self.exported = str(target)
         self.log.event("export", self.done, path=self.exported)
         self.log.say(f"exported to {target} ({what})")
@@ -379,9 +380,7 @@ class Run:
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
             if not (self.state or {}).get("optimizer", True):
-                self.log.say(
-                    "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
-                )
+                self.log.say(messages.WITHOUT_MOMENTS)
         notes = self.source.rows.notes()
         resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
         held_out = self.data.held_out

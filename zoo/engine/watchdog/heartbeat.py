@@ -30,7 +30,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zoo.config.locate import checkpoints
+from zoo.config.derived import stage_folder
+from zoo.config.locate import checkpoints, step_of
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, birth, machine
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Interrupts
@@ -60,6 +61,7 @@ class Watch:
         self._lock = lock
         self.progress = Progress()
         self.folder = Path(recipe.run.dir)
+        self._stage = stage_folder(recipe)
         self._stop, self._save_within = stop, recipe.run.save_within
         self._stuck = recipe.run.hang_timeout * 60
         self._silence = min(SILENT_SECONDS, self._stuck)
@@ -151,10 +153,7 @@ class Watch:
     def _round(self) -> None:
         began = time.monotonic()
         if self._stop.asked and self._stop.preempted and self._late():
-            message = (
-                f"{self._save_within:.0f} s after the signal (run.save_within) the run has not saved; "
-                f"{self._how_to_resume()}"
-            )
+            message = f"{self._save_within:.0f} s after the signal (run.save_within) {self._how_far()}"
             self._leave(self._post(Diagnosis(message, "stopped", PREEMPTED)))
         self._publish()
         if self._size > 1:
@@ -335,8 +334,18 @@ class Watch:
         write_health(self.folder, self._seen, self._every)
 
     def _newest(self) -> Path | None:
-        found = checkpoints(self.folder)
-        return found[-1] if found else None
+        found = [*checkpoints(self.folder), *(checkpoints(self._stage) if self._stage else ())]
+        return max(found, key=step_of, default=None)
+
+    def _how_far(self) -> str:
+        """How far the save is that a signal has asked for."""
+        staged = self.progress.staged
+        if staged is None or staged[0] != self.progress.step:
+            return f"the run has not saved; {self._how_to_resume()}"
+        return (
+            f"the checkpoint of step {staged[0]} is not copied to {self.folder} yet; it is whole in {staged[1]}, and the same "
+            "command on this machine finishes the copy and resumes from it"
+        )
 
     def _how_to_resume(self) -> str:
         newest = self._newest()

@@ -43,6 +43,9 @@ class Progress:
     def __init__(self) -> None:
         self.step = 0
         self.begun = False  # whether the run has written to its folder
+        self.staged: tuple[int, Path] | None = (
+            None  # step and folder of a checkpoint that run.stage has, and run.dir not yet
+        )
         self._thread = threading.get_ident()
         self._phase, self._moves, self._since = "build", 0, time.monotonic()
         self._ticks = 0

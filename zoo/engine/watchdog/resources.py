@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from zoo.config.derived import STAGED, stage_folder
 from zoo.config.memory import limits, ran_out
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -78,7 +79,8 @@ def explain(error: BaseException, recipe: Recipe) -> UserError | None:
     for cause in _causes(error):
         text = str(cause)
         if isinstance(cause, OSError) and (cause.filename is not None or cause.errno in DISK):
-            remedy = _room(recipe) if cause.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = _room(recipe, cause.filename) if full else ""
             return file_error(cause, _full(run_dir), remedy)
         if isinstance(cause, RuntimeError) and _WRITER.search(text):
             return _unwritten(run_dir, recipe)
@@ -183,14 +185,17 @@ def _unwritten(run_dir: Path, recipe: Recipe) -> UserError:
     )
 
 
-def _room(recipe: Recipe) -> str:
-    """What a run needs disk space for, as the end of a sentence."""
+def _room(recipe: Recipe, path: object = None) -> str:
+    """What a run needs disk space for, as the end of a sentence; `path`: the file that could not be written."""
     try:
         one = checkpoint_bytes(recipe)
     except (RuntimeError, OSError, MemoryError):  # the failure that is being explained is the one to report
         one = None
     if one is None:
         return ""
+    stage = stage_folder(recipe)
+    if stage is not None and str(path).startswith(f"{stage}/"):
+        return f": a checkpoint takes about {size(one)}, and run.stage holds up to {STAGED}"
     keep = recipe.train.keep
     return (
         f", or set train.keep lower: a checkpoint takes about {size(one)}, and {keep + 1} are there while one is "

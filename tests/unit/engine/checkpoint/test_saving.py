@@ -276,6 +276,9 @@ def test_the_cost_of_saves() -> None:
     found = report(lines)
     assert (found.saves, found.save_every, found.step_ms, found.beside_ms) == (2, 3, 100.0, 110.0)
     assert found.share_of_step == 0.05 and found.share_of_run == pytest.approx(30 / 630)
+    assert found.copy_ms is None
+    staged = report([*lines[:5], {"event": "copied", "step": 2, "copy_ms": 800.0}, *lines[5:]])
+    assert (staged.copy_ms, staged.steps_beside, staged.saves) == (800.0, 3, 2)
     with pytest.raises(UserError, match="too little to tell"):
         report(lines[:3])
     with pytest.raises(UserError, match=r"no train\.jsonl there"):

@@ -12,7 +12,9 @@ from zoo.errors import ConfigError
 
 def recipe(folder: Path, **train: Any) -> Any:
     settings = {"keep": 2, "save_every": 100, "save_minutes": None, "steps": 1000, **train}
-    return SimpleNamespace(train=SimpleNamespace(**settings), run=SimpleNamespace(dir=str(folder)))
+    return SimpleNamespace(
+        train=SimpleNamespace(**settings), run=SimpleNamespace(dir=str(folder), stage=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,32 @@ def test_checkpoints_that_are_there_take_no_further_room(
     (tmp_path / "checkpoints" / "iter_2").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iter_2" / "rank0_0.bin").write_bytes(bytes(1000))
     plan._refuse_small_disk(recipe(tmp_path), 1000)
+
+
+def test_a_stage_holds_two_checkpoints_beside_what_the_run_folder_keeps_on_its_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged = recipe(tmp_path / "run")
+    staged.run.stage = str(tmp_path / "stage")
+    disks = {"stage": 1, "run": 2}
+    monkeypatch.setattr(
+        plan, "_device", lambda folder: disks[folder.parent.name if folder.parent.name == "stage" else "run"]
+    )
+    for free, fits in ((2 * 10**9, True), (2 * 10**9 - 1, False)):
+        monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if fits:
+            plan._refuse_small_stage(staged, 10**9)
+        else:
+            with pytest.raises(
+                ConfigError, match=r"run\.stage=.*takes about 1\.0 GB, 2 of them are there at once, and the"
+            ):
+                plan._refuse_small_stage(staged, 10**9)
+    disks["stage"] = 2
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 10**9 - 1))
+    with pytest.raises(ConfigError, match=r"beside those of run\.dir on the same disk"):
+        plan._refuse_small_stage(staged, 10**9)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 10**9))
+    plan._refuse_small_stage(staged, 10**9)
 
 
 def test_a_host_that_is_too_small_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:

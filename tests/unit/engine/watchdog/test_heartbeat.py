@@ -21,7 +21,9 @@ class Left(Exception):
 @pytest.fixture
 def orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Rank 1 of two on this machine; rank 0's process is no more."""
-    recipe: Any = SimpleNamespace(run=SimpleNamespace(dir=tmp_path, save_within=60.0, hang_timeout=10.0))
+    recipe: Any = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path, stage=None, save_within=60.0, hang_timeout=10.0)
+    )
     world: Any = SimpleNamespace(rank=1, size=2)
     watch: Any = Watch(recipe, world, SimpleNamespace(asked=False))
     gone = Heartbeat(0, 7, Progress().moment(), machine(), 2**22 + 1, "1")
@@ -82,3 +84,17 @@ def test_a_pause_of_the_whole_process_counts_against_nobody(
         assert orphan._waited() is False
         assert all(clock[0] - seen.moved == pytest.approx(gap) for seen in orphan._seen.values())
         assert all(clock[0] - seen.heard == pytest.approx(gap) for seen in orphan._seen.values())
+
+
+def test_a_signal_that_leaves_no_time_for_the_copy_says_where_the_checkpoint_is(
+    orphan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orphan._stop = SimpleNamespace(asked=True, preempted=True, since=0.0)
+    monkeypatch.setattr(orphan, "_post", lambda diagnosis: diagnosis)
+    for staged, said in ((None, "the run has not saved; there is no checkpoint"), ((2, Path("stage")), "has not saved"),
+                         ((3, Path("stage/iter_3")), "the checkpoint of step 3 is not copied to")):  # fmt: skip
+        orphan.progress.step, orphan.progress.staged = 3, staged
+        with pytest.raises(Left) as left:
+            orphan._round()
+        assert said in left.value.args[0].message and left.value.args[0].code == 75
+    assert "it is whole in stage/iter_3, and the same command on this machine" in left.value.args[0].message

@@ -213,6 +213,9 @@ class Damaged(UserError):
         super().__init__(first + (f" (and {more} more faults)" if more else "") + "; take another checkpoint")
         self.faults = dict(faults)
 
+    def __reduce__(self) -> tuple[type[Damaged], tuple[dict[str, str]]]:
+        return Damaged, (self.faults,)
+
 
 class _Short(OSError):
     """A file has fewer bytes than its checkpoint's index says."""

@@ -1,0 +1,347 @@
+"""Copying a staged checkpoint to the run folder: every file held against its sum, through to the disk, published whole.
+
+Ranks deal out the files that they can see. Files are written from front to back with one fsync, which object stores mounted as
+folders take as well. `state.json` and then `integrity.json` come last, so that a folder is never taken before it is
+whole, also where the file system renames no folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from zoo.config.locate import STATE, step_in_name
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import integrity, progress
+from zoo.engine.checkpoint.progress import PARTIAL
+from zoo.engine.checkpoint.selection import tidy
+from zoo.engine.checkpoint.staging.retries import Retries
+from zoo.engine.checkpoint.staging.stage import Stage
+from zoo.engine.checkpoint.storage import disk
+from zoo.errors import UserError, size
+from zoo.files import sync
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A checkpoint that has come from the stage to the run folder."""
+
+    folder: Path
+    step: int
+    seconds: float
+    size: int  # bytes of its tensors
+    staged: bool = False  # as a `Saved` may be
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a rank sees of a staged checkpoint."""
+
+    sizes: dict[str, int]  # bytes by file
+    manifest: str | None  # integrity.json, where it is there
+
+
+class Meter:
+    """How far a copy is, by the bytes of this rank: looking at the files would have training wait for a slow folder."""
+
+    def __init__(self) -> None:
+        self._step = self._total = self._mine = self._done = 0
+        self._began = 0.0
+        self._lock = threading.Lock()
+
+    def begin(self, step: int, total: int, mine: int) -> None:
+        """Of `total` bytes of all ranks this one copies `mine`."""
+        with self._lock:
+            self._step, self._total, self._mine, self._done = step, total, mine, 0
+            self._began = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """So many bytes more are copied."""
+        with self._lock:
+            self._done += count
+
+    def state(self) -> progress.Saving | None:
+        """The copy that is under way; None where this rank has nothing of it."""
+        with self._lock:
+            if not self._mine:
+                return None
+            done = self._total * min(self._done, self._mine) // self._mine
+            return progress.Saving(
+                self._step, done, self._total, time.monotonic() - self._began, copying=True
+            )
+
+
+def copy_checkpoint(
+    stage: Stage, name: str, recipe: Recipe, retries: Retries, meter: Meter | None = None
+) -> Copied:
+    """Copy a staged checkpoint on, publish it, and take the staged one away. Every rank calls it.
+
+    Raises, on all ranks, what any has raised:
+        UserError: it can't be read or written, also when tried again; or the staged one lacks a file.
+        Damaged: a staged file is not what was written.
+    """
+    began, channel, main = time.monotonic(), stage.channel, stage.is_main
+    step = step_in_name(name)
+    assert step is not None
+    seen: list[_Seen] = channel.gather(channel.together(lambda: _look(stage.staged(name))))
+    text = _manifest(seen, stage.staged(name))
+    sums, _ = integrity.parse_manifest(text, stage.staged(name) / integrity.MANIFEST)
+    parts = deal([one.sizes for one in seen], sums, stage.staged(name))
+    total = _tensor_bytes([one.sizes for one in seen], sums)
+    meter = meter or Meter()
+    meter.begin(step, total, sum(seen[stage.rank].sizes[one] for one in parts[stage.rank]))
+
+    def begin() -> Path | None:
+        return retries.run(lambda: _begin(stage, name, step, total), step) if main else None
+
+    def copy(wanted: Callable[[str], bool]) -> None:
+        names = [one for one in parts[stage.rank] if wanted(one)]
+        files = Files(stage.staged(name), into, sums, stage.tick, meter)
+        retries.run(lambda: files.copy(names), step)
+
+    try:
+        begun = channel.gather(channel.together(begin))[0]
+        assert begun is not None
+        into = begun
+        channel.together(lambda: copy(lambda one: one != STATE))
+        channel.together(lambda: copy(lambda one: one == STATE))
+        channel.together(
+            lambda: retries.run(lambda: _finish(stage, name, into, text, recipe), step) if main else None
+        )
+    except Exception as error:
+        if main:
+            with contextlib.suppress(OSError):
+                integrity.remove([stage.target(name).with_name(PARTIAL + name)])
+        if isinstance(error, OSError):
+            raise _refused(error, stage, name) from error
+        raise
+    channel.together(lambda: integrity.remove([stage.staged(name)]) if stage.leads else None)
+    return Copied(stage.target(name), step, time.monotonic() - began, total)
+
+
+def _look(folder: Path) -> _Seen:
+    if not folder.is_dir():
+        return _Seen({}, None)
+    sizes = {name: (folder / name).stat().st_size for name in integrity.files_of(folder)}
+    manifest = folder / integrity.MANIFEST
+    return _Seen(sizes, manifest.read_text(encoding="utf-8") if manifest.is_file() else None)
+
+
+def _manifest(seen: Sequence[_Seen], folder: Path) -> str:
+    for one in seen:
+        if one.manifest is not None:
+            return one.manifest
+    raise UserError(f"{folder}: no rank sees its {integrity.MANIFEST}; take another checkpoint")
+
+
+def deal(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any], folder: Path) -> list[list[str]]:
+    """Share files out among the ranks that see them: the largest first, each to the rank with the fewest bytes so far.
+
+    Args:
+        seen: bytes by file, of each rank.
+        names: the files that belong to the checkpoint.
+        folder: of the checkpoint, for the message.
+
+    Returns:
+        names by rank.
+
+    Raises:
+        UserError: a file that no rank sees.
+    """
+    parts: list[list[str]] = [[] for _ in seen]
+    loads = [0] * len(seen)
+    sizes = {name: max((one[name] for one in seen if name in one), default=-1) for name in names}
+    for name, count in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        if count < 0:
+            raise UserError(
+                f"{folder}: no rank sees its file {name}; it lies on a node that is not of this run"
+            )
+        rank = min((loads[rank], rank) for rank, one in enumerate(seen) if name in one)[1]
+        parts[rank].append(name)
+        loads[rank] += count
+    return parts
+
+
+def _tensor_bytes(seen: Sequence[Mapping[str, int]], names: Mapping[str, Any]) -> int:
+    sizes = {name: count for one in seen for name, count in one.items() if name in names}
+    return sum(count for name, count in sizes.items() if name.endswith(".bin"))
+
+
+def _begin(stage: Stage, name: str, step: int, total: int) -> Path:
+    """Make the folder that is copied into: the final one where folders can't be renamed there."""
+    target = stage.target(name)
+    partial = target.with_name(PARTIAL + name)
+    integrity.remove([partial])
+    partial.mkdir(parents=True)
+    into = partial if _renames_folders(target.parent) else target
+    if into == target:
+        integrity.remove([target])
+        target.mkdir()
+    progress.begin(partial, step, total, copied_to=into.name)
+    return into
+
+
+def _renames_folders(parent: Path) -> bool:
+    """Whether a folder's file system renames folders with files: not all object stores do."""
+    one, other = parent / f"{PARTIAL}test-rename", parent / f"{PARTIAL}test-renamed"
+    try:
+        for folder in (one, other):
+            shutil.rmtree(folder, ignore_errors=True)
+        one.mkdir()
+        (one / "file").write_bytes(b"")
+        os.replace(one, other)
+        return (other / "file").is_file() and not one.exists()
+    except OSError:
+        return False
+    finally:
+        for folder in (one, other):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class Files:
+    """Files of a folder that are copied to another one; those that are done are not copied again."""
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        sums: Mapping[str, integrity.Sum],
+        tick: Callable[[], None] = lambda: None,
+        meter: Meter | None = None,
+    ) -> None:
+        """`sums`: of each file, as its manifest has them; a file without one is not checked."""
+        self._source, self._target, self._sums, self._tick = source, target, sums, tick
+        self._meter = meter or Meter()
+        self._done: set[str] = set()
+        self._failures: list[BaseException] = []
+
+    def copy(self, names: Sequence[str]) -> None:
+        """Copy files, several at once, through to the disk.
+
+        Raises:
+            OSError: a file can't be read or written; it names the file.
+            Damaged: a file does not have its sum.
+        """
+        left = [name for name in names if name not in self._done]
+        self._failures.clear()
+        if not left:
+            return
+        with ThreadPoolExecutor(min(disk.THREADS, len(left)), "zoo-save-copier") as pool:
+            try:
+                list(pool.map(self._copy_one, left))
+            except BaseException as stopped:  # of the thread that waits: the others end too
+                self._failures.append(stopped)
+                raise
+        if self._failures:
+            raise self._failures[0]
+
+    def _copy_one(self, name: str) -> None:
+        if self._failures:
+            return
+        try:
+            target = self._target / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            wanted = self._sums.get(name)
+            found = self._stream(self._source / name, target, wanted)
+            if found is None or self._failures:
+                return
+            if wanted is not None and found != wanted:
+                path = self._source / name
+                raise disk.Damaged(
+                    {name: f"{path} is damaged: its checksum is not the one in {integrity.MANIFEST}"}
+                )
+            self._done.add(name)
+        except BaseException as error:
+            self._failures.append(error)
+
+    def _stream(self, source: Path, target: Path, like: integrity.Sum | None) -> integrity.Sum | None:
+        """Copy a file; its sum, of the kind of `like`; None where another file has failed meanwhile."""
+        blocks = isinstance(like, list)
+        summed: Any = disk.Digests() if blocks else xxhash.xxh3_128()
+        buffer = memoryview(bytearray(min(disk.CHUNK, max(1, source.stat().st_size))))
+        with source.open("rb", buffering=0) as reads, target.open("wb", buffering=0) as writes:
+            os.posix_fadvise(reads.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while count := _read(reads, buffer, source):
+                if self._failures:
+                    return None
+                summed.update(buffer[:count])
+                _write(writes, buffer[:count], target)
+                self._meter.add(count)
+                self._tick()
+            with _of(target):
+                os.fsync(writes.fileno())
+                for handle in (reads.fileno(), writes.fileno()):
+                    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        return summed.values() if blocks else summed.hexdigest()
+
+
+@contextlib.contextmanager
+def _of(path: Path) -> Any:
+    """An OSError inside the block names the file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _read(file: Any, buffer: memoryview, path: Path) -> int:
+    with _of(path):
+        return int(file.readinto(buffer))
+
+
+def _write(file: Any, data: memoryview, path: Path) -> None:
+    with _of(path):
+        while data:
+            data = data[file.write(data) :]
+
+
+def _finish(stage: Stage, name: str, into: Path, manifest: str, recipe: Recipe) -> None:
+    """On the first rank, when all other files are there: the manifest, then the folder's name."""
+    target = stage.target(name)
+    partial = target.with_name(PARTIAL + name)
+    if into == partial and not partial.is_dir() and (target / integrity.MANIFEST).is_file():
+        return tidy(
+            stage.run_dir, recipe.train.keep, recipe.train.keep_best
+        )  # it was published before it failed
+    progress.end(partial)
+    with (into / integrity.MANIFEST).open("wb", buffering=0) as file:
+        _write(file, memoryview(manifest.encode()), into / integrity.MANIFEST)
+        os.fsync(file.fileno())
+    if into == partial:
+        integrity.publish(partial, target)
+    else:
+        integrity.remove([partial])
+        sync(target)
+    tidy(stage.run_dir, recipe.train.keep, recipe.train.keep_best)
+
+
+def _refused(error: OSError, stage: Stage, name: str) -> UserError:
+    """One sentence for a copy that was given up."""
+    return UserError(
+        f"{stage.target(name)}: the checkpoint can't be copied there ({_why(error)}). It is whole in {stage.staged(name)} "
+        f"({size(_bytes_here(stage.staged(name)))} on this node): mend the folder and run the same command on the same machines, "
+        "which finishes the copy and resumes"
+    )
+
+
+def _why(error: OSError) -> str:
+    return (
+        f"{error.filename}: {error.strerror}" if error.filename is not None else f"{error.strerror or error}"
+    )
+
+
+def _bytes_here(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
+    return 0

@@ -1,0 +1,83 @@
+"""An export through the stage: written at the local disk's speed, and copied on as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from zoo.bridge.files.record import RECORD
+from zoo.bridge.files.side_files import CARD, write_card
+from zoo.bridge.files.writer import ExportWriter
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import export, integrity, lora_files, model_card
+from zoo.engine.checkpoint.contents import Trainable
+from zoo.engine.checkpoint.staging.copying import Files, deal
+from zoo.engine.checkpoint.staging.retries import Retries
+from zoo.engine.checkpoint.staging.stage import EXPORT, Stage
+from zoo.engine.distributed.world import World
+from zoo.engine.model.build import Assembly
+
+
+def export_trained(
+    trainable: Trainable,
+    assembly: Assembly,
+    recipe: Recipe,
+    world: World,
+    stage: Stage | None,
+    target: Path,
+    steps: int,
+) -> str:
+    """What a run has trained in so many `steps`, as a Hugging Face folder or as PEFT's adapter; says which.
+
+    Raises as `write_through` does.
+    """
+
+    def write(folder: Path) -> None:
+        if trainable.adapters is not None:
+            lora_files.export_adapters(trainable.adapters, folder, assembly, recipe, world, steps)
+            return
+        chunks, source = list(trainable.chunks), assembly.source
+        about = partial(model_card.trained, recipe, steps, source)
+        export.export(chunks, folder, assembly, world, source, card=about, overwrite="aside")
+
+    write_through(stage, target, steps, write)
+    if trainable.adapters is None:
+        return "a Hugging Face folder"
+    return f"an adapter that peft loads; merged: zoo convert {recipe.run.dir} FOLDER"
+
+
+def write_through(stage: Stage | None, target: Path, step: int, write: Callable[[Path], object]) -> None:
+    """Have `write` make a folder in the stage and copy it to `target`; without a stage that all ranks share, make it there.
+
+    Every rank calls it, after all checkpoints are copied. Raises what `write` raises, and OSError where the copy fails, also when
+    it is tried again.
+    """
+    if stage is None or len(stage.sharing) < stage.ranks:
+        write(target)
+        return
+    staged = stage.folder / EXPORT
+    write(staged)
+    channel, writer = stage.channel, ExportWriter(target, overwrite="aside")
+    names = [name for name in integrity.files_of(staged) if name != RECORD]
+    sizes = {name: (staged / name).stat().st_size for name in names}
+    mine = deal([sizes] * stage.ranks, sizes, staged)[stage.rank]
+    files, retries = (
+        Files(staged, writer.partial, {}, stage.tick),
+        Retries(stage.run_dir, stage.rank, stage.tick),
+    )
+
+    def publish() -> None:
+        if (staged / CARD).is_file():
+            write_card(writer.partial, writer.target, (staged / CARD).read_text(encoding="utf-8"))
+        writer.replace_target()
+
+    try:
+        channel.together(lambda: writer.begin() if stage.is_main else None)
+        channel.together(lambda: retries.run(lambda: files.copy(mine), step, "the export"))
+        channel.together(lambda: publish() if stage.is_main else None)
+    except BaseException:
+        if stage.is_main:
+            writer.discard()
+        raise
+    channel.together(lambda: integrity.remove([staged]) if stage.leads else None)
