@@ -110,16 +110,20 @@ def _check_rotary(config: Any) -> None:
             "text_config.head_dim or rope_parameters.partial_rotary_factor"
         )
     if shape.sections is not None:
-        _check_sections(shape.sections, width // 2)
+        _check_sections(shape.sections, width // 2, shape.interleaved)
 
 
-def _check_sections(sections: list[int], frequencies: int) -> None:
+def _check_sections(sections: list[int], frequencies: int, interleaved: bool) -> None:
     """Interleaved, frequency 3k + 1 is height's and 3k + 2 width's for as many k as its section says."""
     fits = len(sections) == 3 and sum(sections) == frequencies
-    if not fits or any(axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]):
+    beyond = (
+        (axis + 3 * (sections[axis] - 1) >= frequencies for axis in (1, 2) if sections[axis]) if fits else ()
+    )
+    if not fits or (interleaved and any(beyond)):
         raise UserError(
             f"text_config.rope_parameters.mrope_section is {sections}; wanted three numbers that sum to {frequencies}, "
-            "half of the rotated channels of a head, of which the last two are a third of it at most"
+            "half of the rotated channels of a head"
+            + (", of which the last two are a third of it at most" if interleaved else "")
         )
 
 

@@ -1,14 +1,15 @@
-"""Three-axis positions of rows with images and videos whose frames stand apart, between timestamps.
+"""Three-axis positions of rows with images and videos.
 
-The rule is that of `get_rope_index` in transformers' Qwen3-VL and Qwen3.5: text advances all axes together; an image,
-or one frame of a video, holds its grid (height, width) behind the position reached so far, at one point of time; what
-follows goes on behind the larger side of the grid.
+The rule is that of `get_rope_index` in transformers' Qwen models: text advances all axes together; an image holds its grid
+(height, width) behind the position reached so far, at one point of time; what follows goes on behind the larger side of
+the grid. Where frames stand apart, between timestamps (Qwen3-VL, Qwen3.5), each is placed like an image. Where a video
+stands as a whole (Qwen2.5-VL), its frames lie some positions of time apart.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +27,54 @@ class GridTokens:
     merge: int  # spatial_merge_size
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """A medium as it is placed: positions of its frames on the axis of time, and the tokens of a frame."""
+
+    times: tuple[int, ...]
+    height: int
+    width: int
+
+    @property
+    def count(self) -> int:
+        """Tokens of the medium."""
+        return len(self.times) * self.height * self.width
+
+    def positions(self) -> Tensor:
+        """(3, count) from 0."""
+        axes = (torch.tensor(self.times), torch.arange(self.height), torch.arange(self.width))
+        return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")])
+
+
 def grid_positions(
-    ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor], tokens: GridTokens
+    ids: Tensor,
+    layout: PackedLayout,
+    media: Mapping[str, Tensor],
+    tokens: GridTokens,
+    steps: Sequence[float] | None = None,
 ) -> Tensor:
     """(3, 1, T) int64 positions of a packed row, each segment from 0; alignment padding counts on as text.
 
-    `ids` (1, T) int64 with placeholders expanded; `media` holds image_grid_thw and video_grid_thw (n, 3) in patches,
-    of the whole row in order of appearance. Raises ValueError where tokens and grids don't agree.
+    Args:
+        ids: (1, T) int64 with placeholders expanded.
+        layout: of the row.
+        media: image_grid_thw and video_grid_thw (n, 3) in patches, of the whole row in order of appearance.
+        tokens: the placeholders.
+        steps: for each video, the positions from one of its frames to the next: the video stands as a whole, and each
+            frame's position is rounded down. None: frames stand apart, each like an image.
+
+    Raises:
+        ValueError: tokens and grids don't agree, or there are more or fewer `steps` than videos.
     """
-    left = {
-        token: deque((_frames(media[name]) // tokens.merge).tolist() if name in media else [])
-        for token, name in ((tokens.image, "image_grid_thw"), (tokens.video, "video_grid_thw"))
-    }
+    images, videos = (
+        media[name].tolist() if name in media else [] for name in ("image_grid_thw", "video_grid_thw")
+    )
+    if steps is not None and len(steps) != len(videos):
+        raise ValueError(f"the batch has the times of {len(steps)} video(s), but {len(videos)} video(s)")
+    left = {tokens.image: _apart(images, tokens.merge)}
+    left[tokens.video] = (
+        _apart(videos, tokens.merge) if steps is None else _whole(videos, tokens.merge, steps)
+    )
     pieces = []
     for segment, length in zip(ids[0].split(list(layout.padded_lengths)), layout.lengths, strict=True):
         placed = _sample(segment[:length], left)
@@ -51,14 +88,23 @@ def grid_positions(
     return torch.cat(pieces, dim=1).unsqueeze(1)
 
 
-def _frames(grids: Tensor) -> Tensor:
-    """(n, 3) int64 grids of videos (or images) as those of their frames: time 1, once for each frame."""
-    frames = grids.repeat_interleave(grids[:, 0], dim=0)
-    return torch.cat((torch.ones_like(frames[:, :1]), frames[:, 1:]), dim=1)
+def _apart(grids: Sequence[Sequence[int]], merge: int) -> deque[_Grid]:
+    """Images, or the frames of videos one by one."""
+    return deque(
+        _Grid((0,), height // merge, width // merge) for time, height, width in grids for _ in range(time)
+    )
 
 
-def _sample(ids: Tensor, left: Mapping[int, deque[list[int]]]) -> Tensor:
-    """(3, L) positions of one sample; takes its grids (_, height, width), in tokens, out of `left`."""
+def _whole(grids: Sequence[Sequence[int]], merge: int, steps: Sequence[float]) -> deque[_Grid]:
+    """Videos, each with all its frames."""
+    return deque(
+        _Grid(tuple((torch.arange(time) * step).long().tolist()), height // merge, width // merge)
+        for (time, height, width), step in zip(grids, steps, strict=True)
+    )
+
+
+def _sample(ids: Tensor, left: Mapping[int, deque[_Grid]]) -> Tensor:
+    """(3, L) positions of one sample; takes its grids out of `left`."""
     starts = torch.isin(ids, torch.tensor(list(left))).nonzero().flatten().tolist()
     pieces: list[Tensor] = []
     done, reached = 0, 0  # tokens placed, next position
@@ -70,24 +116,19 @@ def _sample(ids: Tensor, left: Mapping[int, deque[list[int]]]) -> Tensor:
             raise ValueError(
                 f"token {token} at {start} asks for a medium, but the batch has no more of its kind"
             )
-        _, height, width = left[token].popleft()
-        end = start + height * width
+        grid = left[token].popleft()
+        end = start + grid.count
         if not bool((ids[start:end] == token).all()) or end > len(ids):
+            frames = f"{len(grid.times)} frames of " if len(grid.times) > 1 else ""
             raise ValueError(
-                f"a medium of {height} x {width} tokens begins at {start}, but fewer tokens {token} stand there"
+                f"a medium of {frames}{grid.height} x {grid.width} tokens begins at {start}, but fewer tokens {token} "
+                "stand there"
             )
-        pieces += [_run(start - done, reached), _grid(height, width) + reached + start - done]
-        reached += start - done + max(height, width)
+        pieces += [_run(start - done, reached), grid.positions() + reached + start - done]
+        reached += start - done + max(grid.height, grid.width)
         done = end
     pieces.append(_run(len(ids) - done, reached))
     return torch.cat(pieces, dim=1)
-
-
-def _grid(height: int, width: int) -> Tensor:
-    """(3, height * width) positions from 0 of an image or a frame."""
-    rows = torch.arange(height).view(-1, 1).expand(height, width)
-    columns = torch.arange(width).expand(height, width)
-    return torch.stack([axis.flatten() for axis in (torch.zeros_like(rows), rows, columns)])
 
 
 def _run(count: int, start: int) -> Tensor:
