@@ -20,6 +20,7 @@ from support.pool import Pool, PoolError
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 
 LOGPROBS = 5e-5
@@ -27,6 +28,7 @@ LAYERS = {"num_hidden_layers": 4}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_tiny_qwen3_vl(folder, tied=True, **LAYERS),
     "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
+    "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
     "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
     "omni": lambda folder: write_tiny_omni(folder).whole,
@@ -336,6 +338,10 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("qwen3_vl_sft", "32b"): (33_357_390_064, 1058),
     ("qwen3_vl_moe_sft", "30b-a3b"): (31_070_754_032, 882),
     ("qwen3_vl_moe_sft", "235b-a22b"): (235_670_022_896, 1388),
+    ("qwen25_vl_sft", "3b"): (3_754_622_976, 824),
+    ("qwen25_vl_sft", "7b"): (8_292_166_656, 729),
+    ("qwen25_vl_sft", "32b"): (33_452_718_336, 1161),
+    ("qwen25_vl_sft", "72b"): (73_410_777_344, 1353),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
     ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
     ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),

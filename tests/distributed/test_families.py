@@ -30,7 +30,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("qwen25_vl_sft", marks=pytest.mark.slow)])
 def test_a_run_resumes_to_the_bit_and_its_export_loads(recipe: str, pool: Pool, tmp_path: Path) -> None:
     import transformers
 

@@ -21,6 +21,7 @@ PUBLISHED = {
     "qwen3_omni_sft": "30b-a3b",
     "llava_sft": "1.5-7b",
     "llava_onevision_sft": "onevision-0.5b",
+    "qwen25_vl_sft": "3b",
 }
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import tiny_qwen3_vl, tiny_qwen35
+from packaging.version import Version
+from support import tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
 from torch import Tensor
 from transformers import AutoModel
 
@@ -26,14 +28,23 @@ class Medium:
 
     kind: str
     grid: tuple[int, int, int]
+    seconds: float = 1.0  # from one frame of a video to the next
 
 
+# Parts of a second are dropped by transformers before 5.18.
+WHOLE = Version(transformers.__version__) < Version("5.18")
+SECONDS = st.sampled_from([1.0, 2.0, 3.0] if WHOLE else [0.25, 0.5, 2 / 3, 1.0, 1.5, 2.0])
 SIDES = st.tuples(st.integers(1, 4).map(lambda h: 2 * h), st.integers(1, 4).map(lambda w: 2 * w))
 ROWS = st.lists(
     st.one_of(
         st.builds(Medium, st.just("text"), st.tuples(st.integers(1, 6), st.just(2), st.just(2))),
         st.builds(Medium, st.just("image"), SIDES.map(lambda sides: (1, *sides))),
-        st.builds(Medium, st.just("video"), st.tuples(st.integers(1, 5), SIDES).map(lambda v: (v[0], *v[1]))),
+        st.builds(
+            Medium,
+            st.just("video"),
+            st.tuples(st.integers(1, 5), SIDES).map(lambda v: (v[0], *v[1])),
+            SECONDS,
+        ),
     ),
     min_size=1,
     max_size=7,
@@ -48,19 +59,31 @@ class Family:
     hf: Any
     step: VisionStep
 
+    @property
+    def whole(self) -> bool:
+        """Whether a video stands as a whole, on a clock; else each frame stands behind its time."""
+        return hasattr(self.config.vision_config, "tokens_per_second")
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen35_vl"])
-def family(request: pytest.FixtureRequest) -> Family:
-    parts = get_family(request.param)
-    config = {"qwen3_vl": tiny_qwen3_vl, "qwen35_vl": tiny_qwen35}[request.param].tiny_config()
+
+TINY = {"qwen3_vl": tiny_qwen3_vl, "qwen35_vl": tiny_qwen35, "qwen25_vl": tiny_qwen25_vl}
+
+
+def made(name: str) -> Family:
+    parts, config = get_family(name), TINY[name].tiny_config()
     with torch.device("meta"):
         hf = AutoModel.from_config(config)
     return Family(config, hf, parts.load("step")(parts.load("config")(config), PackingConfig(), "cpu"))
 
 
-def tokens(config: Any, row: list[Medium]) -> Tensor:
-    """(L,) ids as the processor writes them: each frame of a video between start and end, behind its time."""
+@pytest.fixture(scope="module", params=TINY)
+def family(request: pytest.FixtureRequest) -> Family:
+    return made(request.param)
+
+
+def tokens(family: Family, row: list[Medium]) -> Tensor:
+    """(L,) ids as the processor writes them."""
     ids: list[int] = []
+    config = family.config
     start, end = config.vision_start_token_id, config.vision_end_token_id
     for medium in row:
         time, height, width = medium.grid
@@ -69,6 +92,8 @@ def tokens(config: Any, row: list[Medium]) -> Tensor:
             ids += [TEXT] * time
         elif medium.kind == "image":
             ids += [start, *[config.image_token_id] * count, end]
+        elif family.whole:
+            ids += [start, *[config.video_token_id] * count * time, end]
         else:
             frame = [TEXT, TEXT, start, *[config.video_token_id] * count, end]
             ids += [start, *frame * time, end]
@@ -77,20 +102,25 @@ def tokens(config: Any, row: list[Medium]) -> Tensor:
 
 def media_of(row: list[Medium]) -> dict[str, Tensor]:
     grids = {kind: [m.grid for m in row if m.kind == kind] for kind in ("image", "video")}
-    return {f"{kind}_grid_thw": torch.tensor(found) for kind, found in grids.items() if found}
+    media = {f"{kind}_grid_thw": torch.tensor(found) for kind, found in grids.items() if found}
+    seconds = [m.seconds for m in row if m.kind == "video"]
+    return {**media, "second_per_grid_ts": torch.tensor(seconds)} if seconds else media
 
 
-def wanted(hf: Any, ids: Tensor, row: list[Medium]) -> Tensor:
+def wanted(family: Family, ids: Tensor, row: list[Medium]) -> Tensor:
     """(3, L) of transformers."""
+    hf, media = family.hf, media_of(row)
+    if not family.whole:
+        media.pop("second_per_grid_ts", None)
     types = (ids == hf.config.image_token_id).int() + 2 * (ids == hf.config.video_token_id).int()
-    return hf.get_rope_index(ids[None], types[None], **media_of(row))[0][:, 0]
+    return hf.get_rope_index(ids[None], types[None], **media)[0][:, 0]
 
 
 @QUIET
 @given(pack=st.lists(ROWS, min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
 def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, family: Family) -> None:
     config, step = family.config, family.step
-    ids = [tokens(config, row) for row in pack]
+    ids = [tokens(family, row) for row in pack]
     media = media_of([medium for row in pack for medium in row])
     total = PackedLayout.from_lengths([len(i) for i in ids], align).total + tail * align
     layout = PackedLayout.from_lengths([len(i) for i in ids], align, total)
@@ -99,20 +129,40 @@ def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, 
     assert positions.shape == (3, 1, total) and positions.dtype == torch.int64
     segments = positions[:, 0].split(list(layout.padded_lengths), dim=1)
     for segment, row, i in zip(segments, pack, ids, strict=True):
-        assert torch.equal(segment[:, : len(i)], wanted(family.hf, i, row))
+        assert torch.equal(segment[:, : len(i)], wanted(family, i, row))
         behind = segment[:, len(i) :] - segment[:, : len(i)].max()
         assert torch.equal(behind, torch.arange(1, behind.shape[1] + 1).expand(3, -1))
 
 
-def test_a_time_axis_of_a_video_stands_still_within_a_frame(family: Family) -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])
+def test_a_time_axis_of_a_video_stands_still_within_a_frame(name: str) -> None:
     """Worked by hand: 1 token of text, then 2 frames of 1 x 2 tokens."""
-    row = [Medium("text", (1, 2, 2)), Medium("video", (2, 2, 4))]
-    ids = tokens(family.config, row)
+    row, family = [Medium("text", (1, 2, 2)), Medium("video", (2, 2, 4))], made(name)
+    ids = tokens(family, row)
     layout = PackedLayout.from_lengths([len(ids)])
     found = family.step.positions(ids[None], layout, media_of(row))[:, 0].T.tolist()
     text = [[n, n, n] for n in range(14)]
     first, second = [[5, 5, 5], [5, 5, 6]], [[11, 11, 11], [11, 11, 12]]
     assert found == [*text[:5], *first, *text[7:11], *second, text[13], [14, 14, 14]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "times"), [(1.0, [0, 3, 6]), (0.5, [0, 1, 3]), (0.25, [0, 0, 1]), (2.0, [0, 6, 12])]
+)
+def test_a_video_that_stands_as_a_whole_is_on_a_clock(seconds: float, times: list[int]) -> None:
+    """Worked by hand: 3 positions a second, rounded down; 1 token of text, then 3 frames of 1 x 2 tokens, then text."""
+    row, family = [Medium("text", (1, 2, 2)), Medium("video", (3, 2, 4), seconds)], made("qwen25_vl")
+    ids = tokens(family, row)
+    found = family.step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media_of(row))[:, 0].T
+    frames = [[2 + time, 2, 2 + column] for time in times for column in range(2)]
+    assert found.tolist() == [[0, 0, 0], [1, 1, 1], *frames, [4, 4, 4]]
+
+
+def test_there_is_a_time_for_each_video() -> None:
+    row, family = [Medium("video", (3, 2, 4))], made("qwen25_vl")
+    ids, media = tokens(family, row), media_of(row) | {"second_per_grid_ts": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"times of 2 video\(s\), but 1 video"):
+        family.step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +177,6 @@ def test_a_time_axis_of_a_video_stands_still_within_a_frame(family: Family) -> N
 def test_tokens_and_grids_must_agree(
     row: list[Medium], media: dict[str, Tensor], complaint: str, family: Family
 ) -> None:
-    ids = tokens(family.config, row)
+    ids = tokens(family, row)
     with pytest.raises(ValueError, match=complaint):
         family.step.positions(ids[None], PackedLayout.from_lengths([len(ids)]), media)

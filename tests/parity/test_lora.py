@@ -24,6 +24,7 @@ from support.tiny import load_plain
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from support.weights import tensors
@@ -74,6 +75,7 @@ CASES = {
         kind: Case("llava_sft", lambda f, kind=kind: write_tiny_llava(f, kind), tile_examples, TILED)
         for kind in ("llava", "llava_next", "llava_onevision")
     },
+    "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

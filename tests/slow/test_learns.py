@@ -19,6 +19,7 @@ RECIPES = (
     "qwen3_omni_sft",
     "llava_sft",
     "llava_onevision_sft",
+    "qwen25_vl_sft",
 )
 
 

@@ -18,6 +18,7 @@ from support.tiny import load_plain
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from zoo.data.sample import IGNORE
@@ -106,4 +107,5 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "llava_onevision": partial(
         other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
     ),
+    "qwen25_vl": partial(other, write_tiny_qwen25_vl, "qwen25_vl", vision_examples),
 }

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen35
+from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
+from zoo.packing import PackedLayout
 
 Arch = dict[str, Any]
 
@@ -19,6 +20,7 @@ Arch = dict[str, Any]
 CASES: dict[str, tuple[str, str]] = {
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl", "Qwen3VLMoeForConditionalGeneration"),
+    "qwen2_5_vl": ("qwen25_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_5": ("qwen35_vl", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen35_vl", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
@@ -35,6 +37,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_llava.tiny_config(case)
     elif case.startswith("qwen3_vl"):
         config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
+    elif case == "qwen2_5_vl":
+        config = tiny_qwen25_vl.tiny_config()
     elif case.startswith("qwen3_5"):
         config = tiny_qwen35.tiny_config(moe=case.endswith("moe"), mtp=1)
     else:
@@ -109,6 +113,11 @@ def _step(family: Any, config: Any) -> list[Any]:
     read = [step.tower_tokens()]
     if hasattr(step, "_tokens"):
         read.append(step._tokens())
+    if hasattr(config.vision, "tokens_per_second"):
+        ids = torch.tensor([[config.root.video_token_id] * 2])
+        grid = torch.tensor([[2, config.vision.spatial_merge_size, config.vision.spatial_merge_size]])
+        placed = step.positions(ids, PackedLayout.from_lengths([2]), {"video_grid_thw": grid})
+        read.append(placed.tolist())
     return read
 
 
@@ -127,7 +136,10 @@ def _described(tower: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in tower.named_modules():
         for key, value in vars(module).items():
             # The audio tower here takes all chunks at once.
-            if isinstance(value, int | float | str | tuple) and key not in ("training", "conv_chunksize"):
+            if isinstance(value, int | float | str | tuple | list) and key not in (
+                "training",
+                "conv_chunksize",
+            ):
                 yield f"{name}.{key}", value
     for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
         yield f"{name}!", (tensor.dtype, tuple(tensor.shape), float(tensor.detach().double().sum()))

@@ -64,6 +64,12 @@ def _qwen3_vl(**sizes: Any) -> Callable[[Path], Path]:
     return write
 
 
+def _qwen25_vl(folder: Path) -> Path:
+    from support.tiny_qwen25_vl import write_tiny_qwen25_vl
+
+    return write_tiny_qwen25_vl(folder, num_hidden_layers=4)
+
+
 def _llava(folder: Path) -> Path:
     from support.tiny_llava import write_tiny_llava
 
@@ -118,6 +124,9 @@ MODELS = {
         tile_examples,
         (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short")),
     ),
+    "windows": Model(
+        "dense with biases, windows in the tower", "qwen25_vl_sft", _qwen25_vl, vision_examples, SEEN
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -146,6 +155,7 @@ CORE = {
     "cp2 ep2": "mtp",
     "tp2 pp2": "llava",
     "pp2 cp2": "omni",
+    "cp2": "windows",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -155,7 +165,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava")
+        for model in ("dense", "gdn", "llava", "windows")
     },
     **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen35
+from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
 from support.rows import make_examples
 from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
@@ -97,6 +97,10 @@ QWEN3_VL_MOE: dict[str, Any] = {
     "stored": tiny_qwen3_vl.turn_experts,
     "publish": tiny_qwen3_vl.turn_experts,
 }
+QWEN25_VL: dict[str, Any] = {
+    "kind": "Qwen2_5_VLForConditionalGeneration",
+    "publish": tiny_qwen25_vl.publish,
+}
 QWEN35: dict[str, Any] = {
     "kind": "Qwen3_5ForConditionalGeneration",
     "randomise": tiny_qwen35.randomise,
@@ -125,6 +129,7 @@ TINY = {
         "llava_onevision_sft", "tiny-onevision", kind="LlavaOnevisionForConditionalGeneration", **LLAVA
     ),
     "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
+    "qwen25_vl": Stack("qwen25_vl_sft", "tiny", **QWEN25_VL),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -178,6 +183,11 @@ ODD = {
         vision={"hidden_size": 96, "intermediate_size": 100, "out_hidden_size": 72},
         audio={"d_model": 80, "encoder_ffn_dim": 100, "output_dim": 72},
     ),
+    "qwen25_vl odd": replace(
+        TINY["qwen25_vl"],
+        text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389, "mrope": [2, 4, 4]},
+        vision={**_TOWER_20, "out_hidden_size": 80},
+    ),
 }
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
@@ -203,6 +213,13 @@ WIDE = {
         vision={"depth": 2, "deepstack_visual_indexes": [0, 1]},
         audio={"encoder_layers": 2},
         **OMNI,
+    ),
+    "qwen25_vl 3b": Stack(
+        "qwen25_vl_sft",
+        "3b",
+        text=SMALL,
+        vision={"depth": 2, "fullatt_block_indexes": [1]},
+        **QWEN25_VL,
     ),
     "llava onevision-0.5b": Stack(
         "llava_onevision_sft",

@@ -20,6 +20,12 @@ INSTRUCT = (  # Qwen3-VL-*-Instruct
     "{%- endfor -%}" + PROMPT
 )
 
+QWEN25 = (  # Qwen2.5-VL-*-Instruct: a system turn where the chat begins with none
+    PARTS + "{%- if messages[0].role != 'system' -%}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}"
+    + INSTRUCT.removeprefix(PARTS)
+)
+
 
 def _thinking(trim: str, always: bool) -> str:
     """Earlier turns lose their thinking; the last answers have a block of it, an empty one too where `always`."""

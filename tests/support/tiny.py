@@ -20,6 +20,7 @@ RECIPES = [
     ("qwen3_omni_sft", "tiny"),
     ("llava_sft", "tiny"),
     ("llava_onevision_sft", "tiny-onevision"),
+    ("qwen25_vl_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width

@@ -69,6 +69,8 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "vision_feature_select_strategy": ["full", "default", "x"],
     "vision_aspect_ratio": ["anyres_max_9", "anyres", "anyres_max_0", "anyres_max_" + "9" * 5000],
     "mlp_only_layers": [[0], [1, 2]],
+    "fullatt_block_indexes": [[0], [0, 1, 2]],
+    "window_size": [96, 32],
     "image_grid_pinpoints": [[[32, 32]], [[26, 26]], [], [[7, 9]]],
     "dtype": ["bfloat16", "float64", "no such type"],
     "id2label": [{"0": "a"}],
@@ -202,7 +204,7 @@ def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> Non
     arch = tiny_arch(case)
     there = {field.name for field in dataclasses.fields(config_class(case, "text_config"))}
     own = {"mtp_num_hidden_layers", "partial_rotary_factor"} if case.startswith("qwen3_5") else set()
-    if case in ("llava", "llava_onevision"):
+    if case in ("llava", "llava_onevision", "qwen2_5_vl"):
         own |= {"tie_word_embeddings"}
     strays = {key: value for key, value in STRAYS.items() if key not in there | own}
     assert len(strays) > 10
@@ -267,7 +269,13 @@ def numbers(case: str, part: str) -> Iterator[str]:
             yield field.name
 
 
-LISTED = ("eos_token_id", "vision_feature_layer", "mlp_only_layers", "deepstack_visual_indexes")
+LISTED = (
+    "eos_token_id",
+    "vision_feature_layer",
+    "mlp_only_layers",
+    "deepstack_visual_indexes",
+    "fullatt_block_indexes",
+)
 HOSTILE = [10**9, 10**12, 10**400, -(10**12), 1e308, float("nan"), float("inf"), "64", True, {}, {"a": 1}]
 
 
@@ -334,7 +342,9 @@ SECTIONS = [
 
 
 @pytest.mark.parametrize("sections", SECTIONS, ids=str)
-@pytest.mark.parametrize("case", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_omni_moe_thinker"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_5", "qwen3_omni_moe_thinker"]
+)
 def test_mrope_sections_that_do_not_fit(case: str, sections: Any) -> None:
     arch = tiny_arch(case)
     arch["text_config"]["rope_parameters"]["mrope_section"] = sections

@@ -34,7 +34,7 @@ def test_a_line_of_the_tables(
 
 
 def test_every_published_size_has_a_line(script: dict[str, Any]) -> None:
-    assert len(script["sizes"]()) == 20
+    assert len(script["sizes"]()) == 24
     text = script["PAGE"].read_text(encoding="utf-8")
     for family, size in script["sizes"]():
         assert text.count(f"| {script['FAMILIES'][family]} {size} | ") == 4

@@ -18,15 +18,18 @@ from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
-FAMILIES = ("timestamped", "omni", "llava", "llava_next", "llava_onevision")
+FAMILIES = ("timestamped", "omni", "qwen25_vl", "llava", "llava_next", "llava_onevision")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     if request.param == "timestamped":
         return TimestampedProcessor.build(VISION)
+    if request.param == "qwen25_vl":
+        return build_qwen25(VISION)
     return build_omni(arch) if request.param == "omni" else build_llava(tiny_config(request.param))
 
 

@@ -20,6 +20,7 @@ from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
 from zoo.models.qwen3_vl.processor import build_processor as build_vl
+from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 from zoo.models.qwen35_vl.processor import build_processor as build_qwen35
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
@@ -46,6 +47,7 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "bundled": (lambda: build_vl(VISION), same),
     "qwen3_vl instruct": (lambda: with_template(build_vl(VISION), templates.INSTRUCT), same),
     "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
+    "qwen25_vl": (lambda: with_template(build_qwen25(VISION), templates.QWEN25), same),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
     "qwen3.8": (lambda: with_template(build_qwen35(VISION), templates.QWEN38), str.strip),

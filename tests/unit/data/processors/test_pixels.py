@@ -22,14 +22,20 @@ from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 HOW: dict[str, Any] = {"video_fps": 2.0, "max_frames": 8}
 
 
-@pytest.fixture(scope="module", params=["timestamped", "omni"])
+@pytest.fixture(scope="module", params=["timestamped", "omni", "qwen25_vl"])
 def processor(request: pytest.FixtureRequest, arch: dict) -> Processor:
-    built = TimestampedProcessor.build(VISION) if request.param == "timestamped" else build_omni(arch)
+    builders = {
+        "timestamped": lambda: TimestampedProcessor.build(VISION),
+        "omni": lambda: build_omni(arch),
+        "qwen25_vl": lambda: build_qwen25(VISION),
+    }
+    built = builders[request.param]()
     built.hf.image_processor.size["longest_edge"] = 16_777_216  # as published
     return built
 

@@ -1,0 +1,48 @@
+"""Qwen2.5-VL's step: videos stand as a whole on an absolute clock, and the tower is told its windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zoo.packing import PackedLayout
+from zoo.steps.grid_positions import GridTokens, grid_positions
+from zoo.steps.vision import VisionStep
+
+
+class Qwen25VLStep(VisionStep):
+    """Positions on the clock of `tokens_per_second`; `config` is a Qwen25VLConfig."""
+
+    def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
+        """(3, 1, T) int64, each segment from 0; alignment padding counts on as text.
+
+        A video without `second_per_grid_ts` has a temporal patch a second, as in transformers.
+        """
+        image, video = self.tower_tokens()["vision"]
+        vision = self.config.vision
+        seconds = media.get("second_per_grid_ts", torch.ones(len(media.get("video_grid_thw", ()))))
+        steps = (vision.tokens_per_second * seconds).tolist()
+        tokens = GridTokens(image, video, vision.spatial_merge_size)
+        return grid_positions(ids, layout, media, tokens, steps)
+
+    def tower_inputs(self, media: Mapping[str, Tensor]) -> Mapping[str, Tensor | int]:
+        """Bounds of the frames and of the windows, places of the patches, and the order that puts windows together."""
+        from transformers import vision_utils
+
+        grids = [media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media]
+        if not grids:
+            return {}
+        grid, vision = torch.cat(grids), self.config.vision
+        order, windows = vision_utils.get_vision_window_index(
+            grid, vision.spatial_merge_size, vision.window_size, vision.patch_size
+        )
+        return {
+            "vision.position_ids": vision_utils.get_vision_position_ids(grid, vision.spatial_merge_size),
+            "vision.cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+            "vision.max_seqlen": int(grid[:, 1:].prod(1).max()),
+            "vision.window_index": order,
+            "vision.cu_window_seqlens": windows,
+            "vision.max_window_seqlen": int(windows.diff().max()),
+        }
