@@ -17,7 +17,13 @@ from zoo.planner.rows import typical_row
 
 PAGE = Path(__file__).parents[1] / "docs" / "fits.md"
 BEGIN, END = "<!-- tables: written by scripts/fits_table.py -->\n", "<!-- end of tables -->\n"
-FAMILIES = {"qwen3_omni": "Qwen3-Omni", "qwen3_vl": "Qwen3-VL", "qwen35_vl": "Qwen3.5-VL", "llava": "LLaVA"}
+FAMILIES = {
+    "qwen3_omni": "Qwen3-Omni",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen35_vl": "Qwen3.5-VL",
+    "qwen25_vl": "Qwen2.5-VL",
+    "llava": "LLaVA",
+}
 WAYS = {"sft": "All weights", "lora": "LoRA"}
 COUNTS = {1: "1x", 2: "2x", 4: "4x", 8: "8x", 16: "2x8x"}
 MEMORY = (80, 141)  # GB, as in H100 and H200
