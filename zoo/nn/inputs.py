@@ -10,6 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from zoo.nn.decoder.mtp import Ahead
+from zoo.nn.decoder.router import Routing
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class ModelInputs:
         None  # (N,) int64 the token each such row should predict; None: logits of the rows
     )
     count_correct: bool = False  # also say whether each target was the most likely token
+    # The logits of label_rows are divided by it before anything else: a number, or (N,) on the device.
+    temperature: float | Tensor = 1.0
+    entropy: bool = False  # also the entropy of what predicts each target
+    routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 
 

@@ -39,6 +39,7 @@ from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.decoder.rotary import Rotary
 from zoo.nn.decoder.router import track_layers
+from zoo.nn.entropy import entropy
 from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
 from zoo.nn.kernels import fused
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
@@ -157,7 +158,8 @@ class MultimodalModel(LanguageModule):
         """One pipeline stage.
 
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
-        prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token;
+        prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token, with `entropy`
+        (2, N), the second row the entropy;
         without `targets` the logits (N, vocab) of `label_rows`, without these too all logits (B, T, vocab). Other stages:
         what the next one needs, (T', B, hidden).
         """
@@ -167,13 +169,16 @@ class MultimodalModel(LanguageModule):
             hidden, deepstack, ahead = self._receive(inputs)
         rotary = self.rotary(inputs.positions)
         mask = self._local_mask(inputs.padding_mask)
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack)
+        routing = inputs.routing
+        if routing is not None and self.config.sequence_parallel:
+            routing = routing.part(self.tp_group.rank(), self.tp_group.size())
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
             sent = _join(hidden, (*features, *ahead))
             # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
             return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
-        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs.count_correct)
+        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs)
         if not inputs.ahead:
             return out
         return torch.cat([out, *self._predict_ahead(hidden, rotary, inputs, ahead)], dim=-1)
@@ -294,9 +299,13 @@ class MultimodalModel(LanguageModule):
         return hidden, deepstack, tuple(pieces[count:])
 
     def _head(
-        self, hidden: Tensor, rows: Tensor | None, targets: Tensor | None, count_correct: bool = False
+        self,
+        hidden: Tensor,
+        rows: Tensor | None,
+        targets: Tensor | None,
+        wanted: ModelInputs | None = None,
     ) -> Tensor:
-        """Losses of the rows that predict a label, or logits, as `forward` says."""
+        """Losses of the rows that predict a label, or logits, as `forward` says; `wanted`: what else of the former."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -316,10 +325,23 @@ class MultimodalModel(LanguageModule):
         logits, _ = self.output_layer(
             hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight
         )
-        hits = most_likely(logits, self.tp_group) == targets if count_correct else None
+        logits, beside = _at_temperature(logits, wanted, count), None
+        if wanted is not None and wanted.count_correct:
+            beside = most_likely(logits, self.tp_group) == targets
+        elif wanted is not None and wanted.entropy:
+            beside = entropy(logits, self.tp_group)
         loss = cross_entropy(logits, targets, self.tp_group)
-        out = loss if hits is None else torch.stack((loss, hits.to(loss.dtype)))
-        return out if count else out[..., :0] + loss.sum() * 0.0
+        out = loss if beside is None else torch.stack((loss, beside.to(loss.dtype)))
+        return out if count else out[..., :0] + out.sum() * 0.0
+
+
+def _at_temperature(logits: Tensor, wanted: ModelInputs | None, count: int) -> Tensor:
+    """logits (N, vocab/tp) divided by the temperature of the call; `count` 0: the only row is there for its gradient."""
+    if wanted is None or not count:
+        return logits
+    if isinstance(wanted.temperature, Tensor):
+        return logits / wanted.temperature[:, None].to(logits.dtype)
+    return logits if wanted.temperature == 1.0 else logits / wanted.temperature
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, group: Any) -> Tensor:

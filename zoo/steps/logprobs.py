@@ -22,20 +22,20 @@ import torch
 from torch import Tensor
 
 
-def caller_logprobs(output: Tensor, source: Tensor, shape: tuple[int, ...], cp_group: Any) -> Tensor:
-    """Log-probabilities of the labelled tokens of all context-parallel ranks, where the caller has these tokens.
+def caller_values(values: Tensor, source: Tensor, shape: tuple[int, ...], cp_group: Any) -> Tensor:
+    """Values of the labelled tokens of all context-parallel ranks, where the caller has these tokens.
 
     Args:
-        output: (N,) negative log likelihoods of this rank's labels.
+        values: (N,) log-probabilities, say, of this rank's labels.
         source: (N,) int64 place of each label in the caller's flattened batch.
         shape: of the caller's batch.
         cp_group: context-parallel group, or None.
 
     Returns:
-        `shape`, 0 where there is no label; differentiable in `output`.
+        `shape`, 0 where there is no label; differentiable in `values`.
     """
-    rows = source.to(output.device, non_blocking=True)
-    flat = output.new_zeros(math.prod(shape)).index_copy(0, rows, -output)
+    rows = source.to(values.device, non_blocking=True)
+    flat = values.new_zeros(math.prod(shape)).index_copy(0, rows, values)
     if cp_group is not None:
         flat = _SumOverContext.apply(flat, cp_group, 1 if _in_a_schedule() else cp_group.size())
     return flat.view(shape)

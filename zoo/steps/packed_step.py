@@ -26,11 +26,12 @@ from torch import Tensor
 
 from zoo.nn.decoder.attention import SeqParams
 from zoo.nn.decoder.mtp import Ahead
+from zoo.nn.decoder.router import Routing
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
-from zoo.steps.logprobs import caller_logprobs
+from zoo.steps.logprobs import caller_values
 from zoo.steps.media import MediaStream, RankShare, rank_share
 from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
 
@@ -56,6 +57,8 @@ class LossInputs:
     ahead_source: Tensor  # (N',) int64 on the host: the same of all depths' labels of multi-token prediction
     label_weights: Tensor | None = None  # (N,) float32 on the device; None where all are 1
     ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
+    # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for what he does not have
+    token_source: Tensor | None = None
 
 
 class PackedStep:
@@ -125,11 +128,16 @@ class PackedStep:
         evaluate: bool = False,
         logits: bool | Literal["last"] = False,
         logprobs: bool = False,
+        entropy: bool = False,
+        temperature: float | Tensor = 1.0,
+        experts: Tensor | Literal["noted"] | None = None,
     ) -> tuple[ModelInputs, LossInputs]:
         """All host stages: capture, pack, positions, place, shard.
 
         `evaluate`: also say whether each label was the most likely token; `logits`: of all tokens, or of each sample's last
-        one, in the place of losses; `logprobs`: for `self.logprobs`. Multi-token prediction runs for training alone.
+        one, in the place of losses; `logprobs`: for `self.logprobs`, with `entropy` for `self.entropy` too, of logits
+        divided by `temperature`, a number or (S,) of the samples. Multi-token prediction runs for training alone. `experts`:
+        those of each token, (B, T0, L, k) int64, -1 where the router chooses, or that they are to be noted (`Routing`).
         """
         layout, batch = self.capture(batch), HostBatch.of(batch)
         parts = self.pack(batch, layout)
@@ -139,6 +147,16 @@ class PackedStep:
         training = not (evaluate or logits or logprobs)
         inputs, found = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
         found = replace(found, caller_shape=tuple(batch.input_ids.shape))
+        if isinstance(temperature, Tensor):
+            temperature = self._move(temperature.float().cpu()[found.label_segments])
+        inputs = replace(inputs, entropy=entropy, temperature=temperature)
+        if experts is not None:
+            source = self._mine(parts).take(parts.source).T.reshape(-1)
+            given = None
+            if isinstance(experts, Tensor):
+                rows = experts.flatten(0, 1)[source.clamp(min=0)].masked_fill(source[:, None, None] < 0, -1)
+                given = self._move(rows)
+            inputs, found = replace(inputs, routing=Routing(given)), replace(found, token_source=source)
         return inputs, found if batch.weights is None else self.weigh(found, batch.weights)
 
     def weigh(self, loss_inputs: LossInputs, weights: Tensor) -> LossInputs:
@@ -265,16 +283,20 @@ class PackedStep:
             logits: of all tokens, or of each sample's last one, in the place of losses.
             training: run the depths of multi-token prediction.
         """
-        padded = self.packing.mode == "none"
-        row = PackedLayout.from_lengths([parts.input_ids.shape[1]]) if padded else parts.layout
-        mine = ContextShard(parts, row, self.cp_rank, self.cp_size)
-        tokens = self._shard_tokens(parts, mine, padded)
+        mine = self._mine(parts)
+        tokens = self._shard_tokens(parts, mine, self.packing.mode == "none")
         towers, shares = self._shard_media(parts, mine, media)
         found = mine.last_tokens() if logits == "last" else mine.labels()
         labels, output = self._shard_labels(parts, mine, shares, self.mtp_depths if training else 0, found)
         if logits:
             labels |= {"targets": None} if logits == "last" else {"label_rows": None, "targets": None}
         return ModelInputs(**tokens, **towers, **labels, count_correct=evaluate), output
+
+    def _mine(self, parts: Parts) -> ContextShard:
+        """This context-parallel rank's tokens of a micro-batch."""
+        padded = self.packing.mode == "none"
+        row = PackedLayout.from_lengths([parts.input_ids.shape[1]]) if padded else parts.layout
+        return ContextShard(parts, row, self.cp_rank, self.cp_size)
 
     def _shard_tokens(self, parts: Parts, mine: ContextShard, padded: bool) -> dict[str, Any]:
         """Token ids, positions, padding mask and offsets, as `ModelInputs` names them."""
@@ -397,9 +419,13 @@ class PackedStep:
         Every tensor and context parallel rank computes the same loss from these values; `zoo.steps.logprobs` says how its
         gradient is scaled.
         """
-        return caller_logprobs(
-            output,
-            loss_inputs.label_source,
-            loss_inputs.caller_shape,
-            self.cp_group if self.cp_size > 1 else None,
-        )
+        return self._for_caller(-(output if output.ndim == 1 else output[0]), loss_inputs)
+
+    def entropy(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
+        """Entropy in nats of what predicts each token, as `logprobs` is laid out; of a batch prepared with `entropy=True`."""
+        return self._for_caller(output[1], loss_inputs)
+
+    def _for_caller(self, values: Tensor, loss_inputs: LossInputs) -> Tensor:
+        """(N,) of this rank's labels -> the caller's shape, with those of all context-parallel ranks."""
+        group = self.cp_group if self.cp_size > 1 else None
+        return caller_values(values, loss_inputs.label_source, loss_inputs.caller_shape, group)

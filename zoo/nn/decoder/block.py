@@ -7,6 +7,7 @@ so recompute and the pipeline see them.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
+
+from zoo.nn.decoder.router import Routing
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,13 @@ def run_layer(
     rotary: tuple[Tensor, Tensor],
     seq_params: PackedSeqParams | None,
     padding_mask: Tensor | None,
+    routing: Routing | None = None,
 ) -> Tensor:
-    """One transformer layer of mcore, recomputed in the backward pass under full recompute."""
+    """One transformer layer of mcore, recomputed in the backward pass under full recompute, with the same experts."""
 
     def run(states: Tensor) -> Tensor:
-        with get_fp8_context(layer.config):  # of no effect without engine.fp8
+        experts = nullcontext() if routing is None else routing.on(layer)
+        with get_fp8_context(layer.config), experts:  # the former of no effect without engine.fp8
             return layer(
                 hidden_states=states,
                 attention_mask=None,
@@ -83,10 +88,11 @@ class Decoder(TransformerBlock):
         seq_params: PackedSeqParams | None,
         padding_mask: Tensor | None,
         deepstack: Deepstack | None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding."""
         for layer in self.layers:
-            hidden = run_layer(layer, hidden, rotary, seq_params, padding_mask)
+            hidden = run_layer(layer, hidden, rotary, seq_params, padding_mask, routing)
             features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
             if deepstack and features is not None:
                 hidden = add_rows(hidden, deepstack.rows, features)

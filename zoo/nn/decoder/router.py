@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -105,3 +108,61 @@ class Router(TopKRouter):
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
         self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of one call's tokens, in the decoder's layers with experts: given, noted, or both.
+
+    Attributes:
+        given: (N, L, k) int64 experts of this rank's tokens, in the rows of its flattened states; a token with -1 goes where its
+            router sends it. None: all do.
+        noted: by layer, from 0 among the L, the (N, k) that were taken.
+    """
+
+    given: Tensor | None = None
+    noted: dict[int, Tensor] = field(default_factory=dict)
+
+    def part(self, rank: int, size: int) -> Routing:
+        """The part of one of `size` ranks that share the tokens out by sequence parallelism."""
+        return self if self.given is None else Routing(self.given.chunk(size)[rank], self.noted)
+
+    @contextmanager
+    def on(self, layer: Any) -> Iterator[None]:
+        """Have the router of a layer take these experts inside the block, if it has a router."""
+        router = getattr(layer.mlp, "router", None)
+        if router is None:
+            yield
+            return
+        index = int(sum(layer.config.moe_layer_freq[: layer.layer_number - 1]))
+        router.router_replay = _Choice(self, index)  # megatron-core's place for an object with this method
+        try:
+            yield
+        finally:
+            router.router_replay = None
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What megatron-core's top-k asks for the experts of one layer."""
+
+    routing: Routing
+    index: int
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(N, k) scores and indices of the experts of each token, out of scores (N, E)."""
+        assert default_compute_topk is not None
+        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.routing.given is not None:
+            given = self.routing.given[:, self.index]
+            chosen = torch.where((given >= 0).all(dim=1, keepdim=True), given, chosen)
+            values = scores.gather(1, chosen)
+        self.routing.noted[self.index] = chosen.detach()
+        return values, chosen
