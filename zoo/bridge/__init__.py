@@ -13,6 +13,7 @@ from zoo.bridge.mapping.rules import Layout, Rule, Sections, per_expert_down, pe
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.mapping.transforms import QKV, Copy, Dims, GatedQKV, GateUp, Rows, Transposed
 from zoo.bridge.parallel import Comm, ShardInfo, TorchComm
+from zoo.bridge.weight_stream import WeightStream
 
 __all__ = [
     "QKV",
@@ -35,6 +36,7 @@ __all__ = [
     "ShardWriter",
     "TorchComm",
     "Transposed",
+    "WeightStream",
     "export_hf",
     "load_hf",
     "per_expert_down",

@@ -82,7 +82,7 @@ def export_hf(
     frozen = sorted({n for names in comm.gather_objects(_frozen(parameters)) for n in names})
     stated = dtype or (parameters[0][1].dtype if source is None else None)
     plan = together(comm, lambda: make_plan(bridge, everywhere, dims, config, source, dtype, stated, frozen))
-    together(comm, lambda: _check(plan, parameters, dims, shard))
+    together(comm, lambda: check(plan, parameters, dims, shard))
     try:
         together(comm, lambda: writer.begin() if comm.rank == 0 else None)
         mine = _by_width(_own(parameters, held), plan)
@@ -106,7 +106,7 @@ def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:
     return [name for name, parameter in parameters if not parameter.requires_grad]
 
 
-def _check(plan: Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
+def check(plan: Plan, parameters: Sequence[tuple[str, Tensor]], dims: Dims, shard: ShardInfo) -> None:
     """Shapes of this rank's parameters against the table, and against the source where there is one."""
     if plan.source is not None:
         fit_shapes(parameters, plan.source.resolution, plan.source.reader, dims, shard)

@@ -163,6 +163,37 @@ def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
         yield from zip(pair, made, strict=True)
 
 
+def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    """PEFT's name and tensor of all adapters, on every rank, one after the other; call it on every rank."""
+    comm, device = adapters.comm, torch.device("cpu")
+    mine = {name: tensor.contiguous() for one in adapters.held for name, tensor in _tensors(adapters, one)}
+    if adapters.held:
+        device = adapters.held[0].weight.device
+    held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in mine.items()])
+    for rank, found in enumerate(held):
+        for name, shape, dtype in found:
+            tensor = mine[name] if rank == comm.rank else torch.empty(shape, dtype=dtype, device=device)
+            if len(held) > 1:
+                torch.distributed.broadcast(tensor, src=rank)
+            yield name, tensor
+
+
+def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe) -> dict[str, Any]:
+    """PEFT's adapter_config.json of these adapters."""
+    assert assembly.source is not None
+    init, settings = recipe.model.init, recipe.lora
+    own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
+    return peft_config(
+        adapters.linears,
+        adapters.stacks,
+        rank=settings.rank,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
+        experts=adapters.dims.experts > 0,
+    )
+
+
 def _write(tensors: Mapping[str, Tensor], folder: Path, rank: int, label: str = "rank") -> list[Path]:
     """The tensors as one file, if there are any."""
     planned = [Planned(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
@@ -186,17 +217,7 @@ def _commit(
         with safe_open(part, framework="pt") as opened:
             found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (no mapping)
     assert found.keys() == _names(adapters), sorted(found.keys() ^ _names(adapters))
-    init, settings = recipe.model.init, recipe.lora
-    own = assembly.source.folder == Path(recipe.run.dir or "") / BASE
-    config = peft_config(
-        adapters.linears,
-        adapters.stacks,
-        rank=settings.rank,
-        alpha=settings.alpha,
-        dropout=settings.dropout,
-        base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
-        experts=adapters.dims.experts > 0,
-    )
+    config = peft_config_of(adapters, assembly, recipe)
     (file,) = _write(found, writer.partial, 0, "whole")
     with disk_errors(writer.partial):
         file.rename(writer.partial / WEIGHTS)
