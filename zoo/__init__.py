@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from zoo.engine.callbacks.event import Event
     from zoo.engine.launch.launcher import launch as train
+    from zoo.engine.loops.engine import Engine
     from zoo.engine.planning.plan import plan
     from zoo.engine.report.result import TrainResult
     from zoo.engine.tools.convert import convert
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DataConfig",
+    "Engine",
     "EngineConfig",
     "Event",
     "LogConfig",
@@ -80,6 +82,7 @@ os.register_at_fork(after_in_child=_forked)
 _SECTIONS = ("Data", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
+    "Engine": ("zoo.engine.loops.engine", "Engine"),
     "Event": ("zoo.engine.callbacks.event", "Event"),
     "Recipe": ("zoo.config.schema", "Recipe"),
     "TrainResult": ("zoo.engine.report.result", "TrainResult"),

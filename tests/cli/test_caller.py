@@ -87,6 +87,20 @@ def call(zoo: Zoo, folder: Path, program: str, *options: str, **env: str) -> sub
 
 def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
     program = """
+        ids = torch.arange(5, 25).view(2, 10)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        drawn = ("random", "numpy", "generator")  # by `unchanged` itself
+        for _ in range(2):
+            before = state()
+            with zoo.Engine.open(recipe("train.steps=2")) as engine:
+                found = unchanged("logprobs", lambda: engine.logprobs(batch))
+                assert found.shape == (2, 10), found
+                stepped = unchanged("step", lambda: engine.train_step(batch, lambda logprobs, rows: -logprobs.sum()))
+                assert stepped.applied, stepped
+                assert unchanged("weights", lambda: len(list(engine.hf_weights())))
+            after = state()
+            assert not [k for k in before if before[k] != after[k] and k not in drawn]
+
         plan = unchanged("plan", lambda: zoo.plan(recipe(), 1))
         assert plan.fits is not False, plan
         result = unchanged("train", lambda: zoo.train(recipe("train.steps=2")))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.engine import Zoo, packed_batch, padded_batch
 from support.rows import Example
+from support.tiny_omni import published
 from torch import Tensor
 
 LIMIT = 2e-5  # a bias of queries, whose gradient is one of small differences: 1.02e-5 on one CPU
@@ -20,23 +21,6 @@ LIMIT = 2e-5  # a bias of queries, whose gradient is one of small differences: 1
 # smallest of the others is 1e-3.
 ZERO = "audio_tower.layers.{}.self_attn.k_proj.bias"
 NOISE = 1e-6
-
-
-def published(hf_gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' gradients in memory under the published names: experts one by one, gate and up apart."""
-    out = {}
-    for name, gradient in hf_gradients.items():
-        experts, _, kind = f"thinker.{name}".partition("experts.")
-        if kind == "gate_up_proj":
-            for expert, both in enumerate(gradient):
-                half = len(both) // 2
-                out[f"{experts}experts.{expert}.gate_proj.weight"] = both[:half]
-                out[f"{experts}experts.{expert}.up_proj.weight"] = both[half:]
-        elif kind == "down_proj":
-            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(gradient)}
-        else:
-            out[f"thinker.{name}"] = gradient
-    return out
 
 
 def hf_gradients(hf: Any, examples: list[Example]) -> tuple[float, dict[str, Tensor]]:

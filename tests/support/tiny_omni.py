@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from support import tiny
 
@@ -108,3 +109,20 @@ def load_thinker(folder: Path) -> Any:
     """transformers' thinker out of either folder."""
     model = tiny.load_plain(folder)
     return getattr(model, "thinker", model)
+
+
+def published(hf_gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' gradients in memory under the published names: experts one by one, gate and up apart."""
+    out = {}
+    for name, gradient in hf_gradients.items():
+        experts, _, kind = f"thinker.{name}".partition("experts.")
+        if kind == "gate_up_proj":
+            for expert, both in enumerate(gradient):
+                half = len(both) // 2
+                out[f"{experts}experts.{expert}.gate_proj.weight"] = both[:half]
+                out[f"{experts}experts.{expert}.up_proj.weight"] = both[half:]
+        elif kind == "down_proj":
+            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(gradient)}
+        else:
+            out[f"thinker.{name}"] = gradient
+    return out

@@ -55,6 +55,7 @@ INNER = {
         "train": "megatron distributed model callbacks checkpoint planning generate report watchdog",
         "launch": "distributed planning report watchdog train",
         "tools": "distributed model checkpoint generate scores report watchdog train launch",
+        "loops": "distributed model checkpoint planning train launch",
     },
     "data": {
         "sources": "",

@@ -79,22 +79,73 @@ def world(recipe: Recipe) -> Iterator[World]:
             "torch.distributed is in use in this process, which zoo needs for itself; end that first "
             "(torch.distributed.destroy_process_group), or call zoo from another process"
         )
+    with settings(recipe) as device, groups(recipe, device) as here:
+        yield here
+
+
+@contextmanager
+def settings(recipe: Recipe, device: torch.device | None = None) -> Iterator[torch.device]:
+    """Settings of the process under which a model is built and run; the block gets this rank's device.
+
+    The caller's settings are back after the block. Without a `device`, a GPU is the one of LOCAL_RANK, or the caller's current one
+    where torch.distributed is in use already.
+    """
     with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
         determinism.install(recipe, on_cpu)
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        device = torch.device("cpu") if on_cpu else torch.device("cuda", local_rank)
+        if device is not None:
+            pass  # known from an earlier block
+        elif on_cpu:
+            device = torch.device("cpu")
+        elif dist.is_initialized() and "LOCAL_RANK" not in os.environ:
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if not on_cpu:
             torch.cuda.set_device(device)
         torch.set_num_threads(cpu_threads(recipe.engine.threads))
-        try:
-            _init_distributed(on_cpu, device)
-            with determinism.plain_fp32():
-                yield _init_model_parallel(recipe, device)
-        finally:
-            _take_down()
+        with determinism.plain_fp32():
+            yield device
 
 
-def _take_down() -> None:
+@contextmanager
+def groups(recipe: Recipe, device: torch.device) -> Iterator[World]:
+    """The process groups of a recipe, within `settings`.
+
+    torch.distributed is initialised where it is not, and taken down again. Where the caller has initialised it, his ranks
+    are taken, and only the groups that were made here are destroyed.
+
+    Raises:
+        UserError: megatron-core's parallel state is in use, or the caller's groups can't exchange tensors of a GPU.
+    """
+    from megatron.core import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise UserError(
+            "megatron-core's parallel state is in use in this process, by another zoo.Engine or by other code; close that first"
+        )
+    joined = dist.is_initialized()
+    before = _groups() if joined else set()
+    if joined and device.type == "cuda" and "nccl" not in str(dist.get_backend_config()):
+        raise UserError(
+            f"torch.distributed was initialised with backend {dist.get_backend()!r}, which can't exchange tensors of a GPU as "
+            "zoo needs it; initialise it with nccl"
+        )
+    try:
+        if not joined:
+            _init_distributed(device.type == "cpu", device)
+        yield _init_model_parallel(recipe, device)
+    finally:
+        _take_down(before if joined else None)
+
+
+def _groups() -> set[Any]:
+    """All process groups of this rank."""
+    c10d: Any = dist.distributed_c10d
+    return set(c10d._world.pg_map)
+
+
+def _take_down(before: set[Any] | None) -> None:
+    """`before`: the groups of a caller, which stay; None where torch.distributed was initialised here."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
@@ -102,8 +153,13 @@ def _take_down() -> None:
     destroy_moe_metrics_tracker()  # it holds groups of this world, and metrics of its last forward pass
     parallel_state.destroy_model_parallel()
     get_cuda_rng_tracker().reset()
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if before is None:
         dist.destroy_process_group()
+        return
+    for group in _groups() - before:
+        dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -1,0 +1,113 @@
+"""`zoo.Engine` gives transformers' log-probabilities, entropies and gradients of a loop's loss, for every family.
+
+Rows with media of several turns, padded on the left, on the right or both by turns, in micro-batches of a token budget.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import tiny_llava, tiny_omni, tiny_qwen3_vl
+from support.engine import Zoo
+from support.loops import differing, engine_recipe, grpo, held_by, hf_values, loop_batch, loop_examples
+from support.matrix import MODELS
+from support.tiny import load_plain
+from torch import Tensor
+
+import zoo
+
+LOGPROBS, GRADIENTS = 2e-5, 2e-5
+NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
+PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
+    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
+    "qwen3_vl_moe_sft": tiny_qwen3_vl.turn_experts,
+    "llava_onevision_sft": tiny_llava.publish,
+    "qwen3_omni_sft": tiny_omni.published,
+}
+
+
+CASES = [(name, "mixed") for name in MODELS] + [("dense", "left"), ("omni", "left"), ("deepstack", "right")]
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [pytest.param(*case, marks=[] if case == ("dense", "mixed") else pytest.mark.slow) for case in CASES],
+)
+def test_values_and_gradients_are_those_of_transformers(name: str, side: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    examples = loop_examples(folder, model)
+    batch = loop_batch(examples, side)
+    wanted = hf_values(hf, examples, batch, temperature=0.7)
+    budget = f"packing.budget={max(example.length for example in examples) + 8}"
+    with zoo.Engine.open(engine_recipe(folder, model, budget)) as engine, torch.no_grad():
+        every = {key: value for key, value in batch.items() if key != "loss_mask"}
+        assert float((engine.logprobs(every, temperature=0.7) - wanted.logprobs).abs().max()) < LOGPROBS
+        assert float((engine.entropy(every, temperature=0.7) - wanted.entropy).abs().max()) < LOGPROBS
+
+        chosen = batch["loss_mask"].bool()
+        found = engine.logprobs(batch, temperature=torch.full((len(examples),), 0.7))
+        assert float((found - wanted.logprobs * chosen).abs().max()) < LOGPROBS
+        assert not bool(found[~chosen].any())
+
+        outcome = engine.train_step(batch, grpo, temperature=0.7, entropy=True, update=False)
+        tokens = int((chosen & (wanted.logprobs != 0)).sum())
+        with torch.enable_grad():
+            loss, _ = grpo(wanted.logprobs * chosen, batch, entropy=wanted.entropy)
+            (loss / tokens).backward()
+        assert (outcome.tokens, outcome.metrics["rows"]) == (tokens, len(examples))
+        assert outcome.micro_batches > 1 and outcome.metrics["clipped"] > 0
+        assert outcome.loss == pytest.approx(float(loss.detach()) / tokens, abs=1e-5)
+        assert not differing(engine, tmp_path / "export")
+        compare(engine, hf, PUBLISH.get(model.recipe, dict))
+
+
+def compare(engine: Any, hf: Any, publish: Callable[[Any], Mapping[str, Tensor]]) -> None:
+    """Every gradient that transformers has."""
+    grads = {name: p.grad for name, p in hf.named_parameters() if p.grad is not None}
+    wanted = publish(grads)
+    maker = Zoo(engine.recipe, engine._parts.assembly, torch.nn.Identity(), None)
+    found = maker.published(held_by(engine).gradients)
+    assert wanted.keys() <= found.keys()
+    for name, want in wanted.items():
+        size, error = float(want.norm()), float((found[name] - want).norm())
+        assert error < max(GRADIENTS * size, NOISE if size < NOISE else 1e-7), (name, error, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "deepstack"])
+def test_adapters_are_merged_or_by_themselves(name: str, tmp_path: Path) -> None:
+    """Merged they are what transformers and PEFT make of the adapter's own tensors and config."""
+    peft = pytest.importorskip("peft")
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    batch = loop_batch(loop_examples(folder, model))
+    lora = (
+        "lora.rank=4",
+        "lora.alpha=8",
+        f"run.dir={tmp_path / 'run'}",
+        "train.lr=0.05",
+        "packing.budget=4096",
+    )
+    with zoo.Engine.open(engine_recipe(folder, model, *lora)) as engine:
+        for _ in range(2):
+            engine.train_step(batch, grpo)
+        merged = dict(engine.hf_weights())
+        tensors, config = engine.adapter_weights()
+        adapter = {key: tensor.clone() for key, tensor in tensors}
+        found = engine.logprobs(batch)
+    original = {key: value for file in folder.glob("*.safetensors") for key, value in load_file(file).items()}
+    moved = [key for key, tensor in merged.items() if not torch.equal(tensor, original[key])]
+    assert moved and adapter and len(moved) < len(merged)
+    (tmp_path / "adapter").mkdir()
+    save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    with_adapter = peft.PeftModel.from_pretrained(load_plain(folder), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted = hf_values(with_adapter, loop_examples(folder, model), batch).logprobs * batch["loss_mask"]
+    assert float((found - wanted).abs().max()) < 1e-4

@@ -1,0 +1,133 @@
+"""`zoo.Engine` in one process: the example of its page, memory that is given back, and what it leaves behind."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zoo
+from zoo.errors import UserError
+
+PAGE = Path(__file__).parents[4] / "docs" / "engine.md"
+TINY = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.lr=1e-3"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY)) as opened:
+        yield opened
+
+
+def text_batch() -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(3)
+    mask = torch.ones(3, 9, dtype=torch.bool)
+    mask[0, :4], mask[1, 7:] = False, False
+    return {"input_ids": torch.randint(5, 200, (3, 9), generator=draw), "attention_mask": mask}
+
+
+def likelihood(logprobs: Tensor, batch: dict[str, Any]) -> Tensor:
+    return -logprobs.sum()
+
+
+def test_the_example_of_the_page_learns(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile(code, str(PAGE), "exec"), scope)
+    steps = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\d ", line)]
+    chances = [
+        [float(x) for x in re.findall(r"0\.\d+|\d\.\d+e-\d+", line.partition("tensor")[2])] for line in steps
+    ]
+    assert len(chances) == 4
+    assert chances[-1][1] > chances[0][1] and chances[-1][0] < chances[0][0]
+    assert scope["tensor"].numel() and "." in scope["name"]
+    assert not dist.is_initialized()
+
+
+def test_memory_is_given_back_and_taken_again(engine: Any) -> None:
+    batch = text_batch()
+    engine.train_step(batch, likelihood)  # so that there is a state
+    before = engine.logprobs(batch)
+    weights = {name: tensor.clone() for name, tensor in engine.hf_weights()}
+    moved = engine.to("cpu", optimizer=False, gradients=False)
+    parameters = [p for chunk in engine._parts.chunks for p in chunk.parameters()]
+    assert moved.optimizer == moved.gradients == 0
+    assert moved.model >= sum(p.numel() * p.element_size() for p in parameters) > 0
+    assert {p.untyped_storage().nbytes() for p in parameters} == {0}
+    for call in (
+        lambda: engine.logprobs(batch),
+        lambda: engine.train_step(batch, likelihood),
+        lambda: next(engine.hf_weights()),
+    ):
+        with pytest.raises(UserError, match="model is on the host"):
+            call()
+    rest = engine.to("cpu")
+    buffers = [buffer for chunk in engine._parts.chunks for buffer in chunk.buffers]
+    assert rest.model == 0 and rest.gradients >= 4 * sum(p.numel() for p in parameters)
+    assert rest.optimizer == 2 * sum(p.numel() for p in parameters) * 4, "both moments in fp32"
+    assert all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in buffers)
+    again = engine.to("cpu")
+    assert (again.model, again.optimizer, again.gradients) == (0, 0, 0)
+    back = engine.to("cuda")
+    assert (back.model, back.optimizer, back.gradients) == (moved.model, rest.optimizer, rest.gradients)
+    assert torch.equal(engine.logprobs(batch), before)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.hf_weights())
+
+
+def test_training_goes_on_as_if_nothing_had_been_moved(engine: Any) -> None:
+    batch = text_batch()
+    engine.train_step(batch, likelihood)
+    engine.to("cpu")
+    engine.to("cuda")
+    engine.train_step(batch, likelihood)
+    found = engine.logprobs(batch)
+    engine.close()
+    with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY)) as other:
+        for _ in range(2):
+            other.train_step(batch, likelihood)
+        assert torch.equal(other.logprobs(batch), found)
+
+
+def test_what_an_engine_refuses(engine: Any) -> None:
+    batch = text_batch()
+    with pytest.raises(UserError, match="parallel state is in use"):
+        zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY))
+    with pytest.raises(UserError, match=r"lora\.rank is 0"):
+        engine.adapter_weights()
+    with pytest.raises(ValueError, match="does not depend on the log-probabilities"):
+        engine.train_step(batch, lambda logprobs, rows: logprobs.detach().sum())
+    with pytest.raises(ValueError, match="wanted one number"):
+        engine.train_step(batch, lambda logprobs, rows: logprobs)
+    with pytest.raises(UserError, match='wanted "cpu" or "cuda"'):
+        engine.to("meta")
+    outcome = engine.train_step(batch, lambda logprobs, rows: logprobs.sum() * float("nan"))
+    assert not outcome.applied
+    assert bool(engine.logprobs(batch).isfinite().all()), "a bad step is not applied"
+    engine.close()
+    with pytest.raises(UserError, match="the engine is closed"):
+        engine.logprobs(batch)
+    with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY), train=False) as scorer:
+        assert torch.isfinite(scorer.logprobs(batch)).all()
+        with pytest.raises(UserError, match="train=False"):
+            scorer.train_step(batch, likelihood)
+
+
+def test_groups_of_the_caller_stay(engine: Any) -> None:
+    engine.close()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        c10d: Any = dist.distributed_c10d
+        mine = dist.new_group([0])
+        before = set(c10d._world.pg_map)
+        for _ in range(2):
+            with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY), train=False) as opened:
+                opened.logprobs(text_batch())
+                assert set(c10d._world.pg_map) > before
+            assert set(c10d._world.pg_map) == before
+        dist.all_reduce(torch.ones(1), group=mine)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,243 @@
+"""A loop's padded batch, read and cut into micro-batches of so many tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.packing.binning import plan_bins
+from zoo.packing.mask import rows_from_mask
+from zoo.steps.batch import HostBatch
+from zoo.steps.shard import IGNORE
+
+MASKS = ("loss_mask", "response_mask")  # two names for the same
+MEDIA = ("media", "multi_modal_inputs")  # the same
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Layers with experts of a model: how many, how many experts they have, and how many a token takes."""
+
+    layers: int
+    experts: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of B rows, padded to T tokens on either side, on the host.
+
+    Attributes:
+        input_ids: (B, T) int64.
+        mask: (B, T) bool, True on real tokens.
+        labels: (B, T) int64, the token where its log-probability is wanted and IGNORE elsewhere; None: of all tokens.
+        lengths: real tokens of each row.
+        media: by row, the tensors of its media as the family's step takes them.
+        temperature: of all rows, or (B,) float32.
+        given: the caller's batch.
+        experts: (B, T, L, k) int64, experts that are to be taken; None: routers choose.
+    """
+
+    input_ids: Tensor
+    mask: Tensor
+    labels: Tensor | None
+    lengths: tuple[int, ...]
+    media: tuple[Mapping[str, Tensor], ...]
+    temperature: float | Tensor
+    given: Mapping[str, Any]
+    experts: Tensor | None = None
+
+    @classmethod
+    def read(
+        cls,
+        batch: Mapping[str, Any],
+        processor: Any,
+        temperature: float | Tensor = 1.0,
+        sparse: Sparse | None = None,
+    ) -> Rows:
+        """Check a batch, as `zoo.Engine` describes it, and bring what the host needs of it to the host.
+
+        Args:
+            batch: the caller's, its tensors on any device.
+            processor: the family's, which knows what the Hugging Face processor returns.
+            temperature: a number above 0, or one for each row, (B,).
+            sparse: the model's layers with experts; None where it has none.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape, a row has no token or a hole, a temperature is not above 0, or
+                experts are none of the model's.
+        """
+        for name in ("input_ids", "attention_mask"):
+            if not isinstance(batch.get(name), Tensor):
+                raise ValueError(
+                    f"the batch has no tensor {name}; wanted input_ids and attention_mask, both (B, T)"
+                )
+        ids = batch["input_ids"].cpu()
+        if ids.ndim != 2:
+            raise ValueError(
+                f"the batch's input_ids have shape {tuple(ids.shape)}; (B, T) is wanted, a row for each sample"
+            )
+        mask = _same_shape(batch["attention_mask"], "attention_mask", ids)
+        lengths, _, _ = rows_from_mask(mask)
+        real = mask == 1
+        wanted = _one_of(batch, MASKS)
+        labels = None
+        if wanted is not None:
+            chosen = _same_shape(batch[wanted], wanted, ids)
+            if bool(((chosen != 0) & (chosen != 1)).any()):
+                raise ValueError(
+                    f"the batch's {wanted} holds values other than 0 and 1; multiply the loss by weights"
+                )
+            labels = ids.masked_fill(~((chosen == 1) & real), IGNORE)
+        heat = _temperature(temperature, len(ids))
+        media = _media(batch, processor, len(ids))
+        return cls(ids, real, labels, lengths, media, heat, batch, _experts(batch, ids, sparse))
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def targets(self) -> int:
+        """Tokens whose log-probability is wanted; a row's first token has none."""
+        tokens = self.mask if self.labels is None else self.labels != IGNORE
+        first = self.mask & (self.mask.cumsum(dim=1) == 1)
+        return int((tokens & ~first).sum())
+
+    def take(self, rows: Sequence[int]) -> HostBatch:
+        """A micro-batch of these rows, as `PackedStep.prepare` takes it."""
+        at = torch.tensor(rows)
+        media = [self.media[row] for row in rows]
+        names = dict.fromkeys(name for one in media for name in one)
+        joined = {name: torch.cat([one[name] for one in media if name in one]) for name in names}
+        labels = None if self.labels is None else self.labels[at]
+        return HostBatch(self.input_ids[at], labels, self.mask[at], None, joined)
+
+    def temperatures(self, rows: Sequence[int]) -> float | Tensor:
+        """The temperature of these rows: a number, or (b,)."""
+        heat = self.temperature
+        return heat[torch.tensor(rows)] if isinstance(heat, Tensor) else heat
+
+    def routing(self, rows: Sequence[int]) -> Tensor | None:
+        """(b, T, L, k) experts of these rows; None: routers choose."""
+        return None if self.experts is None else self.experts[torch.tensor(rows)]
+
+    def part(self, rows: Sequence[int], device: torch.device) -> dict[str, Any]:
+        """The caller's batch with these rows: tensors on `device` and lists that have one entry a row; the rest as it is."""
+        found: dict[str, Any] = {}
+        for name, value in self.given.items():
+            if isinstance(value, Tensor) and value.ndim and len(value) == len(self):
+                value = value[torch.tensor(rows, device=value.device)].to(device, non_blocking=True)
+            elif isinstance(value, list | tuple) and len(value) == len(self):
+                value = [value[row] for row in rows]
+            found[name] = value
+        return found
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Rows of one micro-batch. What is not `counted` runs for the sake of other ranks, and has no loss."""
+
+    rows: tuple[int, ...]
+    counted: bool = True
+
+
+def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
+    """Micro-batches of up to `budget` tokens, each row padded to a multiple of `align`.
+
+    Raises:
+        ValueError: a row has more tokens than the budget.
+    """
+    for row, length in enumerate(lengths):
+        if -(-length // align) * align > budget:
+            raise ValueError(
+                f"row {row} of the batch has {length} tokens (padded to a multiple of {align}), packing.budget is {budget}; "
+                "give a larger packing.budget"
+            )
+    found = plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))
+    return [Bin(tuple(rows)) for rows in found]
+
+
+def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
+    """The same rows in `count` micro-batches or more: the fullest are halved, then a row runs again without a loss."""
+    found = list(bins)
+    while len(found) < count:
+        at = max(range(len(found)), key=lambda i: len(found[i].rows))
+        rows = found[at].rows
+        if len(rows) == 1:
+            found.append(Bin(found[0].rows[:1], counted=False))
+        else:
+            found[at : at + 1] = [Bin(rows[: len(rows) // 2]), Bin(rows[len(rows) // 2 :])]
+    return found
+
+
+def _same_shape(value: Any, name: str, ids: Tensor) -> Tensor:
+    if not isinstance(value, Tensor) or value.shape != ids.shape:
+        seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"the batch's {name} has shape {seen}, its input_ids {tuple(ids.shape)}; they must be the same"
+        )
+    return value.cpu()
+
+
+def _one_of(batch: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    given = [name for name in names if batch.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"the batch has both {' and '.join(given)}, two names for the same; leave one out")
+    return given[0] if given else None
+
+
+def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
+    heat = value.detach().float().cpu() if isinstance(value, Tensor) else float(value)
+    if isinstance(heat, Tensor) and heat.ndim == 0:
+        heat = float(heat)
+    if isinstance(heat, Tensor) and heat.shape != (rows,):
+        raise ValueError(
+            f"temperature has shape {tuple(heat.shape)}; a number, or ({rows},) for the rows is wanted"
+        )
+    least = float(heat.min()) if isinstance(heat, Tensor) else heat
+    if not least > 0:
+        raise ValueError(f"temperature is {least:g}; a number above 0 is wanted")
+    return heat
+
+
+def _media(batch: Mapping[str, Any], processor: Any, rows: int) -> tuple[Mapping[str, Tensor], ...]:
+    name = _one_of(batch, MEDIA)
+    if name is None:
+        return ({},) * rows
+    given = batch[name]
+    if isinstance(given, Mapping) or len(given) != rows:
+        seen = "a mapping" if isinstance(given, Mapping) else f"{len(given)} entries"
+        raise ValueError(
+            f"the batch's {name} is {seen}; wanted a list of {rows}, for each row what the Hugging Face processor returned of "
+            "its media, or None"
+        )
+    return tuple(processor.media_tensors(features) if features else {} for features in given)
+
+
+def _experts(batch: Mapping[str, Any], ids: Tensor, sparse: Sparse | None) -> Tensor | None:
+    given = batch.get("routing")
+    if given is None:
+        return None
+    if sparse is None:
+        raise ValueError("the batch has routing, but the model has no experts; leave it out")
+    wanted = (*ids.shape, sparse.layers, sparse.topk)
+    if not isinstance(given, Tensor) or tuple(given.shape) != wanted or given.is_floating_point():
+        seen = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise ValueError(
+            f"the batch's routing has shape {seen}; integers of shape {wanted} are wanted: rows, tokens, layers with experts, and "
+            "experts of a token"
+        )
+    experts = given.cpu().long()
+    if int(experts.max()) >= sparse.experts or int(experts.min()) < -1:
+        raise ValueError(
+            f"the batch's routing holds values from {int(experts.min())} to {int(experts.max())}; experts 0 to "
+            f"{sparse.experts - 1} are wanted, or -1 where the router chooses"
+        )
+    ordered = experts.sort(dim=-1).values
+    if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+        raise ValueError("the batch's routing names an expert twice for one token; each takes different ones")
+    return experts

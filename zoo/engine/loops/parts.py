@@ -1,0 +1,55 @@
+"""What an engine is made of: model chunks, adapters, optimizer and step of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import initial_weights, lora_files
+from zoo.engine.distributed.world import World
+from zoo.engine.model import build, lora
+from zoo.engine.train import optimization
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """A rank's part of a model, and what trains it.
+
+    Attributes:
+        chunks: model chunks, under megatron-core's DDP where they are trained.
+        optimizer, scheduler: None where they are not.
+    """
+
+    assembly: build.Assembly
+    chunks: Sequence[Any]
+    step: Any
+    adapters: lora.Adapters | None
+    optimizer: Any = None
+    scheduler: Any = None
+
+
+def build_parts(recipe: Recipe, world: World, *, train: bool) -> EngineParts:
+    """Build a recipe's model, load its weights, and wrap it for training where that is wanted."""
+    assembly = build.assemble(recipe)
+    chunks, adapters = build.build_model(assembly, recipe, world), None
+    if recipe.lora.rank:
+        assembly = lora_files.load_base(chunks, assembly, recipe, world, fresh=True)
+        adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
+        lora_files.start(adapters, recipe)
+    else:
+        initial_weights.init_weights(chunks, assembly, recipe, world)
+    step = build.build_step(assembly, recipe, world)
+    if not train:
+        for chunk in chunks:
+            chunk.requires_grad_(False)
+        return EngineParts(assembly, chunks, step, adapters)
+    build.freeze(chunks, recipe.model.freeze, assembly.family)
+    wrapped = optimization.wrap_ddp(chunks, recipe)
+    train_of, total = recipe.train, recipe.train.steps
+    if total is None:  # a loop of unknown length
+        recipe = recipe.replace({"train.schedule": "constant"})
+        total = max(1, train_of.warmup_steps)
+    optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, assembly.family, total)
+    return EngineParts(assembly, wrapped, step, adapters, optimizer, scheduler)

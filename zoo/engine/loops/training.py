@@ -1,0 +1,109 @@
+"""Gradients of a caller's loss, and updates of the weights by them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import World
+from zoo.engine.loops.batch import Rows
+from zoo.engine.loops.parts import EngineParts
+from zoo.engine.loops.passes import LossFunction, Passes
+from zoo.engine.model import lora
+from zoo.engine.train.bad_step_detector import step_if
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What came of one `zoo.Engine.train_step`, the same on every rank.
+
+    Attributes:
+        loss: `loss_scale` times the sum of the loss over all micro-batches and replicas.
+        tokens: tokens whose log-probabilities were asked for, of all replicas.
+        micro_batches: of this rank.
+        metrics: sums over all micro-batches and replicas of what `loss_fn` returned beside the loss.
+        grad_norm: norm of the whole gradient before it is clipped; None where no update was asked for.
+        applied: whether the weights were updated; a loss or gradient that is not finite leaves them as they were.
+        lr: learning rate of the next update.
+    """
+
+    loss: float
+    tokens: int
+    micro_batches: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    grad_norm: float | None = None
+    applied: bool = False
+    lr: float = 0.0
+
+
+@dataclass
+class Training:
+    """Takes steps with a model that is under DDP and has an optimizer."""
+
+    recipe: Recipe
+    world: World
+    parts: EngineParts
+    passes: Passes
+    steps: int = 0
+
+    def step(
+        self, rows: Rows, loss_fn: LossFunction, scale: float | None, *, entropy: bool, update: bool
+    ) -> StepOutcome:
+        """Gradients of the loss, and an update by them; `scale` None: 1 / tokens."""
+        tokens = self._tokens(rows)
+        scale = 1.0 / max(tokens, 1) if scale is None else float(scale)
+        self.clear()
+        lora.seed_dropout(self.recipe, self.steps, self.world)
+        self.steps += 1
+        found, count = self.passes.gradients(rows, loss_fn, scale, entropy=entropy)
+        sums = self._sums(found)
+        loss = sums.pop("loss", 0.0)
+        norm, applied = self.update(loss) if update else (None, False)
+        lr = self.parts.scheduler.get_lr({})
+        return StepOutcome(loss, tokens, count, sums, norm, applied, lr)
+
+    def update(self, loss: float = 0.0) -> tuple[float, bool]:
+        """Update the weights by the gradients at hand, unless these or the loss are not finite; gradients are zero afterwards."""
+        applied = False
+
+        def good(norm: float) -> bool:
+            nonlocal applied
+            applied = math.isfinite(norm) and math.isfinite(loss)
+            return applied
+
+        norm = step_if(self.parts.optimizer, self.parts.scheduler, good)
+        self.clear()
+        return norm, applied
+
+    def clear(self) -> None:
+        """Make all gradients zero."""
+        for chunk in self.parts.chunks:
+            chunk.zero_grad_buffer()
+        self.parts.optimizer.zero_grad()
+
+    def _tokens(self, rows: Rows) -> int:
+        if self.world.dp_size == 1:
+            return rows.targets
+        total = torch.tensor(rows.targets, device=self.world.device)
+        dist.all_reduce(total, group=self.world.groups.dp)
+        return int(total)
+
+    def _sums(self, found: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """Sums over this rank's micro-batches and over replicas, of each of which one rank counts."""
+        mine: dict[str, float] = {}
+        if self.world.counts_loss and self.world.cp_rank == 0:
+            for metrics in found:
+                for name, value in metrics.items():
+                    mine[name] = mine.get(name, 0.0) + float(value)
+        everyone: list[dict[str, float]] = [mine]
+        if self.world.size > 1:
+            everyone = [{} for _ in range(self.world.size)]
+            dist.all_gather_object(everyone, mine)
+        names = dict.fromkeys(name for one in everyone for name in one)
+        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}

@@ -1,0 +1,76 @@
+"""An engine's weights for others: published tensors, adapters merged or by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import WeightStream
+from zoo.bridge.parallel import model_parameters
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import lora_files, sharded
+from zoo.engine.distributed.world import World
+from zoo.engine.loops.parts import EngineParts
+from zoo.engine.model import build, lora
+from zoo.errors import UserError
+
+
+class Weights:
+    """Streams of an engine's weights; their plan is made at the first one of each dtype and bucket."""
+
+    def __init__(self, parts: EngineParts, world: World) -> None:
+        self.parts, self.world = parts, world
+        self._plans: dict[tuple[torch.dtype | None, int], WeightStream] = {}
+
+    def published(self, dtype: torch.dtype | None, bucket: int) -> Iterator[tuple[str, Tensor]]:
+        """(published name, whole tensor), adapters merged."""
+        key = (dtype, bucket)
+        if key not in self._plans:
+            self._plans[key] = self._plan(dtype, bucket)
+        return self._plans[key].tensors(self._merged)
+
+    def adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """(PEFT's name, whole tensor) of the adapters alone."""
+        return lora_files.gathered(self._held())
+
+    def _held(self) -> lora.Adapters:
+        if self.parts.adapters is None:
+            raise UserError(
+                "the model has no adapters: the recipe's lora.rank is 0; call hf_weights() for its weights"
+            )
+        return self.parts.adapters
+
+    def peft_config(self, recipe: Recipe) -> dict[str, Any]:
+        """PEFT's adapter_config.json."""
+        return lora_files.peft_config_of(self._held(), self.parts.assembly, recipe)
+
+    def _plan(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
+        assembly, source = self.parts.assembly, self.parts.assembly.source
+        while source is not None and source.kind == "run":
+            source = sharded.started_from(source)
+        return WeightStream(
+            self._own_parameters(),
+            assembly.family.load("bridge"),
+            build.model_dims(assembly),
+            self.world.groups,
+            config=assembly.config.hf,
+            source=source,
+            dtype=dtype,
+            bucket=bucket,
+        )
+
+    def _merged(self, name: str, parameter: Tensor) -> Tensor:
+        """The parameter with its adapter added, as `Adapters.merge` adds it; itself where it has none."""
+        for one in self.parts.adapters.held if self.parts.adapters is not None else ():
+            if one.target.zoo == name:
+                return (parameter.float() + one.adapter.delta()).to(parameter.dtype)
+        return parameter
+
+    def _own_parameters(self) -> list[tuple[str, Tensor]]:
+        """Parameters of the model itself, without those of adapters."""
+        adapters = self.parts.adapters.held if self.parts.adapters is not None else ()
+        beside = {id(parameter) for one in adapters for parameter in one.adapter.parameters()}
+        return [(name, p) for name, p in model_parameters(self.parts.chunks) if id(p) not in beside]
