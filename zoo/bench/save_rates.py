@@ -63,7 +63,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
     with scratch(options.folder) as folder:
         report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
-        recipe = recipe.replace({"run.dir": str(folder / "run")})
+        recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
         given = {
             "setting": {**SETTING, "ranks": options.nproc},
             "samples": options.steps,

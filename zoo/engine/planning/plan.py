@@ -160,7 +160,8 @@ def _free(folder: Path) -> int | None:
 
 def _held(folder: Path) -> int:
     """Bytes of the checkpoints in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file())
+    found = (file for file in folder.glob("checkpoints/*/*") if not file.parent.name.startswith("left_"))
+    return sum(file.stat().st_size for file in found if file.is_file())
 
 
 def _device(folder: Path) -> int | None:
