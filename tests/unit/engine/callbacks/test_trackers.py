@@ -1,11 +1,18 @@
 """Trackers: what TensorBoard's files hold; W&B, MLflow and Trackio by fakes with their signatures, or themselves where they are installed."""
 
+import contextlib
+import json
+import os
+import sqlite3
+import subprocess
 import sys
 import types
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
@@ -72,6 +79,65 @@ def test_wandb_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     again.load_state_dict(state)
     drive(again, tmp_path)
     assert runs[1][1] == "r1"
+
+
+def picture_in(folder: Path) -> Path:
+    path = folder / "plots" / "predictions.png"
+    path.parent.mkdir(exist_ok=True)
+    Image.new("RGB", (40, 30), "green").save(path)
+    return path
+
+
+def test_wandb_gets_the_picture_of_predictions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = FakeRun("r1")
+    fake = types.SimpleNamespace(init=lambda **_: here, Image=lambda path: ("picture", path))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run, picture = told(tmp_path, "wandb")[0], picture_in(tmp_path)
+    run.start(0)
+    run.predictions(3, (picture, "right  'a'"))
+    run.raise_failure(3, None, ended=True)
+    assert here.logged == [({"predictions": ("picture", str(picture))}, 3)]
+
+
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
+def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run, picture = told(tmp_path, "wandb")[0], picture_in(tmp_path)
+    run.start(0)
+    run.step(1, {"step": 1, "loss": 2.5})
+    run.predictions(1, (picture, "right  'a'"))
+    run.end(1, None, "finished")
+    run.raise_failure(1, None, ended=True)
+    (kept,) = (tmp_path / "wandb").glob("offline-run-*/files/media/images/predictions_1_*.png")
+    assert kept.read_bytes() == picture.read_bytes()
+    assert any((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_itself(tmp_path: Path) -> None:
+    """In a process of its own: it takes its folder from the environment when it is imported, and runs a server."""
+    program = f"""
+import sqlite3, sys
+from pathlib import Path
+sys.path[:0] = {sys.path!r}
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_trackers import drive, told
+state = drive(told(Path({str(tmp_path)!r}), "trackio")[0], Path({str(tmp_path)!r}))
+again, _ = told(Path({str(tmp_path)!r}), "trackio")
+again.load_state_dict(state)
+drive(again, Path({str(tmp_path)!r}))
+"""
+    env = {**os.environ, "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "mine.db")) as base:
+        found = base.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
+    assert len({name for name, _, _ in found}) == 1
+    assert [step for _, step, _ in found] == [1, 1, 1, 1]
+    assert json.loads(found[0][2]) == LOGGED[0][0]
 
 
 def test_trackio_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
