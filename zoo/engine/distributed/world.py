@@ -87,10 +87,10 @@ def world(recipe: Recipe) -> Iterator[World]:
 def settings(recipe: Recipe, device: torch.device | None = None) -> Iterator[torch.device]:
     """Settings of the process under which a model is built and run; the block gets this rank's device.
 
-    The caller's settings are back after the block. Without a `device`, a GPU is the one of LOCAL_RANK, or the caller's current one
-    where torch.distributed is in use already.
+    The caller's settings are back after the block. `device`: what an earlier block of this process got. Without it, a GPU is the
+    one of LOCAL_RANK, or the caller's current one where torch.distributed is in use already.
     """
-    with untouched(), cpu_host.redirected() as on_cpu, compat.installed():
+    with untouched(), cpu_host.redirected() as on_cpu, compat.installed(checked=device is not None):
         determinism.install(recipe, on_cpu)
         if device is not None:
             pass  # known from an earlier block

@@ -102,6 +102,26 @@ def test_a_shim_that_does_not_take_ends_the_start_where_data_or_safety_hang_on_i
             compat.install()
 
 
+def test_probes_are_made_once_for_many_blocks(only: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_gone", {})
+    calls: list[str] = []
+
+    def note(what: str, answer: bool) -> bool:
+        calls.append(what)
+        return answer
+
+    only(
+        "norms-one-by-one",
+        apply=lambda: calls.append("applied"),
+        gone=lambda: note("gone", False),
+        works=lambda: note("works", True),
+    )
+    for checked in (True, True, False):
+        with compat.installed(checked=checked):
+            calls.append("inside")
+    assert " ".join(calls) == "gone applied works inside applied inside gone applied works inside"
+
+
 def test_what_keeps_data_and_people_safe_is_marked_so() -> None:
     risky = {one.name for one in compat.SHIMS if one.risk}
     assert risky == {"checkpoints-run-pickles", "optimizer-state-shifted-by-padding"}
