@@ -61,9 +61,10 @@ def test_bytes_of_every_rank(name: str, size: str, ranks: int, keys: str, pool: 
 
 
 @pytest.mark.slow
-def test_bytes_of_compact_state(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_bytes_of_compact_state(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     """Weights in bf16 and 16 bits more, moments of one and two bytes, gradients of two; activations are those of a GPU."""
-    keys = "train.exp_avg_dtype=fp8 train.exp_avg_sq_dtype=bf16 train.main_grads_dtype=bf16 parallel.ep=2"
+    keys = f"train.exp_avg_dtype=fp8 train.exp_avg_sq_dtype=bf16 train.main_grads_dtype=bf16 parallel.ep=2 train.optimizer={optimizer}"
     overrides = ("size=tiny-moe", *ROW, "engine.precision=bf16", *keys.split())
     recipe = validate(load_recipe("qwen3_vl_moe_sft", list(overrides)), 2)
     model = model_of(recipe)

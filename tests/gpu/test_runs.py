@@ -114,7 +114,7 @@ def test_bf16_has_fp32_masters_and_gradients(tmp_path: Path) -> None:
     recipe = validate(load_recipe("qwen3_vl_sft", overrides), 1)
     with single_process_world() as here:
         assembly, wrapped = under_ddp(recipe, here)
-        optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly.family, 10)
+        optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly, here, 10)
         assert {p.dtype for p in wrapped.parameters()} == {torch.bfloat16}
         buffers = [*wrapped.buffers, *wrapped.expert_parallel_buffers]
         assert {buffer.grad_data.dtype for buffer in buffers} == {torch.float32}
@@ -172,7 +172,7 @@ def test_gradients_are_added_in_place(backend: str, tmp_path: Path, reports: lis
 
 def _masters(optimizer: Any) -> list[torch.Tensor]:
     """Copies of this rank's fp32 weights: bf16 ones and the bits that complete them."""
-    from zoo.engine.train import adamw
+    from zoo.engine.optimizer import adamw
 
     adamw.allocate_state(optimizer)
     return [

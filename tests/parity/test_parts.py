@@ -33,7 +33,7 @@ class Trained:
         initial_weights.init_weights(chunks, assembly, recipe, world)
         build.freeze(chunks, recipe.model.freeze, assembly.family)
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
-        self.optimizer, scheduler = optimization.build_optimizer(self.wrapped, recipe, assembly.family, 10)
+        self.optimizer, scheduler = optimization.build_optimizer(self.wrapped, recipe, assembly, world, 10)
         self.family, self.model = assembly.family, chunks[0]
         self.before = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.backward_through: set[str] = set()

@@ -25,8 +25,9 @@ from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
-from zoo.engine.train import adamw, bad_step_detector, optimization
-from zoo.engine.train.adamw import MASTER
+from zoo.engine.optimizer import adamw
+from zoo.engine.optimizer.adamw import MASTER
+from zoo.engine.train import bad_step_detector, optimization
 from zoo.nn.adamw.kernel import adamw as kernel
 from zoo.nn.adamw.kernel import make_tables
 from zoo.nn.adamw.state import Moment, Part, join, split, update
@@ -53,7 +54,7 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
         initial_weights.init_weights(chunks, assembly, recipe, here)
         build.freeze(chunks, ["language"], assembly.family)  # the interpreter is slow
         (wrapped,) = optimization.wrap_ddp(chunks, recipe)
-    optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly.family, 10)
+    optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly, here, 10)
     torch.manual_seed(0)
     with mock.patch.object(adamw, "has_kernel", lambda parts: fused):
         for step in range(-1, STEPS + 1):

@@ -125,6 +125,7 @@ def held(
     from zoo.engine.checkpoint.contents import to_write
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
+    from zoo.engine.optimizer import adamw
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
 
@@ -136,6 +137,7 @@ def held(
         run._build()
         for _ in range(steps):
             _step(run)
+        adamw.allocate_state(run.trainable.optimizer)
         pieces = to_write(run.trainable, here).pieces
         run.loader.close()
         return [Rectangle(p.key, p.shape, p.offsets, p.read().detach().clone().view(p.sizes)) for p in pieces]

@@ -424,8 +424,8 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.config.validate import validate
     from zoo.engine.distributed.signals import interrupts
     from zoo.engine.distributed.world import world
+    from zoo.engine.optimizer.adamw import optimizers
     from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train.adamw import optimizers
     from zoo.engine.train.run import Run
     from zoo.planner.activations import Row
 
@@ -452,11 +452,11 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
 
 
 def _state_bytes(optimizer: Any) -> int:
-    """Bytes that an AdamW of zoo's holds beside weights and gradients."""
+    """Bytes that an optimizer of zoo's holds beside weights and gradients."""
     held = []
     for parameter, state in optimizer.state.items():
         held += [] if parameter.dtype == torch.float32 else [state["master_param"]]
-        moments = [optimizer.moment(parameter, name) for name in ("exp_avg", "exp_avg_sq")]
+        moments = [optimizer.moment(parameter, name) for name in optimizer.moment_names(parameter)]
         held += [x for one in moments for x in (one.values, one.exponents) if x is not None]
     return sum(tensor.nbytes for tensor in held)
 

@@ -52,10 +52,11 @@ INNER = {
         "watchdog": "distributed planning report",
         "scores": "",
         "generate": "distributed model checkpoint scores report",
-        "train": "megatron distributed model callbacks checkpoint planning generate report watchdog",
+        "optimizer": "megatron distributed model",
+        "train": "megatron distributed model optimizer callbacks checkpoint planning generate report watchdog",
         "launch": "distributed planning report watchdog train",
         "tools": "distributed model checkpoint generate scores report watchdog train launch",
-        "loops": "distributed model checkpoint planning train launch",
+        "loops": "distributed model optimizer checkpoint planning train launch",
     },
     "data": {
         "sources": "",

@@ -61,10 +61,13 @@ FIXED: tuple[str, ...] = (
     "data.eval", "data.labels", "data.overlong", "data.shuffle", "data.lookahead", "data.augment", "data.augment_variants",
     "data.blank_answers", "data.bundled", "data.video_fps", "data.max_frames", "data.min_pixels", "data.max_pixels",
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
-    "train.schedule", "train.decay_steps", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
+    "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.aux_loss", "train.z_loss", "train.mtp_loss", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
     "lora.parts", "lora.init", "engine.precision", "engine.fp8",
 )  # fmt: skip
+
+# What an earlier zoo's recipe meant by leaving out a key of FIXED.
+MEANT: dict[str, Any] = {"train.optimizer": "adamw"}
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
@@ -104,9 +107,9 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
     found: list[Change] = []
     now = asdict(recipe)
     for key in FIXED:
-        if key == "model.arch" or not _has(saved, key):
+        if key == "model.arch" or not (_has(saved, key) or (saved and key in MEANT)):
             continue
-        old, new = _value(saved, key), _value(now, key)
+        old, new = _value(saved, key) if _has(saved, key) else MEANT[key], _value(now, key)
         if key in ("data.train", "data.eval"):
             found += _of_entries(key, old or [], new, rows_known)
         elif not _same(key, old, new):

@@ -126,12 +126,14 @@ class TrainConfig:
     warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last one at lr; a run of fewer updates never reaches lr
     schedule: str = choice("cosine", "cosine", "constant", "linear", "wsd")  # after the warm-up: cosine or linear to min_lr | constant: lr | wsd: lr, then linear to min_lr over decay_steps
     decay_steps: int | None = number(None, 1, 10**9)  # wsd: the last updates, in which the rate falls; default: a tenth of the steps
-    weight_decay: float = number(0.0, 0, 100)  # AdamW weight decay (not on norms and biases)
+    optimizer: str = choice("adamw", "adamw", "muon")  # adamw | muon: Muon for the matrices of decoder and towers, AdamW for embeddings, heads, routers, norms and biases, at one lr
+    momentum: float = number(0.95, 0, below=1)  # Muon
+    weight_decay: float = number(0.0, 0, 100)  # decoupled weight decay (not on norms and biases)
     beta1: float = number(0.9, 0, below=1)  # AdamW
     beta2: float = number(0.95, 0, below=1)  # AdamW
     eps: float = number(1e-8, above=0, most=1)  # AdamW
-    exp_avg_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # how AdamW's first moment is held: fp32 | bf16 | fp8 (8 bits, 128 values share an exponent)
-    exp_avg_sq_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # the same of the second moment
+    exp_avg_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # how AdamW's first moment and Muon's momentum are held: fp32 | bf16 | fp8 (8 bits, 128 values share an exponent)
+    exp_avg_sq_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # the same of AdamW's second moment
     main_grads_dtype: str = choice("fp32", "fp32", "bf16")  # fp32 | bf16: how gradients are kept, and summed over micro-batches; ranks' are summed in fp32 either way; bf16 needs engine.precision=bf16
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = choice("stop", "stop", "skip")  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
@@ -145,7 +147,7 @@ class TrainConfig:
     mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
     eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
-    save: str = choice("full", "full", "weights")  # full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins AdamW's moments anew
+    save: str = choice("full", "full", "weights")  # full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins the optimizer's moments anew
     save_every: int = number(0, 0, 10**9)  # steps between checkpoints; 0: only at the end
     save_minutes: float | None = number(None, above=0, most=1e8)  # minutes between checkpoints, beside those of save_every
     keep: int = number(2, 1, 10**6)  # checkpoints kept, newest first

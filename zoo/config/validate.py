@@ -14,6 +14,7 @@ from zoo.config.checks.engine import check_engine
 from zoo.config.checks.layout import check_layout, check_packing
 from zoo.config.checks.metrics import parse_metric
 from zoo.config.checks.model import check_lora, check_model
+from zoo.config.checks.optimizer import check_optimizer
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
@@ -41,6 +42,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     _check_values(recipe)
     check_model(recipe)
     check_lora(recipe)
+    check_optimizer(recipe)
     _check_length(recipe)
     check_schedule(recipe.train, recipe.train.steps)
     _check_accepted(recipe)

@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
-from zoo.planner.memory import Model, memory, optimizer_bytes
+from zoo.planner.memory import Model, memory, remainder_bytes
 
 _MOMENTS = ("fp32", "bf16", "fp8")
 _RECOMPUTE = ("none", "selective", "full")
@@ -29,10 +29,11 @@ class Measure:
 
 def measures(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -> list[Measure]:
     """All measures that there are for a recipe; a weaker form of one that is taken is left out."""
-    worst = max(memory(model, recipe, row, ranks, fused=fused), key=lambda stage: stage.total)
-    now, found = worst.total, []
+    stages = memory(model, recipe, row, ranks, fused=fused)
+    worst = max(range(len(stages)), key=lambda stage: stages[stage].total)
+    now, found = stages[worst].total, []
     if recipe.engine.precision == "bf16":  # weights hold the upper half of their fp32 values
-        found.append(Measure("split master weights", True, worst.optimizer * 2 / optimizer_bytes(recipe)))
+        found.append(Measure("split master weights", True, remainder_bytes(model, recipe, worst, ranks)))
     for name, taken, other in _others(recipe):
         need = _total(model, other, row, ranks, fused)
         found.append(Measure(name, taken, max(0.0, need - now if taken else now - need)))

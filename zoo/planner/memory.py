@@ -1,6 +1,6 @@
 """Bytes of a rank by kind, for every pipeline stage: weights, gradients, optimizer, activations.
 
-Gradients are kept in fp32 or bf16; AdamW's two moments, and under bf16 the 16 bits that complete a weight to fp32, are shared out
+Gradients are kept in fp32 or bf16; AdamW's two moments or Muon's one, and under bf16 the 16 bits that complete a weight to fp32, are shared out
 over data-parallel ranks (Megatron-Core's distributed optimizer). Activations are those of the micro-batches in flight, and
 what the widest moment of the backward pass needs beside them.
 """
@@ -80,31 +80,44 @@ def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     return max(sum(_weights(share(model.parameters, recipe, stage), recipe, ranks)) for stage in stages)
 
 
-def optimizer_bytes(recipe: Recipe) -> float:
-    """Bytes of optimizer state of one trained weight: two moments and, under bf16, the rest of its fp32 value."""
+def saved_state_bytes(recipe: Recipe, trained: int, matrices: int) -> int:
+    """Bytes of optimizer state in a checkpoint, which holds 8-bit moments as bf16.
+
+    Args:
+        trained: weights that are trained.
+        matrices: those of them that Muon updates, if the recipe has it.
+    """
     half, train = recipe.engine.precision == "bf16", recipe.train
-    return MOMENT[train.exp_avg_dtype] + MOMENT[train.exp_avg_sq_dtype] + (2 if half else 0)
+    first, second = SAVED_MOMENT[train.exp_avg_dtype], SAVED_MOMENT[train.exp_avg_sq_dtype]
+    without_second = matrices if train.optimizer == "muon" else 0
+    return trained * (first + second + (2 if half else 0)) - without_second * second
 
 
-def saved_state_bytes(recipe: Recipe) -> int:
-    """The same in a checkpoint, which holds 8-bit moments as bf16."""
-    half, train = recipe.engine.precision == "bf16", recipe.train
-    return SAVED_MOMENT[train.exp_avg_dtype] + SAVED_MOMENT[train.exp_avg_sq_dtype] + (2 if half else 0)
+def remainder_bytes(model: Model, recipe: Recipe, stage: int, ranks: int) -> float:
+    """Bytes of what completes bf16 weights to fp32, on a rank of a stage."""
+    return 2 * sum(_held(share(model.parameters, recipe, stage), recipe, ranks)[:2])
+
+
+def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
+    """Trained weights whose optimizer state a rank holds: dense ones, experts, and matrices among both."""
+    parallel = recipe.parallel
+    replicas = ranks / (parallel.tp * parallel.pp)  # the ranks that share out a dense weight's state
+    expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
+    matrices = mine.dense_matrices / replicas + mine.experts_matrices / expert_replicas
+    return mine.trained_dense / replicas, mine.trained_experts / expert_replicas, matrices
 
 
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:
     """(weights, gradients, optimizer), in bytes."""
-    parallel, half = recipe.parallel, recipe.engine.precision == "bf16"
-    replicas = ranks / (
-        parallel.tp * parallel.pp
-    )  # the ranks that share out a dense weight's optimizer state
-    expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
+    half, train = recipe.engine.precision == "bf16", recipe.train
     trained = mine.trained_dense + mine.trained_experts
-    state = optimizer_bytes(recipe)
+    dense, experts, matrices = _held(mine, recipe, ranks)
+    first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
+    with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)
     return (
         (mine.dense + mine.experts) * (2.0 if half else 4.0),
-        trained * (2.0 if recipe.train.main_grads_dtype == "bf16" else float(FP32)),
-        state * (mine.trained_dense / replicas + mine.trained_experts / expert_replicas),
+        trained * (2.0 if train.main_grads_dtype == "bf16" else float(FP32)),
+        (dense + experts) * (first + (2 if half else 0)) + with_second * second,
     )
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Literal
 
@@ -27,6 +27,8 @@ class Weights:
     )
     count: int  # numbers in all of them, over all ranks
     trained: bool = True
+    matrices: bool = False  # what Muon updates under train.optimizer=muon
+    newton_schulz: float = 0.0  # FLOPs to orthogonalise all of them once
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ class ParameterStatistics:
         """Those that are trained."""
         return sum(weights.count for weights in self.weights if weights.trained)
 
+    @property
+    def trained_matrices(self) -> int:
+        """Those of them that Muon updates under train.optimizer=muon."""
+        return sum(weights.count for weights in self.weights if weights.trained and weights.matrices)
+
+    def newton_schulz(self, tp: int) -> float:
+        """FLOPs of Muon in a step, over all ranks; tensor-parallel ranks orthogonalise alike what each of them has whole."""
+        return sum(
+            weights.newton_schulz * (tp if weights.cut == "whole" else 1)
+            for weights in self.weights
+            if weights.trained
+        )
+
 
 @dataclass(frozen=True)
 class Share:
@@ -63,6 +78,8 @@ class Share:
     experts: int = 0
     trained_dense: int = 0
     trained_experts: int = 0
+    dense_matrices: int = 0  # of the trained ones
+    experts_matrices: int = 0
 
 
 def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
@@ -80,7 +97,7 @@ def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     mine |= {"last"} if stage == parallel.pp - 1 else set()
     divide = {"whole": 1, "tp": parallel.tp, "expert": parallel.ep * parallel.etp}
     ahead = any(weights.part == "multi_token" for weights in statistics.weights)
-    sums = dict.fromkeys(("dense", "experts", "trained_dense", "trained_experts"), 0)
+    sums = {field.name: 0 for field in fields(Share)}
     for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
         again = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
@@ -90,4 +107,5 @@ def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
         kind = "experts" if weights.cut == "expert" else "dense"
         sums[kind] += count
         sums[f"trained_{kind}"] += count if weights.trained else 0
+        sums[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
     return Share(**sums)

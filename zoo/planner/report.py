@@ -16,6 +16,7 @@ from zoo.planner.measures import Measure, measures
 from zoo.planner.memory import Memory, Model, memory
 from zoo.planner.speed import factor
 
+_NAMES = {"adamw": "AdamW", "muon": "Muon"}
 _LAYOUT = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 
@@ -34,6 +35,13 @@ class Plan:
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
     list_measures: Callable[[], list[Measure]]
     saved: int = 0  # bytes of a checkpoint, of all ranks
+    matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
+
+    @property
+    def optimizer(self) -> dict[str, int]:
+        """Trained weights by the optimizer that updates them."""
+        by_muon = {"muon": self.matrices} if self.recipe.train.optimizer == "muon" else {}
+        return by_muon | {"adamw": self.trained - sum(by_muon.values())}
 
     @cached_property
     def measures(self) -> list[Measure]:
@@ -92,6 +100,7 @@ class Plan:
                 "total": sum(self.parameters.values()),
                 "trained": self.trained,
             },
+            "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.room,
             "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
@@ -139,6 +148,9 @@ def make_plan(
     rest = model.cost.parts(0, row.labels, row.media)
     forward |= {name: flops for name, flops in rest.items() if name != "decoder"}
     rows = recipe.train.global_batch / recipe.train.micro_batch
+    step = {name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()}
+    if recipe.train.optimizer == "muon":
+        step["newton_schulz"] = model.parameters.newton_schulz(recipe.parallel.tp)
     return Plan(
         recipe=recipe,
         ranks=ranks,
@@ -146,11 +158,12 @@ def make_plan(
         trained=model.parameters.trained,
         stages=memory(model, recipe, row, ranks, fused=fused),
         forward=forward,
-        step={name: rows * flops * factor(model, recipe, name) for name, flops in forward.items()},
+        step=step,
         row=row,
         room=limit if limit is not None else room(recipe),
         list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
         saved=saved,
+        matrices=model.parameters.trained_matrices,
     )
 
 
@@ -173,6 +186,7 @@ def table(plan: Plan) -> str:
         "",
         f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
+        f"optimizer       {', '.join(f'{_NAMES[name]} {_count(count)}' for name, count in plan.optimizer.items())}",
         "",
         f"{unit} a rank       weights    grads  optimizer  activations     total",
     ]
@@ -208,6 +222,11 @@ def table(plan: Plan) -> str:
         *(
             f"  {name:<13} {_flops(flops):>14} {_flops(plan.step[name]):>10}"
             for name, flops in plan.forward.items()
+        ),
+        *(
+            f"  {'Newton-Schulz':<13} {'-':>14} {_flops(flops):>10}"
+            for name, flops in plan.step.items()
+            if name not in plan.forward
         ),
         f"  {'all':<13} {_flops(sum(plan.forward.values())):>14} {_flops(total):>10}",
         f"  {_flops(found['flops']['per_token'])} a token of training, {_flops(total / plan.ranks)} a rank and step",

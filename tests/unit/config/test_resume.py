@@ -32,7 +32,7 @@ OTHER: dict[str, Any] = {
     "run.seed": 7, "model.family": "llava", "model.init": "elsewhere", "model.freeze": ["vision"], "packing.mode": "none",
     "packing.budget": 99, "data.train": ["digits:train", "more.jsonl"], "data.eval": [], "data.labels": "last",
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"],
-    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "engine.precision": "bf16", "engine.fp8": True, "train.lr_scale": {"vision": 0.5},
+    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5},
     "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536,
 }  # fmt: skip
@@ -52,6 +52,14 @@ def test_every_fixed_key_is_compared(key: str) -> None:
     assert f"({key}: " in str(refusal.value) and f"run.accept_changes=[{key}]" in str(refusal.value)
     for name in (key, section):
         refuse("iter_3", wrong, after.replace({"run.accept_changes": [name]}))
+
+
+def test_a_recipe_of_an_earlier_zoo_had_adamw() -> None:
+    before = asdict(recipe())
+    del before["train"]["optimizer"]
+    assert changes(before, recipe(), rows_known=False) == []
+    (change,) = changes(before, recipe("train.optimizer=muon"), rows_known=False)
+    assert str(change) == "train.optimizer: adamw there, muon here"
 
 
 def test_what_is_free_is_no_change() -> None:

@@ -355,6 +355,10 @@ def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
         ({"lora.rank": -1}, "lora.rank=-1: wanted a whole number from 0"),
         ({"lora.rank": 4, "lora.alpha": 0.0}, "lora.alpha=0.0: wanted a number above 0, at most 1,000,000"),
         ({"lora.rank": 4, "lora.dropout": 1.0}, "lora.dropout=1.0: wanted a number from 0, below 1"),
+        (
+            {"lora.rank": 4, "train.optimizer": "muon"},
+            "train.optimizer=muon with lora.rank=4: Muon updates whole",
+        ),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets=[]: no linear would have an adapter"),
         (
             {"lora.rank": 4, "lora.parts": ["visoin"]},

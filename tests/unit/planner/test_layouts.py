@@ -245,6 +245,24 @@ def test_a_plan_in_numbers(small: Recipe) -> None:
     assert again.worst.activations < stage["activations"]
 
 
+def test_a_plan_with_muon(small: Recipe) -> None:
+    """Matrices have one moment instead of two, and their Newton-Schulz iteration counts."""
+    found = plan(small.replace({"train.optimizer": "muon"}), 1)
+    others = plan(small, 1)
+    matrices = found.optimizer["muon"]
+    assert matrices + found.optimizer["adamw"] == found.trained and 0.8 < matrices / found.trained < 0.9
+    assert others.optimizer == {"adamw": others.trained}
+    assert found.worst.optimizer == others.worst.optimizer - 4 * matrices
+    assert found.worst.total == others.worst.total - 4 * matrices
+    assert found.step == {**others.step, "newton_schulz": pytest.approx(5.0e9, rel=0.5)}
+    assert "Newton-Schulz" in table(found) and "Newton-Schulz" not in table(others)
+    frozen = plan(small.replace({"train.optimizer": "muon", "model.freeze": ["vision"]}), 1)
+    assert frozen.step["newton_schulz"] < found.step["newton_schulz"]
+    half = plan(small.replace({"train.optimizer": "muon", "engine.precision": "bf16"}), 1)
+    (split,) = [one for one in half.measures if one.name == "split master weights"]
+    assert split.bytes == 2 * half.trained
+
+
 def test_weights_of_the_hub_are_planned_by_their_own_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,9 @@ from zoo.engine.checkpoint.storage.index import FormerIndex, Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
+from zoo.engine.megatron.inner_optimizer import held_ranges
 from zoo.engine.model.lora import Adapters
-from zoo.nn.adamw.state import MASTER, MOMENTS, Moment, join
+from zoo.nn.adamw.state import MASTER, Moment, join
 
 _STATE = "optimizer.state"
 _REST = "remainder"  # what completes bf16 weights to fp32
@@ -53,7 +54,7 @@ class _Range:
     """This rank's range of a parameter in a distributed optimizer: from which element on, and the optimizer's view of it."""
 
     start: int
-    optimizer: Any  # zoo.engine.train.adamw.AdamW
+    optimizer: Any  # zoo.engine.optimizer.adamw.AdamW
     part: Tensor
 
     def complete(self, remainder: Tensor) -> None:
@@ -114,7 +115,7 @@ def _of_range(cut: Sequence[Box], parameter: Tensor, mine: _Range, optimizer: bo
         return
     if part.dtype == torch.bfloat16:
         yield from flat(cut, shape, mine.optimizer.state[mine.part][MASTER], mine.start, f"{_STATE}.{_REST}.")
-    for name in MOMENTS:
+    for name in mine.optimizer.moment_names(mine.part):
         moment: Moment = mine.optimizer.moment(mine.part, name)
         prefix = f"{_STATE}.{name}."
         if moment.exponents is None:
@@ -176,7 +177,8 @@ def load_optimizer(trainable: Trainable, world: World, index: Index | FormerInde
     """Fill the optimizer's state of this rank's ranges, in the formats that this run has; the weights are loaded by now.
 
     Masters come from what completes bf16 weights or from fp32 values, whichever the checkpoint has. Parameters that were
-    frozen when it was written have neither: their masters are the weights, their moments begin at zero.
+    frozen when it was written have neither: their masters are the weights, their moments begin at zero. So do both moments of
+    one that had no second moment: the first alone would make updates far too large.
 
     Args:
         step: how many updates the state has seen.
@@ -218,8 +220,12 @@ def _state_wanted(
             found = list(flat(cut, shape, target, mine.start, name and f"{_STATE}.{name}."))
             return found if all(piece.key in there for piece in found) else []
 
-        for name in MOMENTS:
-            yield _moment_wanted(mine.optimizer.moment(mine.part, name), partial(pieces, name))
+        moments = {
+            name: mine.optimizer.moment(mine.part, name) for name in mine.optimizer.moment_names(mine.part)
+        }
+        known = all(pieces(name, moment.values) for name, moment in moments.items())
+        for name, moment in moments.items():
+            yield _moment_wanted(moment, partial(pieces, name) if known else lambda _: [])
         yield _master_wanted(mine, pieces)
 
 
@@ -252,17 +258,11 @@ def _master_wanted(
 
 def _ranges(optimizer: Any) -> dict[Tensor, _Range]:
     """This rank's range of each parameter that it updates."""
-    found = {}
-    for one in _optimizers(optimizer):
-        for of_buffer in one.gbuf_ranges:
-            for buckets in of_buffer.values():
-                for parameter, where in (
-                    (p, w) for bucket in buckets for p, w in bucket["param_map"].items()
-                ):
-                    group, place = one.model_param_group_index_map[parameter]
-                    part = one.optimizer.param_groups[group]["params"][place]
-                    found[parameter] = _Range(where["param"].start, one.optimizer, part)
-    return {parameter: mine for parameter, mine in found.items() if mine.part.numel()}
+    return {
+        held.parameter: _Range(held.start, one.optimizer, held.part)
+        for one in _optimizers(optimizer)
+        for held in held_ranges(one)
+    }
 
 
 def _updated(optimizer: Any) -> set[Tensor]:

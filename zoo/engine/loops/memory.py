@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.train.adamw import optimizers
+from zoo.engine.optimizer.adamw import optimizers
 from zoo.errors import UserError
 
 type Kind = Literal["model", "optimizer", "gradients"]
@@ -112,7 +112,7 @@ class Memory:
         for one in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
             for parameter, state in one.state.items():
                 yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
-                for name in ("exp_avg", "exp_avg_sq"):
+                for name in one.moment_names(parameter):
                     exponents = one.moment(parameter, name).exponents
                     if exponents is not None:
                         yield exponents

@@ -51,5 +51,5 @@ def build_parts(recipe: Recipe, world: World, *, train: bool) -> EngineParts:
     if total is None:  # a loop of unknown length
         recipe = recipe.replace({"train.schedule": "constant"})
         total = max(1, train_of.warmup_steps)
-    optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, assembly.family, total)
+    optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, assembly, world, total)
     return EngineParts(assembly, wrapped, step, adapters, optimizer, scheduler)

@@ -6,11 +6,13 @@ calls, only where Transformer Engine is installed. The optimizer that stands in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 
 def forget_reduce_scatter() -> None:
@@ -37,3 +39,39 @@ def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callab
         mock.patch.object(module, "USING_PYTORCH_OPTIMIZER", False),
     ):
         return make()
+
+
+@dataclass(frozen=True)
+class HeldRange:
+    """The range of a model's parameter that this rank of a distributed optimizer updates."""
+
+    parameter: Tensor
+    part: Tensor  # the inner optimizer's flat view of it
+    start: int  # its first element in the flattened parameter
+
+
+def held_ranges(one: Any) -> Iterator[HeldRange]:
+    """This rank's ranges in a DistributedOptimizer, without empty ones."""
+    for of_buffer in one.gbuf_ranges:
+        for buckets in of_buffer.values():
+            for parameter, where in ((p, w) for bucket in buckets for p, w in bucket["param_map"].items()):
+                group, place = one.model_param_group_index_map[parameter]
+                part = one.optimizer.param_groups[group]["params"][place]
+                if part.numel():
+                    yield HeldRange(parameter, part, where["param"].start)
+
+
+def ranges_of(one: Any) -> Iterator[tuple[Tensor, tuple[tuple[int, int], ...]]]:
+    """All parameters of a DistributedOptimizer, in the same order on all its data-parallel ranks.
+
+    Yields each with the range (first, end) of its flattened elements that each of these ranks updates
+    (DistributedOptimizer._build_model_gbuf_range).
+    """
+    ranks = one.data_parallel_group.size()
+    for buffer in one.buffers[: len(one.gbuf_ranges)]:
+        for parameter, (first, end, bucket_id) in buffer.param_index_map.items():
+            bucket = buffer.buckets[bucket_id]
+            share = bucket.grad_data.numel() // ranks
+            places = [bucket.offset + rank * share - first for rank in range(ranks)]
+            size = end - first
+            yield parameter, tuple((min(max(at, 0), size), min(max(at + share, 0), size)) for at in places)

@@ -9,11 +9,13 @@ from collections import Counter
 
 from torch import nn
 
-from zoo.bridge.parallel import model_parameters
+from zoo.bridge.parallel import ShardInfo, model_parameters
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import alone, on_one_rank
 from zoo.engine.model import build, lora
+from zoo.engine.model.matrices import is_matrix, matrices_of
 from zoo.engine.model.meta_model import on_meta
+from zoo.nn.muon import newton_schulz_flops
 from zoo.planner.parameters import ADAPTERS, EXPERTS, Cut, ParameterStatistics, Weights
 from zoo.registry import ModelFamily
 
@@ -30,10 +32,20 @@ def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
         if recipe.lora.rank:
             lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
         build.freeze(chunks, recipe.model.freeze, family)
-    counts: Counter[tuple[str, int | str, Cut, bool]] = Counter()
+    counts: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
+    flops: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
+    muon, bridge, dims = recipe.train.optimizer == "muon", family.load("bridge"), build.model_dims(assembly)
     for name, parameter in model_parameters(chunks):
-        counts[*_where(name, family), _cut(name, parameter), parameter.requires_grad] += parameter.numel()
-    weights = tuple(Weights(*key[:3], count, key[3]) for key, count in counts.items())  # type: ignore[arg-type]
+        matrix = is_matrix(name, parameter)
+        key = (*_where(name, family), _cut(name, parameter), parameter.requires_grad, matrix)
+        counts[key] += parameter.numel()
+        if muon and matrix:
+            shapes = matrices_of(name, parameter, bridge, dims, ShardInfo()).shapes()
+            flops[key] += sum(newton_schulz_flops(*shape) for shape in shapes)  # type: ignore[assignment]  # floats
+    weights = tuple(
+        Weights(*key[:3], count, *key[3:], float(flops[key]))  # type: ignore[arg-type]
+        for key, count in counts.items()
+    )
     return ParameterStatistics(weights, config.text.num_hidden_layers, config.tied)
 
 

@@ -222,7 +222,8 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
 def _checkpoint_bytes(model: Model, recipe: Recipe) -> int:
     parameters, half = model.parameters, recipe.engine.precision == "bf16"
     kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
-    states = 0 if recipe.train.save == "weights" else parameters.trained * saved_state_bytes(recipe)
+    states = saved_state_bytes(recipe, parameters.trained, parameters.trained_matrices)
+    states = 0 if recipe.train.save == "weights" else states
     return kept * (2 if half else 4) + states
 
 

@@ -11,7 +11,9 @@ from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe
 from zoo.data.loading.defaults import with_defaults
 
-WITHOUT_MOMENTS = "that checkpoint holds weights alone (train.save=weights): AdamW's moments begin at zero"
+WITHOUT_MOMENTS = (
+    "that checkpoint holds weights alone (train.save=weights): the optimizer's moments begin at zero"
+)
 
 
 def at_start(
@@ -19,6 +21,7 @@ def at_start(
     *,
     parameters: int,
     adapters: int,
+    updated: tuple[int, int],
     total_steps: int,
     rows: int | None,
     eval_rows: int | None,
@@ -28,10 +31,16 @@ def at_start(
     Args:
         parameters: those of this rank, adapters included.
         adapters: the adapters' parameters among them.
+        updated: of the trained ones, those that train.optimizer=muon gives to Muon, and all.
         rows: of data.train; None for a stream.
         eval_rows: of data.eval; None where nothing is evaluated.
     """
     share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
+    by_muon, trained = updated
+    if recipe.train.optimizer == "muon":
+        share += (
+            f", {by_muon / 1e6:.2f} M of them updated by Muon and {(trained - by_muon) / 1e6:.2f} M by AdamW"
+        )
     trains = "a stream" if rows is None else f"{rows} rows"
     evaluates = "no evaluation"
     if eval_rows is not None:

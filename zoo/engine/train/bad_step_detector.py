@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from zoo.config.schema import TrainConfig
-from zoo.engine.train import adamw
+from zoo.engine.optimizer import adamw
 
 WINDOW = 128  # good steps that a spike is measured by
 SPAN = 4  # times train.skip_limit: the steps among which at most so many may be bad

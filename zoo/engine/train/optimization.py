@@ -1,4 +1,4 @@
-"""The parts that update the weights: DDP, AdamW as megatron-core's distributed optimizer, and the learning-rate schedule."""
+"""The parts that update the weights: DDP, AdamW or Muon in megatron-core's distributed optimizer, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import reduce_in_order
+from zoo.engine.distributed.world import World
 from zoo.engine.megatron import inner_optimizer
-from zoo.engine.train.adamw import AdamW
+from zoo.engine.model.build import Assembly, model_dims
+from zoo.engine.optimizer import muon
+from zoo.engine.optimizer.adamw import AdamW
 from zoo.nn.weight_gradients import accumulate_in_place
-from zoo.registry import ModelFamily
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
 BUCKET = 40_000_000  # gradients that are reduced at once while the backward pass continues
@@ -56,9 +58,9 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 
 
 def build_optimizer(
-    chunks: list[Any], recipe: Recipe, family: ModelFamily, total_steps: int
+    chunks: list[Any], recipe: Recipe, assembly: Assembly, world: World, total_steps: int
 ) -> tuple[Any, Any]:
-    """zoo's AdamW in mcore's distributed optimizer, and its learning rate's schedule."""
+    """zoo's AdamW, with Muon beside it if the recipe says so, in mcore's distributed optimizer, and its learning rate's schedule."""
     from megatron.core.optimizer import (
         OptimizerConfig,
         ParamKey,
@@ -85,19 +87,24 @@ def build_optimizer(
     config.exp_avg_sq_dtype = MOMENTS[train.exp_avg_sq_dtype]
     groups: dict[Any, Any] = get_standard_config_overrides(config)
     for part, scale in train.lr_scale.items():
-        of_part = ParamWithNamePredicate(part, lambda _, name, part=part: family.part_of(name) == part)
+        of_part = ParamWithNamePredicate(
+            part, lambda _, name, part=part: assembly.family.part_of(name) == part
+        )
         groups[ParamKey(with_name_predicate=of_part)] = {
             "max_lr": train.lr * scale,
             "min_lr": train.min_lr * scale,
         }
     optimizer = inner_optimizer.build(
         config,
-        AdamW,
+        muon.maker(train.momentum) if train.optimizer == "muon" else AdamW,
         lambda: get_megatron_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
     )
-    config.grad_scale_func = optimizer.scale_loss
+    if train.optimizer == "muon":
+        muon.share_out(optimizer, chunks, assembly.family, model_dims(assembly), world)
+    for chunk in chunks:
+        chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_schedule(optimizer, train, total_steps)
 
 

@@ -27,13 +27,14 @@ from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
 from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
+from zoo.engine.optimizer import adamw, muon
 from zoo.engine.report import messages
 from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.report.row_counts import RowCounts
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
-from zoo.engine.train import adamw, bad_step_records, optimization, resume
+from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.dataloader import open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
@@ -113,14 +114,12 @@ class Run:
         )
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = optimization.wrap_ddp(chunks, recipe)
-        optimizer, scheduler = optimization.build_optimizer(wrapped, recipe, family, self.total_steps)
+        made = optimization.build_optimizer(wrapped, recipe, self.assembly, world, self.total_steps)
         self.times.observe(chunks, wrapped)
-        self.trainable = Trainable(wrapped, optimizer, scheduler, self.adapters)
+        self.trainable = Trainable(wrapped, *made, self.adapters)
         self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:
             self._resume(self.resume_from)
-        for chunk in wrapped:
-            chunk.config.grad_scale_func = optimizer.scale_loss
         self.step = build.build_step(self.assembly, recipe, world)
         self.train_step = TrainStep(
             recipe,
@@ -389,6 +388,7 @@ class Run:
                 self.recipe,
                 parameters=parameters,
                 adapters=adapters,
+                updated=muon.counts(self.trainable.chunks),
                 total_steps=self.total_steps,
                 rows=None if self.source.rows.has_stream else len(self.source),
                 eval_rows=None if held_out is None else len(held_out),

@@ -76,7 +76,8 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.clip = 1.0
         self._dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
-        self._moments: dict[Tensor, tuple[Moment, Moment]] = {}
+        self._moments: dict[Tensor, dict[str, Moment]] = {}
+        self._seeds: dict[Tensor, int] = {}  # of the random bits that round moments
         self._addresses: list[list[int]] = []
         self._tables: list[list[Table]] = []  # by parameter group
         self._parts: list[list[Part]] | None = None  # of the next update, by parameter group
@@ -104,14 +105,23 @@ class AdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> None:
         """The same for one parameter; megatron-core's call."""
         numel, device = parameter.numel(), parameter.device
-        first, second = (
-            Moment.zeros(numel, dtype, signed, device)
-            for dtype, signed in zip(self._dtypes, (True, False), strict=True)
-        )
+        formats = dict(zip(MOMENTS, zip(self._dtypes, (True, False), strict=True), strict=True))
+        moments = {name: Moment.zeros(numel, *formats[name], device) for name in self.moment_names(parameter)}
         half = parameter.dtype == torch.bfloat16
         master = torch.zeros(numel, dtype=torch.int16, device=device) if half else parameter.detach()
-        self._moments[parameter] = first, second
-        self.state[parameter] = {MASTER: master, "exp_avg": first.values, "exp_avg_sq": second.values}
+        self._moments[parameter] = moments
+        self.state[parameter] = {
+            MASTER: master,
+            **{name: moment.values for name, moment in moments.items()},
+        }
+
+    def moment_names(self, parameter: Tensor) -> tuple[str, ...]:
+        """The moments that a parameter has, or will have."""
+        return MOMENTS
+
+    def updates_by_element(self, parameter: Tensor) -> bool:
+        """Whether `update` makes a parameter's update; a subclass may make others."""
+        return True
 
     def get_unscaled_state(self, parameter: Tensor, name: str) -> Tensor:
         """(N,) fp32 of `master_param`, `exp_avg` or `exp_avg_sq`, perhaps the tensor itself; megatron-core's call."""
@@ -137,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
 
     def moment(self, parameter: Tensor, name: str) -> Moment:
         """`exp_avg` or `exp_avg_sq` of a parameter that has a state, as it is held."""
-        return self._moments[parameter][MOMENTS.index(name)]
+        return self._moments[parameter][name]
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters and the number of updates; tensors are asked for one by one."""
@@ -161,7 +171,9 @@ class AdamW(torch.optim.Optimizer):
             parts.append([])
             for parameter in group["params"]:
                 if parameter.numel():
-                    parts[-1].append(self._part(parameter, seed))
+                    self._seeds[parameter] = seed
+                    if self.updates_by_element(parameter):
+                        parts[-1].append(self._part(parameter, seed))
                 seed += -(-parameter.numel() // BLOCK) * BLOCK
         self._parts = parts
         if has_kernel(parts):
@@ -201,7 +213,7 @@ class AdamW(torch.optim.Optimizer):
         self.clip, self._parts = 1.0, None
 
     def _part(self, parameter: Tensor, seed: int) -> Part:
-        first, second = self._moments[parameter]
+        first, second = (self._moments[parameter][name] for name in MOMENTS)
         master = self.state[parameter][MASTER] if parameter.dtype == torch.bfloat16 else None
         grad: Tensor = parameter.decoupled_grad  # type: ignore[attr-defined]  # prepare_grads sets it
         return Part(parameter.detach(), master, grad, first, second, seed)

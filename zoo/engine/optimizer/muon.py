@@ -1,0 +1,164 @@
+"""Muon for the matrices of a model and AdamW for its other weights, in megatron-core's distributed optimizer.
+
+Both have one learning rate, one weight decay and the formats of `zoo.nn.adamw.state`. Muon's momentum is held as AdamW's first
+moment is, under its name: both are averages of gradients. There is no second moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zoo.bridge import Dims
+from zoo.bridge.parallel import Axis, ShardInfo, model_parameters
+from zoo.engine.distributed.world import World
+from zoo.engine.megatron.inner_optimizer import held_ranges, ranges_of
+from zoo.engine.model.matrices import is_matrix, matrices_of
+from zoo.engine.optimizer.adamw import AdamW
+from zoo.engine.optimizer.exchange import Exchange, Matrix, Parameter
+from zoo.nn.adamw.state import MASTER, MOMENTS, join, split
+from zoo.nn.muon import advance, rms_scale
+from zoo.registry import ModelFamily
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's range of a parameter with matrices: the optimizer's view of it, and its first element."""
+
+    part: Tensor
+    start: int
+
+
+class Muon(AdamW):
+    """`AdamW`, and Muon for the parameters that `share_out` has given it.
+
+    Attributes:
+        momentum: of the moving average of gradients.
+    """
+
+    def __init__(self, params: Any, *, momentum: float, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.momentum = momentum
+        self._exchanges: list[tuple[Exchange, dict[int, Shard]]] = []
+        self._matrices: set[Tensor] = set()
+
+    def take(self, exchange: Exchange, shards: dict[int, Shard]) -> None:
+        """Update the matrices of an exchange with Muon; `shards`: what this rank holds, by index of the parameter."""
+        self._exchanges.append((exchange, shards))
+        self._matrices |= {shard.part for shard in shards.values()}
+
+    def moment_names(self, parameter: Tensor) -> tuple[str, ...]:
+        """A matrix has a momentum alone."""
+        return MOMENTS[:1] if parameter in self._matrices else MOMENTS
+
+    def updates_by_element(self, parameter: Tensor) -> bool:
+        """Whether AdamW updates a parameter."""
+        return parameter not in self._matrices
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # PyTorch's has a closure's loss
+        """Make the update of all weights."""
+        if self._parts is None:
+            self.prepare()
+        count, clip = self.updates + 1, self.clip
+        super().step(closure)
+        groups = {part: group for group in self.param_groups for part in group["params"]}
+        for exchange, shards in self._exchanges:
+            for batch in exchange.batches:
+                self._update(exchange, batch, shards, groups, count, clip)
+
+    def _update(
+        self,
+        exchange: Exchange,
+        batch: Sequence[Matrix],
+        shards: dict[int, Shard],
+        groups: dict[Tensor, dict[str, Any]],
+        count: int,
+        clip: float,
+    ) -> None:
+        mine = {
+            index: shards[index]
+            for index in dict.fromkeys(matrix.index for matrix in batch)
+            if index in shards
+        }
+        held: dict[int, tuple[int, Tensor]] = {}
+        weights: dict[int, Tensor] = {}
+        for index, shard in mine.items():
+            part, group = shard.part, groups[shard.part]
+            ahead = advance(
+                self.moment(part, MOMENTS[0]),
+                part.decoupled_grad,  # type: ignore[attr-defined]  # prepare_grads sets it
+                momentum=self.momentum,
+                clip=clip,
+                seed=self._seeds[part],
+                step=count,
+            )
+            held[index] = shard.start, ahead
+            half = part.dtype == torch.bfloat16
+            weight = join(part.detach(), self.state[part][MASTER]) if half else part.detach()
+            weights[index] = weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+        by_rate: dict[float, list[tuple[Tensor, Tensor]]] = {}
+        for found in exchange.orthogonalize(batch, held):
+            shard, lr = mine[found.index], groups[mine[found.index].part]["lr"]
+            piece = weights[found.index][found.first - shard.start : found.end - shard.start]
+            by_rate.setdefault(lr * rms_scale(*found.shape), []).append((piece, found.values))
+        for rate, pairs in by_rate.items():
+            torch._foreach_add_([piece for piece, _ in pairs], [values for _, values in pairs], alpha=-rate)
+        for index, shard in mine.items():
+            if shard.part.dtype == torch.bfloat16:
+                rounded, remainder = split(weights[index])
+                shard.part.detach().copy_(rounded)
+                self.state[shard.part][MASTER].copy_(remainder)
+
+
+def counts(chunks: Sequence[Any]) -> tuple[int, int]:
+    """Trained weights of this rank that Muon updates, and all of them."""
+    trained = [(name, p) for name, p in model_parameters(chunks) if p.requires_grad]
+    return sum(p.numel() for name, p in trained if is_matrix(name, p)), sum(p.numel() for _, p in trained)
+
+
+def share_out(optimizer: Any, chunks: Sequence[Any], family: ModelFamily, dims: Dims, world: World) -> None:
+    """Give each of the chained optimizers the matrices among its parameters. Every rank calls it, before any update."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model_parameters(chunks)}
+    bridge, info = family.load("bridge"), ShardInfo.from_groups(world.groups)
+    groups = {"tp": world.groups.tp_dp_cp, "etp": _expert_group(world, info) if info.etp_size > 1 else None}
+    for one in optimizer.chained_optimizers:
+        if one.is_stub_optimizer:
+            continue
+        by_axis: dict[Axis | None, dict[Tensor, Parameter]] = {}
+        for parameter, ranges in ranges_of(one):
+            name = names[parameter]
+            if is_matrix(name, parameter):
+                matrices = matrices_of(name, parameter, bridge, dims, info)
+                found = Parameter(matrices, parameter.numel(), ranges)
+                by_axis.setdefault(matrices.axis, {})[parameter] = found
+        held = {mine.parameter: Shard(mine.part, mine.start) for mine in held_ranges(one)}
+        for axis in sorted(by_axis, key=str):
+            group = groups[axis] if axis else one.data_parallel_group
+            places: list[Any] = [None] * group.size()
+            own = (info.on(axis)[0] if axis else 0, one.data_parallel_group.rank())
+            dist.all_gather_object(places, own, group=group)
+            shards = {index: held[p] for index, p in enumerate(by_axis[axis]) if p in held}
+            exchange = Exchange(group, places, list(by_axis[axis].values()), next(iter(by_axis[axis])))
+            one.optimizer.take(exchange, shards)
+
+
+def _expert_group(world: World, info: ShardInfo) -> Any:
+    """The ranks that hold the same experts, cut over expert tensor parallelism and over replicas; Megatron-Core has no such group."""
+    places: list[Any] = [None] * world.size
+    dist.all_gather_object(places, (world.pp_rank, info.ep_rank))
+    mine = None
+    for place in sorted(set(places)):
+        group = dist.new_group([rank for rank in range(world.size) if places[rank] == place])
+        mine = group if place == places[world.rank] else mine
+    return mine
+
+
+def maker(momentum: float) -> Callable[..., Muon]:
+    """What makes the inner optimizers: `Muon` with this momentum."""
+    return lambda params, **options: Muon(params, momentum=momentum, **options)
