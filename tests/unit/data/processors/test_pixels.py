@@ -28,7 +28,9 @@ VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal
 HOW: dict[str, Any] = {"video_fps": 2.0, "max_frames": 8}
 
 
-@pytest.fixture(scope="module", params=["timestamped", "omni", "qwen25_vl"])
+@pytest.fixture(
+    scope="module", params=["timestamped", "omni", pytest.param("qwen25_vl", marks=pytest.mark.slow)]
+)
 def processor(request: pytest.FixtureRequest, arch: dict) -> Processor:
     builders = {
         "timestamped": lambda: TimestampedProcessor.build(VISION),
