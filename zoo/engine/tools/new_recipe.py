@@ -171,7 +171,12 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
         lines.append(
             f"  # freeze: [{', '.join(families()[recipe.model.family].parts[:-1])}]  # parts that stay as they are"
         )
-    lines += ["", *_data_lines(data, measured), *_length_lines(recipe, measured), *_more_lines(recipe, out)]
+    lines += [
+        "",
+        *_data_lines(data, measured),
+        *_length_lines(recipe, data, measured),
+        *_more_lines(recipe, out),
+    ]
     text = "\n".join(lines) + "\n"
     with tempfile.TemporaryDirectory(prefix="zoo-init-") as folder:
         path = Path(folder) / "recipe.yaml"
@@ -201,7 +206,7 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
     return lines
 
 
-def _length_lines(recipe: Recipe, measured: Measured) -> list[str]:
+def _length_lines(recipe: Recipe, data: FoundData, measured: Measured) -> list[str]:
     """Keys under which the rows fit that were measured."""
     budget = recipe.packing.budget
     if not measured.longest:
@@ -210,7 +215,7 @@ def _length_lines(recipe: Recipe, measured: Measured) -> list[str]:
     if measured.longest <= budget:
         return [f"# packing: {{budget: {budget}}}  # {found}"]
     lines, least = [], measured.longest
-    if measured.longest_text <= budget and _shrinks(recipe):
+    if measured.longest_text <= budget and _shrinks(recipe, data):
         lines.append(
             f"  overlong: shrink  # media of rows over packing.budget are made smaller: {measured.over} of the first"
         )
@@ -266,13 +271,22 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
     return Measured(longest, text, over, bad)
 
 
-def _shrinks(recipe: Recipe) -> bool:
-    """Whether the recipe's processor can make media smaller."""
+def _shrinks(recipe: Recipe, data: FoundData) -> bool:
+    """Whether the first rows fit the recipe's budget once their media are made smaller."""
     processor = assemble(recipe, repaired_source(recipe)).processor
+    settings = recipe.replace({"data.train": ["digits:train"], "data.overlong": "shrink"}).data
     try:
-        processor.check_pixels(["data.overlong=shrink"])
-    except ConfigError:
+        source = SampleSource.of_rows(
+            RowSet([data.rows], ["rows"]), processor, settings, budget=recipe.packing.budget
+        )
+    except ConfigError:  # a processor that can't
         return False
+    for number in range(len(data.rows)):
+        try:
+            source.measure(SampleId(number))
+        except RowError as error:
+            if error.cause == "overlong":
+                return False
     return True
 
 
