@@ -2,7 +2,7 @@
 VENV ?= .venv
 EXTRAS ?= dev
 RESOLUTION ?= tested
-DEMO_ARGS ?= recipe=qwen3_omni_sft size=tiny train.steps=200 train.eval_every=100 train.max_minutes=3.5 run.dir=runs/demo
+DEMO_ARGS ?= recipe=demo
 PYTEST_ARGS ?=
 TURN ?= 1
 WORKERS ?= $(shell nproc)
@@ -23,7 +23,7 @@ demo: env ## train a tiny Qwen3-Omni on real digits, spoken and written: a few m
 	@echo "Next:"
 	@echo "  open runs/demo/plots/predictions.png                                     first: what it answers to rows it has not seen"
 	@echo "  open runs/demo/plots/loss.png                                            the loss, and what was learnt"
-	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft                              the whole recipe: it learns the task"
+	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft                              the whole recipe: video, several images, text as well"
 	@echo "  $(VENV)/bin/zoo train recipe=qwen3_omni_sft nproc=2 parallel.ep=2 run.dir=runs/ep   experts over two ranks"
 	@echo "  $(VENV)/bin/zoo show recipe=qwen3_omni_sft                               every key of the recipe"
 

@@ -45,3 +45,13 @@ def test_held_out_rows_are_exactly_right(recipe: str, tmp_path: Path) -> None:
         assert match["image"] >= 0.92 and match["audio"] >= 0.92, match
     steps = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
     assert all(record["pad_fraction"] < 0.05 for record in steps if "pad_fraction" in record)
+
+
+@pytest.mark.slow(minutes=8)
+def test_the_demo_reads_strips_and_hears_digits(tmp_path: Path) -> None:
+    match = {
+        kind: figures["exact_match"]
+        for kind, figures in trained("demo", tmp_path / "run")["metrics"]["by_kind"].items()
+    }
+    assert match.keys() == {"image", "audio"} and match["image"] >= 0.9 and match["audio"] >= 0.8, match
+    assert (tmp_path / "run" / "plots" / "predictions.png").stat().st_size > 20_000

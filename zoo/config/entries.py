@@ -93,6 +93,7 @@ class DataEntry:
         None, above=0, below=1
     )  # share of the rows kept for evaluation: training gets the others
     seed: int = number(0, 0, 2**32 - 1)  # which rows those are
+    kinds: list[str] | None = None  # rows of these kinds alone, by their key `kind`
     stream: bool = False  # read in order, without knowing how many rows there are
     video_fps: float | None = number(None, above=0, most=1000)  # as data.video_fps, for these rows
     max_frames: int | None = number(None, 1, 10**6)  # as data.max_frames
@@ -202,13 +203,14 @@ def _check_type(name: str, value: Any, wanted: str, key: str) -> None:
         return
     kinds: dict[str, tuple[type, ...]] = {
         "str": (str,), "float": (int, float), "int": (int,), "bool": (bool,), "Any": (object,), "dict[str, str]": (Mapping,),
+        "list[str]": (list, tuple),
     }  # fmt: skip
     plain = wanted.removesuffix(" | None")
     wrong = not isinstance(value, kinds[plain]) or (isinstance(value, bool) and plain in ("float", "int"))
     if wrong:
         said = {
             "str": "a text", "float": "a number", "int": "a whole number", "bool": "true or false",
-            "dict[str, str]": "a mapping of zoo's names to the source's",
+            "dict[str, str]": "a mapping of zoo's names to the source's", "list[str]": "a list of texts",
         }[plain]  # fmt: skip
         raise ConfigError(f"{key}: {name}={value!r}: wanted {said}")
 
@@ -232,8 +234,19 @@ def _check(entry: DataEntry, key: str) -> None:
         raise ConfigError(
             f"{key}: min_pixels={entry.min_pixels} of {entry} is above max_pixels={entry.max_pixels}; give a lower min_pixels"
         )
+    _check_kinds(entry, key)
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
+
+
+def _check_kinds(entry: DataEntry, key: str) -> None:
+    kinds = entry.kinds
+    if kinds is None:
+        return
+    if not kinds or not all(isinstance(kind, str) for kind in kinds):
+        raise ConfigError(f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]")
+    if entry.stream:
+        raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
 
 
 def _announced(name: str) -> bool:

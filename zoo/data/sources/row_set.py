@@ -197,6 +197,8 @@ def open_rows(
             parts.append(_first(stream, str(entry), max_rows, on_bad) if evaluation else stream)
             continue
         rows = open_table(entry, access, on_bad, evaluation=evaluation, key=key)
+        if entry.kinds is not None:
+            rows = _of_kinds(rows, entry, key)
         if isinstance(rows, list):  # read already, so that what can't be used is known
             rows = [row for row in rows if _takes(row, modalities, None if bundled else on_bad)]
         parts.append(rows)
@@ -212,6 +214,21 @@ def open_rows(
         [Part(None, entry.weight, entry.epochs) for entry in entries],
         [_own_limits(data, entry) for entry in entries],
     )
+
+
+def _of_kinds(rows: Sequence[Row], entry: DataEntry, key: str) -> list[Row]:
+    """The rows of the entry's kinds."""
+    assert entry.kinds is not None
+    if not isinstance(rows, list):
+        raise UserError(
+            f"{key}: kinds of {entry}: its rows are read when their turn comes; kinds is for JSONL, JSON, CSV and bundled sets."
+        )
+    found = [row for row in rows if row.kind in entry.kinds]
+    missing = [kind for kind in entry.kinds if all(row.kind != kind for row in found)]
+    if missing:
+        there = ", ".join(sorted({row.kind or "none" for row in rows}))
+        raise UserError(f"{key}: {entry} has no rows of kind {missing[0]}; their kinds: {there}.")
+    return found
 
 
 def _own_limits(data: DataConfig, entry: DataEntry) -> MediaLimits | None:

@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from zoo.config.compose import load_recipe, save_recipe
+from zoo.config.entries import parse_entry
 from zoo.config.files import read_recipe, read_size, recipe_names, size_names
 from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
@@ -147,7 +148,8 @@ def test_no_recipe_or_size_says_what_happens_to_rows() -> None:
     assert len(sizes) > 20 and len(recipes) > 10
     for layer in (*sizes, *recipes):
         data = dict(layer.tree.get("data") or {})
-        assert data.pop("train", ["digits:train"]) == ["digits:train"], layer.origin
+        for entry in data.pop("train", []):
+            assert parse_entry(entry, "data.train").path == "digits:train", layer.origin
         assert data.keys() <= {"cache_mb", "bundled"}, layer.origin
 
 
