@@ -16,10 +16,10 @@ from zoo.engine.model import build
 from zoo.engine.model.matrices import is_matrix
 from zoo.engine.train import bad_step_detector, optimization
 
-UPDATES, LR, DECAY, BETAS = 4, 2e-3, 0.1, (0.9, 0.95)
+UPDATES, LR, SCALE, DECAY, BETAS = 4, 2e-3, 3.0, 0.1, (0.9, 0.95)
 KEYS = (
     "size=tiny-moe", "hardware=cpu", "engine.threads=1", "train.optimizer=muon", "train.momentum=0.9", f"train.lr={LR}", f"train.min_lr={LR}",
-    "train.warmup_steps=0", f"train.weight_decay={DECAY}", "train.lr_scale={vision: 0.5}", "train.clip_grad=0",
+    f"train.matrix_lr_scale={SCALE}", "train.warmup_steps=0", f"train.weight_decay={DECAY}", "train.lr_scale={vision: 0.5}", "train.clip_grad=0",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ class Reference:
             names = [name for name in parameters if name.startswith("vision.") == vision]
             lr = LR * (0.5 if vision else 1.0)
             matrices = [one for name in names if name in of_muon for one in self.published[name]]
-            muon = torch.optim.Muon(matrices, lr, DECAY, 0.9, adjust_lr_fn="match_rms_adamw")
+            muon = torch.optim.Muon(matrices, SCALE * lr, DECAY, 0.9, adjust_lr_fn="match_rms_adamw")
             flat = [one for name in names if name not in of_muon for one in self.published[name]]
             groups = [
                 {"params": [one for one in flat if one.ndim > 1], "weight_decay": DECAY},

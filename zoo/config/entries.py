@@ -244,7 +244,9 @@ def _check_kinds(entry: DataEntry, key: str) -> None:
     if kinds is None:
         return
     if not kinds or not all(isinstance(kind, str) for kind in kinds):
-        raise ConfigError(f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]")
+        raise ConfigError(
+            f"{key}: kinds={list(kinds)} of {entry}: wanted a list of kinds, such as [image, audio]"
+        )
     if entry.stream:
         raise ConfigError(f"{key}: kinds of {entry}: a stream gives all its rows; leave out kinds or stream")
 

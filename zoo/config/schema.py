@@ -126,8 +126,9 @@ class TrainConfig:
     warmup_steps: int = number(0, 0, 10**9)  # linear warm-up in updates, the last one at lr; a run of fewer updates never reaches lr
     schedule: str = choice("cosine", "cosine", "constant", "linear", "wsd")  # after the warm-up: cosine or linear to min_lr | constant: lr | wsd: lr, then linear to min_lr over decay_steps
     decay_steps: int | None = number(None, 1, 10**9)  # wsd: the last updates, in which the rate falls; default: a tenth of the steps
-    optimizer: str = choice("adamw", "adamw", "muon")  # adamw | muon: Muon for the matrices of decoder and towers, AdamW for embeddings, heads, routers, norms and biases, at one lr
+    optimizer: str = choice("adamw", "adamw", "muon")  # adamw | muon: Muon for the matrices of decoder and towers, AdamW for embeddings, heads, routers, norms and biases
     momentum: float = number(0.95, 0, below=1)  # Muon
+    matrix_lr_scale: float = number(1.0, above=0, most=1e3)  # learning rate of Muon's matrices, as a factor of lr
     weight_decay: float = number(0.0, 0, 100)  # decoupled weight decay (not on norms and biases)
     beta1: float = number(0.9, 0, below=1)  # AdamW
     beta2: float = number(0.95, 0, below=1)  # AdamW

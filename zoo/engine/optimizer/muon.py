@@ -1,6 +1,6 @@
 """Muon for the matrices of a model and AdamW for its other weights, in megatron-core's distributed optimizer.
 
-Both have one learning rate, one weight decay and the formats of `zoo.nn.adamw.state`. Muon's momentum is held as AdamW's first
+Both have one schedule, one weight decay and the formats of `zoo.nn.adamw.state`. Muon's momentum is held as AdamW's first
 moment is, under its name: both are averages of gradients. There is no second moment.
 """
 
@@ -39,11 +39,12 @@ class Muon(AdamW):
 
     Attributes:
         momentum: of the moving average of gradients.
+        lr_scale: factor of the learning rate for matrices.
     """
 
-    def __init__(self, params: Any, *, momentum: float, **options: Any) -> None:
+    def __init__(self, params: Any, *, momentum: float, lr_scale: float = 1.0, **options: Any) -> None:
         super().__init__(params, **options)
-        self.momentum = momentum
+        self.momentum, self.lr_scale = momentum, lr_scale
         self._exchanges: list[tuple[Exchange, dict[int, Shard]]] = []
         self._matrices: set[Tensor] = set()
 
@@ -101,10 +102,11 @@ class Muon(AdamW):
             held[index] = shard.start, ahead
             half = part.dtype == torch.bfloat16
             weight = join(part.detach(), self.state[part][MASTER]) if half else part.detach()
-            weights[index] = weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+            weights[index] = weight.mul_(1.0 - self.lr_scale * group["lr"] * group["weight_decay"])
         by_rate: dict[float, list[tuple[Tensor, Tensor]]] = {}
         for found in exchange.orthogonalize(batch, held):
-            shard, lr = mine[found.index], groups[mine[found.index].part]["lr"]
+            shard = mine[found.index]
+            lr = self.lr_scale * groups[shard.part]["lr"]
             piece = weights[found.index][found.first - shard.start : found.end - shard.start]
             by_rate.setdefault(lr * rms_scale(*found.shape), []).append((piece, found.values))
         for rate, pairs in by_rate.items():
@@ -159,6 +161,6 @@ def _expert_group(world: World, info: ShardInfo) -> Any:
     return mine
 
 
-def maker(momentum: float) -> Callable[..., Muon]:
-    """What makes the inner optimizers: `Muon` with this momentum."""
-    return lambda params, **options: Muon(params, momentum=momentum, **options)
+def maker(momentum: float, lr_scale: float) -> Callable[..., Muon]:
+    """What makes the inner optimizers: `Muon` with this momentum and factor of the learning rate."""
+    return lambda params, **options: Muon(params, momentum=momentum, lr_scale=lr_scale, **options)

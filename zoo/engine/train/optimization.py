@@ -96,7 +96,7 @@ def build_optimizer(
         }
     optimizer = inner_optimizer.build(
         config,
-        muon.maker(train.momentum) if train.optimizer == "muon" else AdamW,
+        muon.maker(train.momentum, train.matrix_lr_scale) if train.optimizer == "muon" else AdamW,
         lambda: get_megatron_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
