@@ -68,11 +68,16 @@ def test_bytes_of_compact_state(optimizer: str, pool: Pool, tmp_path: Path) -> N
     overrides = ("size=tiny-moe", *ROW, "engine.precision=bf16", *keys.split())
     recipe = validate(load_recipe("qwen3_vl_moe_sft", list(overrides)), 2)
     model = model_of(recipe)
-    for held in pool.run(2, run_bytes, "qwen3_vl_moe_sft", overrides, str(tmp_path)):
+    ranks = pool.run(2, run_bytes, "qwen3_vl_moe_sft", overrides, str(tmp_path))
+    for held in ranks:
         plan = memory(model, recipe, held.rows[0], 2, fused=False)[0]
         assert plan.weights == pytest.approx(held.weights, rel=0.01)
         assert plan.grads == pytest.approx(held.grads, rel=0.01)
-        assert plan.optimizer == pytest.approx(held.optimizer, rel=0.01)
+        limit = (
+            0.01 if optimizer == "adamw" else 0.1
+        )  # second moments are with the ranks whose ranges hold embeddings
+        assert plan.optimizer == pytest.approx(held.optimizer, rel=limit)
+    assert plan.optimizer == pytest.approx(mean(held.optimizer for held in ranks), rel=0.01)
 
 
 def widest(plans: list[Memory], recipe: Recipe, stage: int) -> float:
