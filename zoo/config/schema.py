@@ -120,6 +120,10 @@ class TrainConfig:
     epochs: float | None = number(None, above=0, most=1e6)  # passes over the training rows, when steps is not given
     global_batch: int = number(8, 1, 10**6)  # rows per optimizer step, all ranks together (packed rows under thd)
     micro_batch: int = number(1, 1, 10**5)  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
+    loss: str = choice("nll", "nll", "dpo", "ipo", "simpo", "orpo")  # nll: of the answers' tokens | of preference pairs (docs/preference.md)
+    beta: float = number(0.1, above=0, most=1e6)  # dpo, ipo, simpo, orpo: how much a difference of log-probabilities counts
+    label_smoothing: float = number(0.0, 0, below=0.5)  # dpo, simpo: share of pairs taken to be the wrong way round
+    simpo_gamma: float = number(0.5, 0, 1e6)  # simpo: the margin between the rewards of a pair
     lr: float = number(1e-5, 0, 100)  # peak learning rate
     min_lr: float = number(0.0, 0, 100)  # learning rate that the schedule would reach one update after the last; constant has none
     lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
@@ -145,7 +149,7 @@ class TrainConfig:
     spike_after: int = number(100, 0, 10**6)  # good steps before spikes are looked for
     aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss
     z_loss: float = number(0.0, 0, 1000)  # coefficient of the router's z-loss
-    mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out
+    mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out, as losses of preference pairs do
     eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
     save: str = choice("full", "full", "weights")  # full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins the optimizer's moments anew
@@ -158,6 +162,11 @@ class TrainConfig:
     early_stop_min_delta: float = number(0.0, 0, 1e9)  # an improvement is one of more than this
     log_every: int = number(10, 1, 10**9)  # steps between plain log lines (every step is in train.jsonl)
     max_minutes: float | None = number(None, above=0, most=1e8)  # stop (save, evaluate, export) after this long
+
+    @property
+    def pairs(self) -> bool:
+        """Whether the loss is one of preference pairs."""
+        return self.loss != "nll"
 
 
 @dataclass(frozen=True, kw_only=True)

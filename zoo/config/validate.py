@@ -15,6 +15,7 @@ from zoo.config.checks.layout import check_layout, check_packing
 from zoo.config.checks.metrics import parse_metric
 from zoo.config.checks.model import check_lora, check_model
 from zoo.config.checks.optimizer import check_optimizer
+from zoo.config.checks.preference import check_preference
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.derived import alignment, run_folder, sequence_parallel
 from zoo.config.devices import gpu_count
@@ -43,6 +44,7 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     check_model(recipe)
     check_lora(recipe)
     check_optimizer(recipe)
+    check_preference(recipe)
     _check_length(recipe)
     check_schedule(recipe.train, recipe.train.steps)
     _check_accepted(recipe)
@@ -110,6 +112,8 @@ def _derived(recipe: Recipe) -> dict[str, Any]:
     """Values of the keys left open that follow from other keys or from the machine."""
     sp = sequence_parallel(recipe)
     changes: dict[str, Any] = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
+    if recipe.train.pairs:
+        changes["train.mtp_loss"] = 0.0  # multi-token prediction learns single answers
     if recipe.run.stage is not None:
         changes["run.stage"] = str(expanded(recipe.run.stage))
     if recipe.packing.align is None:

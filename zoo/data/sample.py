@@ -29,6 +29,8 @@ class Sample:
         source: where the row stands.
         weights: (L,) float32 weight of each label in the loss; None where all are 1. A label of weight 0 is IGNORE.
         fit: as `zoo.data.media.sizes.SampleSize` has it.
+        rejected: of a preference pair, whose better answer this is, the sample of the other one.
+        reference: of a pair, a reference model's log-probabilities of the labels of both.
     """
 
     input_ids: Tensor
@@ -38,6 +40,8 @@ class Sample:
     source: str = ""
     weights: Tensor | None = None
     fit: Fit | None = None
+    rejected: Sample | None = None
+    reference: tuple[float, float] | None = None
 
     @property
     def length(self) -> int:
@@ -60,7 +64,13 @@ class Sample:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         own = (self.input_ids, self.labels) + (() if self.weights is None else (self.weights,))
-        return sum(tensor.nbytes for tensor in (*own, *self.media.values()))
+        mine = sum(tensor.nbytes for tensor in (*own, *self.media.values()))
+        return mine if self.rejected is None else mine + self.rejected.nbytes
+
+    @property
+    def segments(self) -> tuple[Sample, ...]:
+        """What lies in the packed row, in order: the sample, or both of a pair."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,9 @@ class MicroBatch:
         num_labels: tokens with loss (targets; see `Sample.num_labels`), on the host.
         layout: layout of the packed row; None for a padded batch.
         weights: as `labels`, float32, the weight of each label in the loss; None where all are 1.
-        label_weight: sum of the weights of the targets, on the host; None where it is `num_labels`.
+        label_weight: what the step's loss is divided by, on the host: of preference pairs their number, else the sum of the
+            weights of the targets; None where it is `num_labels`.
+        reference: (S,) float32 on the host, of pairs a reference model's log-probability of each sample's labels.
     """
 
     input_ids: Tensor
@@ -92,6 +104,7 @@ class MicroBatch:
     layout: PackedLayout | None = None
     weights: Tensor | None = None
     label_weight: float | None = None
+    reference: Tensor | None = None
 
     @property
     def real_tokens(self) -> int:
@@ -184,6 +197,16 @@ def collate_padded(
     return MicroBatch(
         input_ids=input_ids, labels=labels, attention_mask=mask, weights=weights, **_common(samples)
     )
+
+
+def of_pairs(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """A micro-batch that was made of the segments of `samples`, with what it has to know where these are preference pairs."""
+    pairs = [sample for sample in samples if sample.rejected is not None]
+    if not pairs:
+        return batch
+    known = [sample.reference for sample in pairs if sample.reference is not None]
+    reference = torch.tensor(known).flatten() if len(known) == len(pairs) else None
+    return replace(batch, label_weight=float(len(pairs)), weights=None, reference=reference)
 
 
 def _weighted(samples: Sequence[Sample]) -> bool:

@@ -82,6 +82,7 @@ def packed_rows(
         augment=chosen.augment,
         blank=chosen.blank_answers,
         seed=recipe.run.seed,
+        pairs=recipe.train.pairs,
     )
     cost = training_cost(assembly.config, recipe)
     loader = BatchLoader(source, recipe, align=align, cost=cost, prefetch=False)

@@ -18,8 +18,8 @@ class MicroBatchLike(Protocol):
     input_ids, labels: (B, T0) int64 padded, with `attention_mask` (B, T0); or (1, T) packed, with `lengths` or `layout`.
     labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
 
-    A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, and
-    `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
+    float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.preference`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
@@ -41,6 +41,7 @@ class HostBatch:
     media: Mapping[str, Tensor]
     weights: Tensor | None = None
     position_ids: Tensor | None = None
+    reference: Tensor | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
@@ -55,6 +56,7 @@ class HostBatch:
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
             getattr(batch, "position_ids", None),
+            getattr(batch, "reference", None),
         )
 
 

@@ -36,9 +36,15 @@ def caller_values(values: Tensor, source: Tensor, shape: tuple[int, ...], cp_gro
     """
     rows = source.to(values.device, non_blocking=True)
     flat = values.new_zeros(math.prod(shape)).index_copy(0, rows, values)
-    if cp_group is not None:
-        flat = _SumOverContext.apply(flat, cp_group, 1 if _in_a_schedule() else cp_group.size())
-    return flat.view(shape)
+    return sum_over_context(flat, cp_group).view(shape)
+
+
+def sum_over_context(values: Tensor, cp_group: Any) -> Tensor:
+    """The sum of a tensor over context-parallel ranks, all of which compute the same loss from it; `cp_group` may be None."""
+    if cp_group is None:
+        return values
+    total: Tensor = _SumOverContext.apply(values, cp_group, 1 if _in_a_schedule() else cp_group.size())
+    return total
 
 
 class _SumOverContext(torch.autograd.Function):

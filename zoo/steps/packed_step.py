@@ -31,8 +31,9 @@ from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
-from zoo.steps.logprobs import caller_values
+from zoo.steps.logprobs import caller_values, sum_over_context
 from zoo.steps.media import MediaStream, RankShare, rank_share
+from zoo.steps.preference import PreferenceLoss
 from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
@@ -59,6 +60,9 @@ class LossInputs:
     ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
     # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for what he does not have
     token_source: Tensor | None = None
+    reference: Tensor | None = (
+        None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
+    )
 
 
 class PackedStep:
@@ -78,13 +82,15 @@ class PackedStep:
         mtp_depths: int = 0,
         mtp_weight: float = 0.0,
         encodes_media: bool = True,
+        preference: PreferenceLoss | None = None,
     ) -> None:
         """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
 
         `config`: the family's; `packing`: zoo.config.schema.PackingConfig; `cp_group`: context-parallel group or
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
         all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token
-        prediction of the model, whose mean loss counts `mtp_weight` times.
+        prediction of the model, whose mean loss counts `mtp_weight` times; `preference`: the loss of training batches, whose
+        samples are pairs; None: that of each label.
         """
         self.config = config
         self.packing = packing
@@ -96,6 +102,7 @@ class PackedStep:
         self.mtp_depths = mtp_depths
         self.mtp_weight = mtp_weight
         self.encodes_media = encodes_media
+        self.preference = preference
 
     def __call__(
         self,
@@ -157,6 +164,8 @@ class PackedStep:
                 rows = experts.flatten(0, 1)[source.clamp(min=0)].masked_fill(source[:, None, None] < 0, -1)
                 given = self._move(rows)
             inputs, found = replace(inputs, routing=Routing(given)), replace(found, token_source=source)
+        if batch.reference is not None:
+            found = replace(found, reference=self._move(batch.reference.float()))
         return inputs, found if batch.weights is None else self.weigh(found, batch.weights)
 
     def weigh(self, loss_inputs: LossInputs, weights: Tensor) -> LossInputs:
@@ -380,6 +389,8 @@ class PackedStep:
         Metrics: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
         `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
         """
+        if self.preference is not None and not evaluate:
+            return self._pair_loss(output, loss_inputs, loss_scale, self.preference)
         nll = output[0] if evaluate else output
         nll, ahead = nll.tensor_split([len(loss_inputs.label_segments)])
         weights = loss_inputs.label_weights
@@ -407,6 +418,26 @@ class PackedStep:
             )
             metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
         return total * loss_scale, metrics
+
+    def _pair_loss(
+        self, nll: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, preference: PreferenceLoss
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum over the pairs of the micro-batch, times `loss_scale`; context-parallel ranks have the same.
+
+        Metrics are sums over this rank, where the first context-parallel rank counts the pairs: `nll` is that of their losses,
+        `weight` their number, `labels` that of this rank's labels, and those of `zoo.steps.preference.METRICS`.
+        """
+        segments = self._move(loss_inputs.label_segments)
+        answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
+        answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
+        answers = sum_over_context(answers, self.cp_group if self.cp_size > 1 else None)
+        losses, metrics = preference(answers[0], answers[1].detach(), loss_inputs.reference)
+        total, counted = losses.sum(), float(self.cp_rank == 0)
+        sums = {name: value.sum() * counted for name, value in metrics.items()}
+        sums["nll"] = total.detach() * counted
+        sums["weight"] = total.new_full((), len(losses) * counted)
+        sums["labels"] = total.new_full((), float(nll.shape[0]))
+        return total * loss_scale, sums
 
     def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
         """Log-probability of each token given those before it in its sample, in the caller's shape.

@@ -11,7 +11,10 @@ from typing import Any
 
 from zoo.errors import ConfigError, UserError, printable
 
-SMALLER, LARGER = ("loss", "wer", "cer", "perplexity"), ("exact_match", "accuracy", "anls", "vqa", "f1")
+SMALLER, LARGER = (
+    ("loss", "wer", "cer", "perplexity"),
+    ("exact_match", "accuracy", "anls", "vqa", "f1", "rewards/accuracies", "rewards/margins"),
+)
 
 
 def parse_metric(text: str, key: str) -> tuple[str, float]:

@@ -1,5 +1,21 @@
 """The bundled `digits` sample set: handwritten and spoken digits as `messages` rows (see README.md)."""
 
+from __future__ import annotations
+
+import zlib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent  # holds train.jsonl, heldout.jsonl and media/
+
+
+def with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: a row of the set as a preference pair, whose rejected answer has another digit in each place.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:with_wrong_answer"}]`. Which digits they are follows from the
+    row alone.
+    """
+    answer = item["messages"][-1]["content"]
+    shift = zlib.crc32(repr(item).encode()) % 9 + 1
+    wrong = "".join(str((int(one) + shift) % 10) if one.isdecimal() else one for one in answer)
+    return {**item, "rejected_response": wrong}

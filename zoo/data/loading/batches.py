@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
-from zoo.data.sample import MicroBatch, Sample, collate, collate_padded
+from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_pairs
 from zoo.data.sources.mixture import SampleId
 from zoo.packing import PackedLayout
 
@@ -32,8 +32,8 @@ def encode_all(lengths: Lengths, bins: Sequence[Sequence[SampleId]]) -> EncodedB
                 continue
             encoded.bins[-1].append(sample)
             size = lengths.get(sample_id)
-            if size is None or size.tokens != sample.length:
-                encoded.findings[sample_id] = lengths.size_of(lengths.source.processor.size(sample))
+            if size is None or size.tokens != lengths.source.encoder.length(sample):
+                encoded.findings[sample_id] = lengths.size_of(lengths.source.encoder.size(sample))
     return encoded
 
 
@@ -41,7 +41,8 @@ def make_batch(
     samples: Sequence[Sample], mode: str, align: int, pad_to: int | None, pad_id: int
 ) -> MicroBatch:
     """The micro-batch of some samples, in pinned memory where there is a GPU."""
+    segments = [segment for sample in samples for segment in sample.segments]
     if mode == "thd":
-        layout = PackedLayout.from_lengths([sample.length for sample in samples], align, pad_to)
-        return collate(samples, layout, pad_id).pin()
-    return collate_padded(samples, align, pad_to, pad_id).pin()
+        layout = PackedLayout.from_lengths([segment.length for segment in segments], align, pad_to)
+        return of_pairs(collate(segments, layout, pad_id), samples).pin()
+    return of_pairs(collate_padded(segments, align, pad_to, pad_id), samples).pin()

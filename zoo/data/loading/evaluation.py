@@ -75,6 +75,7 @@ def eval_batches(
     lookahead: int = 64,
     cost: Callable[[SampleSize], int] | None = None,
     group: RankGroup | None = None,
+    every_variant: bool = False,
 ) -> EvalBatches:
     """Micro-batches that hold every usable row of the source once over all ranks; measures all rows to plan them.
 
@@ -89,6 +90,7 @@ def eval_batches(
         dp_size: how many those are.
         lookahead: rows the packer may choose from (thd).
         cost: of a sample, as `BatchLoader` takes it; and so `group`.
+        every_variant: each usable row in each way that its sample is made (data.augment_variants).
 
     Returns:
         A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
@@ -97,7 +99,8 @@ def eval_batches(
     Raises:
         UserError: no row of the source can be used.
     """
-    lengths, everything = Lengths(source, cost, group), list(map(SampleId, range(len(source))))
+    lengths, count = Lengths(source, cost, group), len(source) * (source.variants if every_variant else 1)
+    everything = list(map(SampleId, range(count)))
     lengths.ahead(everything)
     sizes = {sample_id: size for sample_id in everything if (size := lengths.get(sample_id)) is not None}
     ids = list(sizes)

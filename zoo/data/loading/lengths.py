@@ -210,7 +210,7 @@ class Lengths:
         return [found[sample_id] for sample_id in ids]
 
     def _encoded(self, sample_id: SampleId) -> SampleSize:
-        return self.source.processor.size(self.source.encode(sample_id))
+        return self.source.encoder.size(self.source.encode(sample_id))
 
     def _try(self, sample_id: SampleId, how: Callable[[SampleId], SampleSize | None]) -> Any:
         """The size, the error, or None where it is not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +11,7 @@ from typing import Any
 from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
+from zoo.data.loading import pairs
 from zoo.data.media.decoder import HERE, Decoder, Here
 from zoo.data.media.sizes import Fit, SampleSize
 from zoo.data.processors.augment import Augment
@@ -68,6 +70,11 @@ class LengthLimit:
         Raises:
             RowError: the sample is too long and can't be cut ("overlong").
         """
+        if sample.rejected is not None:
+            taken = sum(-(-one.length // self.align) * self.align for one in sample.segments)
+            if taken > self.tokens:
+                raise self._error(sample.source, f"{taken} tokens of a pair", WAYS)
+            return sample
         if sample.length <= self.tokens:
             return sample
         media = sum(int((sample.input_ids == token).sum()) for token in media_ids)
@@ -119,19 +126,45 @@ class RowEncoder:
         data: labels, overlong and the limits of media are used; rows with limits of their own have those.
         decoder: who decodes media. Those of zoo's own sets are decoded in this process.
         budget: the most tokens of a sample; None: any number.
+        pair_align: rows are preference pairs, and both of their samples are padded to a multiple of this; None: rows are not,
+            and of those that have a rejected answer the other one is learnt.
     """
 
     processor: Processor
     data: DataConfig
     decoder: Decoder = HERE
     budget: int | None = None
+    pair_align: int | None = None
 
     def measure(self, row: Row) -> SampleSize | None:
-        """What `Processor.measure` says."""
-        return self.processor.measure(row, decoder=self._decoder(row), **self._how(row))
+        """What `Processor.measure` says, or of a pair both together."""
+        if self.pair_align is None:
+            return self._measure(row)
+        sizes = [size for one in pairs.rows_of(row) if (size := self._measure(one)) is not None]
+        return pairs.joined_size(sizes, self.pair_align) if len(sizes) == 2 else None
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
-        """What `Processor.encode` says."""
+        """What `Processor.encode` says; both samples of a pair, changed at random alike."""
+        if self.pair_align is None:
+            return self._encode(row, augment)
+        chosen, rejected = pairs.rows_of(row)
+        again = copy.deepcopy(augment)
+        return pairs.joined(self._encode(chosen, augment), self._encode(rejected, again))
+
+    def size(self, sample: Sample) -> SampleSize:
+        """The size of an encoded sample."""
+        sizes = [self.processor.size(one) for one in sample.segments]
+        return sizes[0] if sample.rejected is None else pairs.joined_size(sizes, self.pair_align or 1)
+
+    def length(self, sample: Sample) -> int:
+        """Tokens that an encoded sample takes; of a pair with the padding of both."""
+        align = 1 if sample.rejected is None else self.pair_align or 1
+        return sum(-(-one.length // align) * align for one in sample.segments)
+
+    def _measure(self, row: Row) -> SampleSize | None:
+        return self.processor.measure(row, decoder=self._decoder(row), **self._how(row))
+
+    def _encode(self, row: Row, augment: Augment | None) -> Sample:
         return self.processor.encode(
             row, labels=self.data.labels, decoder=self._decoder(row), augment=augment, **self._how(row)
         )

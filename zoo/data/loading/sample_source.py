@@ -11,9 +11,11 @@ import math
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from zoo.config.entries import MEDIA_KEYS, parse_entry
 from zoo.config.schema import DataConfig
@@ -68,6 +70,8 @@ class SampleSource:
         self._cache = SampleCache(cache_mb)
         self._tick = tick
         self._lock = threading.RLock()
+        # (variants * rows, 2) float32: a reference model's log-probabilities of both samples of each pair, by `key`
+        self.references: np.ndarray | None = None
         self.shrunk = 0  # rows whose media were made smaller (data.overlong=shrink)
         self._shrunk: dict[int, None] = {}  # their numbers; of streams those that are still to come
 
@@ -94,7 +98,7 @@ class SampleSource:
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
             bad_rows: JSONL that bad rows are appended to; see `BadRows`.
-            options: budget, align, augment, blank, seed, decoder and tick, as `of_rows` takes them.
+            options: budget, align, augment, blank, seed, decoder, tick and pairs, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -129,6 +133,7 @@ class SampleSource:
         seed: int = 0,
         decoder: Decoder = HERE,
         tick: Callable[[], None] = lambda: None,
+        pairs: bool = False,
     ) -> SampleSource:
         """The samples of rows that are at hand.
 
@@ -144,6 +149,7 @@ class SampleSource:
             seed: what those changes follow from, beside row and repeat.
             decoder: who decodes media.
             tick: called for each row that is measured or encoded.
+            pairs: rows are preference pairs, and a sample is both of their conversations.
 
         Raises:
             ConfigError: limits of pixels, for a model whose processor has none.
@@ -155,7 +161,7 @@ class SampleSource:
         variants = (data.augment_variants or VARIANTS) if augment else 1
         return cls(
             rows,
-            RowEncoder(processor, data, decoder, limit.tokens),
+            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None),
             limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),
@@ -201,6 +207,9 @@ class SampleSource:
         with self._lock:
             sample = self._cached(self.key(sample_id))
         repeat, row = divmod(sample_id, len(self))
+        if self.references is not None:
+            chosen, rejected = self.references[self.key(sample_id)].tolist()
+            sample = replace(sample, reference=(chosen, rejected))
         return self.augment.blanked(sample, repeat, row, self.processor.pad_id)
 
     def sample(self, sample_id: SampleId) -> Sample | None:
@@ -275,7 +284,7 @@ class SampleSource:
     def _encode(self, variant: int, number: int) -> Sample:
         row, augment = self._read(SampleId(number)), self.augment.media(variant, number)
         sample = self.encoder.encode(row, augment)
-        if sample.length > self.limit.tokens and augment is not None:
+        if self.encoder.length(sample) > self.limit.tokens and augment is not None:
             sample = self.encoder.encode(row)  # a random pause too much is no fault of the row
         self.bad_rows.note_good()
         return self.limit.fitted(sample, self.processor.media_ids, row.limits)

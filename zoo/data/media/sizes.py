@@ -47,11 +47,13 @@ class SampleSize:
         length: tokens, placeholders expanded.
         media: tower -> rows (patches, tiles, mel frames) of each item it sees, as `zoo.packing.cost` takes them.
         fit: how a sample over the budget fits it; None: it does as it is, or no limit of pixels helps.
+        segments: of a preference pair the tokens of each of the two; `length` counts them with their padding.
     """
 
     length: int
     media: Mapping[str, Sequence[float]] = field(default_factory=dict)
     fit: Fit | None = None
+    segments: tuple[int, ...] = ()
 
 
 class ImageSize(NamedTuple):

@@ -128,6 +128,8 @@ def _content(row: Row) -> bytes:
     )
     if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
         plain += (row.tools, row.calls, tuple(map(tuple, row.boxes)))
+    if isinstance(row.rejected, Row):
+        plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
     return repr(plain).encode("utf-8", errors="surrogatepass")
 
 

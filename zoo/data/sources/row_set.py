@@ -106,14 +106,16 @@ class RowSet(Sequence[Row]):
         shares = [replace(share, rows=rows) for share, rows in zip(self.shares, sizes, strict=False)]
         return Mixture(shares, seed, shuffle)
 
-    def notes(self) -> list[str]:
-        """What a user should know of how rows are read, by the first row of each part."""
-        found = []
+    def notes(self, *, pairs: bool = False) -> list[str]:
+        """What a user should know of how rows are read, by the first row of each part; `pairs`: both answers are trained on."""
+        found: list[str] = []
+        if pairs:
+            return found
         for part, name in zip(self.parts, self.names, strict=True):
             row = part.peek() if isinstance(part, RowStream) else _first_row(part)
             if row is not None and row.form == PREFERENCE:
                 found.append(
-                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are passed over"
+                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are passed over (train.loss=dpo compares them)"
                 )
         return found
 

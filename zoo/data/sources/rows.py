@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
-from zoo.data.sources.formats.choose import FORMATS, Form, to_own
+from zoo.data.sources.formats.choose import FORMATS, PREFERENCE, Form, to_own
 from zoo.data.sources.formats.turns import check_number, own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
@@ -85,6 +85,8 @@ class Row:
     task: str | None = None  # what the answer is, which says how it is scored
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
     limits: MediaLimits | None = None  # of its media, where its entry has its own
+    # Of a preference pair the row with the worse answer, or what is wrong with it.
+    rejected: Row | RowError | None = None
 
     def path(self, name: str) -> Path:
         """A media file's path."""
@@ -176,6 +178,7 @@ def make_row(item: Mapping[str, Any], source: str, access: Access, form: Form | 
 
 def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> Row:
     item, found, boxes = to_own(item, form, source)
+    rejected = item.pop("rejected", None) if found == PREFERENCE else None
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
@@ -212,10 +215,23 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         form=found,
         task=_typed(item, "task", str, None, source),
         answers=_answers(item, source),
+        rejected=_rejected(rejected, source, access),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
         raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
     return row
+
+
+def _rejected(
+    item: Mapping[str, Any] | RowError | None, source: str, access: Access
+) -> Row | RowError | None:
+    """A pair's row with the worse answer; what is wrong with it matters where pairs are trained alone."""
+    if item is None or isinstance(item, RowError):
+        return item
+    try:
+        return _made(item, source, access, Form("messages"))
+    except RowError as error:
+        return error
 
 
 def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:

@@ -15,6 +15,7 @@ from zoo.engine.distributed.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.inputs import Stage
 from zoo.registry import ModelFamily, get_family
+from zoo.steps.preference import PreferenceLoss
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,16 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
         mtp_depths=assembly.config.mtp_layers(recipe),
         mtp_weight=recipe.train.mtp_loss,
         encodes_media=world.pp_rank == 0,
+        preference=preference_loss(recipe),
     )
+
+
+def preference_loss(recipe: Recipe) -> PreferenceLoss | None:
+    """The loss of pairs that a recipe trains with; None where it learns answers by themselves."""
+    train = recipe.train
+    if not train.pairs:
+        return None
+    return PreferenceLoss(train.loss, train.beta, train.label_smoothing, train.simpo_gamma)
 
 
 def model_dims(assembly: Assembly) -> Dims:

@@ -33,8 +33,9 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
     )
 
     def cost(size: SampleSize) -> int:
-        parts = model.parts(size.length, media=size.media)
-        flops = sum(factors[name] * parts[name] for name in factors)
+        first, *others = size.segments or (size.length,)
+        parts = [model.parts(first, media=size.media), *(model.parts(length, media={}) for length in others)]
+        flops = sum(factors[name] * one[name] for one in parts for name in factors)
         return max(1, round(flops / UNIT))
 
     return cost

@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from zoo.engine.report.terminal import live_line
 
+ACCURACY = "rewards/accuracies"  # of preference pairs
 _LEAST, _MOST = 10, 30  # characters of the bar
 
 
@@ -35,6 +36,7 @@ class Progress:
         parts = [
             (f"step {step}/{self.total}", 0),
             (f"loss {metrics['loss']:.4f}", 0),
+            *([(f"acc {metrics[ACCURACY]:.0%}", 0)] if ACCURACY in metrics else []),
             (f"lr {metrics['lr']:.2e}", 3),
             (f"{tokens:,.0f} {unit}", 1),
             (f"pad {metrics['pad_fraction']:.1%}", 5),

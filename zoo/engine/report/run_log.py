@@ -15,7 +15,7 @@ from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.engine.report.loss_plot import plot_losses
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
-from zoo.engine.report.progress_line import Progress
+from zoo.engine.report.progress_line import ACCURACY, Progress
 from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
@@ -106,8 +106,9 @@ class RunLog:
             return
         self._line({"event": "eval", "step": step, **metrics, "data": data})
         kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
+        pairs = f", accuracy of pairs {metrics[ACCURACY]:.1%}" if ACCURACY in metrics else ""
         self.say(
-            f"eval at step {step}: loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} ({kinds})"
+            f"eval at step {step}: loss {metrics['loss']:.4f}{pairs}, exact match {metrics['exact_match']:.1%} ({kinds})"
         )
 
     def predictions(self, step: int, found: Sequence[Prediction]) -> tuple[Path, str] | None:

@@ -17,6 +17,7 @@ _NEXT = {
     "data": "building the model",
     "model": "loading weights",
     "weights": "building the optimizer",
+    "reference": "building the optimizer",
     "optimizer": "first step",
 }
 STARTED = "ZOO_STARTED"  # environment variable: the time of the command, in seconds since 1970

@@ -22,6 +22,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report import terminal
+from zoo.errors import ConfigError
 
 
 class RowCounter:
@@ -97,6 +98,11 @@ def open_data(
         tick: called for each row that is read.
     """
     settings = with_defaults(recipe.data)
+    if recipe.train.pairs and settings.blank_answers:
+        raise ConfigError(
+            f"data.bundled.blank_answers={settings.blank_answers:g} with train.loss={recipe.train.loss}: answers of preference pairs "
+            "are compared as they are; set data.blank_answers=0"
+        )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read = RowCounter(tick)
     decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
@@ -106,6 +112,7 @@ def open_data(
         "align": align,
         "tick": rows_read,
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
+        "pairs": recipe.train.pairs,
     }
     source = SampleSource.open(
         settings.train,

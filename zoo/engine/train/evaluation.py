@@ -14,11 +14,18 @@ from typing import Any
 import torch
 
 from zoo.engine.distributed.world import World
+from zoo.engine.train.preference.pair_metrics import PairSums
+from zoo.steps.preference import PreferenceLoss
 
 
 @torch.no_grad()
 def evaluate(
-    step: Any, chunks: Sequence[Any], batches: Iterable[Any], world: World, spare: Callable[[], Any]
+    step: Any,
+    chunks: Sequence[Any],
+    batches: Iterable[Any],
+    world: World,
+    spare: Callable[[], Any],
+    preference: PreferenceLoss | None = None,
 ) -> dict[str, Any]:
     """Metrics over all rows of `batches` and all ranks.
 
@@ -28,18 +35,31 @@ def evaluate(
         batches: this rank's micro-batches, as many on every rank; None stands for one without rows.
         world: the process groups.
         spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
+        preference: the loss of pairs, where the rows are such; None: where they are not.
 
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
+        Of pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
+        `zoo.steps.preference.METRICS` too.
     """
     for chunk in chunks:
         chunk.eval()
-    sums = _Sums()
-    for kinds, table in row_sums(step, chunks, batches, world, spare):
-        sums.add(kinds, table)
+    sums, pairs = _Sums(), None if preference is None else PairSums(preference)
+    references: list[Any] = []  # of the batch at hand
+
+    def noted() -> Iterator[Any]:
+        for batch in batches:
+            references[:] = [getattr(batch, "reference", None)]
+            yield batch
+
+    for kinds, table in row_sums(step, chunks, noted(), world, spare):
+        if pairs is None:
+            sums.add(kinds, table)
+        else:
+            pairs.add(kinds, table, references[0])
     for chunk in chunks:
         chunk.train()
-    return sums.gather(world)
+    return (pairs or sums).gather(world)
 
 
 @torch.no_grad()

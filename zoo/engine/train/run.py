@@ -38,6 +38,7 @@ from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.dataloader import open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
+from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import expert_metrics, step_record
 from zoo.engine.train.train_step import StepResult, TrainStep
 from zoo.engine.watchdog.progress import Progress
@@ -103,15 +104,21 @@ class Run:
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
         recipe, world, family = self.recipe, self.world, self.assembly.family
+        reference = Reference.of(recipe, self.assembly, world, self.folder)
+        anew = reference is not None and not reference.read(self.data, self.rows.known)
         chunks = build.build_model(self.assembly, recipe, world)
         self.startup.mark("model")
         if recipe.lora.rank:
-            self._adapt(chunks)
-        elif self.resume_from is None:
+            self._adapt(chunks, fresh=anew or self.resume_from is None)
+        elif anew or self.resume_from is None:
             initial_weights.init_weights(chunks, self.assembly, recipe, world)
         self.startup.mark(
             "weights", initial_weights.weight_bytes(self.assembly) if self.resume_from is None else 0
         )
+        self.step = build.build_step(self.assembly, recipe, world)
+        if reference is not None and anew:
+            reference.compute(self.data, self.step, chunks, self.progress.tick)
+            self.startup.mark("reference")
         build.freeze(chunks, recipe.model.freeze, family)
         wrapped = optimization.wrap_ddp(chunks, recipe)
         made = optimization.build_optimizer(wrapped, recipe, self.assembly, world, self.total_steps)
@@ -120,18 +127,10 @@ class Run:
         self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:
             self._resume(self.resume_from)
-        self.step = build.build_step(self.assembly, recipe, world)
-        self.train_step = TrainStep(
-            recipe,
-            world,
-            self.step,
-            self.trainable,
-            self.loader,
-            self.detector,
-            self.progress,
-            self.times,
-            self.saver.before_update,
-        )
+        if reference is not None:
+            reference.give(self.data)
+        parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update)
+        self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts)
         self.startup.mark("optimizer")
 
     def _resume(self, checkpoint: Path) -> None:
@@ -146,10 +145,10 @@ class Run:
             sharded.load(self.trainable, self.resume_from, self.world, self.state["ranks"])
         resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
 
-    def _adapt(self, chunks: list[Any]) -> None:
+    def _adapt(self, chunks: list[Any], *, fresh: bool) -> None:
         """Load the weights that adapters belong to, and put new adapters (or those of lora.init) beside them."""
-        recipe, world, fresh = self.recipe, self.world, self.resume_from is None
-        self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=fresh)
+        recipe, world, first = self.recipe, self.world, self.resume_from is None
+        self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=first)
         self.adapters = initial_weights.attach_adapters(chunks, self.assembly, recipe, world)
         if fresh:
             lora_files.start(self.adapters, recipe)
@@ -289,7 +288,8 @@ class Run:
         self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
         batches = self._until_interrupted(eval_set)
-        metrics = evaluate(self.step, self.trainable.chunks, batches, self.world, eval_set.spare)
+        about = (self.world, eval_set.spare, self.step.preference)
+        metrics = evaluate(self.step, self.trainable.chunks, batches, *about)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
@@ -380,7 +380,7 @@ class Run:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
             if not (self.state or {}).get("optimizer", True):
                 self.log.say(messages.WITHOUT_MOMENTS)
-        notes = self.source.rows.notes()
+        notes = self.source.rows.notes(pairs=self.recipe.train.pairs)
         resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
         held_out = self.data.held_out
         self.log.say(

@@ -9,14 +9,15 @@ dp * cp ranks, hence `Counts.loss_scale` = dp * micro-batches / N.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zoo.engine.distributed.world import World
+from zoo.steps.preference import METRICS
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,18 @@ class Totals:
     labels: float
     grad_norm: float
     mtp_loss: float | None
+    pairs: Mapping[str, float] = field(default_factory=dict)  # means over preference pairs, and their number
 
     @classmethod
     def of(
-        cls, sums: Sequence[dict[str, Any]], counts: Counts, grad_norm: float, world: World, *, mtp: bool
+        cls,
+        sums: Sequence[dict[str, Any]],
+        counts: Counts,
+        grad_norm: float,
+        world: World,
+        *,
+        mtp: bool,
+        pairs: bool = False,
     ) -> Totals:
         """Sum over all ranks: with the gradient's norm, the step's one wait for the device.
 
@@ -68,8 +77,9 @@ class Totals:
             sums: of each of this rank's micro-batches, as the PackedStep returned them.
             grad_norm: the gradient's norm on this rank; the first rank's counts.
             mtp: whether `sums` have the loss of multi-token prediction.
+            pairs: whether they are those of preference pairs.
         """
-        names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()))
+        names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *(METRICS if pairs else ()))
         mine = [0.0] * len(names)
         if world.counts_loss and sums:
             mine = [
@@ -80,6 +90,9 @@ class Totals:
         everything = world.sum([*host, *norm, *mine]) if world.size > 1 else [*host, *norm, *mine]
         real, total, grad_norm, nll, labels, weight, *further = everything
         weight = weight or 1.0  # no label at all
+        if pairs:
+            means = {name: value / weight for name, value in zip(METRICS, further, strict=True)}
+            return cls(real, total, nll / weight, labels, grad_norm, None, {"pairs": int(weight), **means})
         mtp_loss = further[0] / weight if further else None
         return cls(real, total, nll / weight, labels, grad_norm, mtp_loss)
 
@@ -97,6 +110,7 @@ def step_record(step: int, totals: Totals, lr: float, waited: float, seconds: fl
         "step_ms": seconds * 1e3,
         "data_ms": waited * 1e3,
         "data_wait": waited / seconds,
+        **totals.pairs,
     }
     return record if totals.mtp_loss is None else {**record, "mtp_loss": totals.mtp_loss}
 

@@ -132,7 +132,8 @@ class TrainStep:
         found: list[tuple[Totals, BadStep | None]] = []
 
         def good(norm: float) -> bool:
-            totals = Totals.of(sums, counts, norm, self.world, mtp=bool(self.step.mtp_depths))
+            has = {"mtp": bool(self.step.mtp_depths), "pairs": self.step.preference is not None}
+            totals = Totals.of(sums, counts, norm, self.world, **has)
             found.append((totals, self.detector.check(totals.loss, totals.grad_norm)))
             return found[0][1] is None
 

@@ -167,8 +167,9 @@ def test_preferences_are_announced(folder: Path) -> None:
     entries = [parse_entry(str(folder / name), "data.train") for name in ("p.jsonl", "m.jsonl")]
     (note,) = open_rows(entries, DataConfig(), ("text",), pytest.fail).notes()
     assert note.endswith(
-        "p.jsonl has preference pairs: the chosen answers are learnt, the rejected ones are passed over"
+        "p.jsonl has preference pairs: the chosen answers are learnt, the rejected ones are passed over (train.loss=dpo compares them)"
     )
+    assert not open_rows(entries, DataConfig(), ("text",), pytest.fail).notes(pairs=True)
     stream = DataEntry(path=str(folder / "p.jsonl"), stream=True)
     rows = open_rows([stream], DataConfig(), ("text",), pytest.fail)
     assert len(rows.notes()) == 1 and said(rows[0]) == PLAIN

@@ -55,11 +55,38 @@ def from_question_answer(item: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:
-    """Rows of preference pairs: the `chosen` answer is learnt, the `rejected` one is passed over.
+    """Rows of preference pairs: the conversation with the `chosen` answer, and as `rejected` the one with the other.
 
     The question stands in `prompt`, in `question`, `query` or `instruction`, in `conversations` or `messages`, or
-    `chosen` is the whole conversation. ms-swift's `messages` beside `rejected_response` are the chosen ones.
+    `chosen` is the whole conversation. ms-swift's `messages` beside `rejected_response` or `rejected_messages` are the
+    chosen ones. What is wrong with the rejected answer alone is `rejected` in its place, as a RowError.
     """
+    row = _preferred(item, source)
+    try:
+        rejected = _rejected(item, source)
+    except RowError as error:
+        return {**row, "rejected": error}
+    return row if rejected is None else {**row, "rejected": rejected}
+
+
+def _rejected(item: dict[str, Any], source: str) -> dict[str, Any] | None:
+    """The row with the rejected answer in the place of the chosen one; None where there is none."""
+    key = next((key for key in REJECTED if item.get(key) is not None), None)
+    if key is None:
+        return None
+    answer = item[key]
+    if item.get("chosen") is None:
+        turns = next(one for one in ("messages", "conversations") if isinstance(item.get(one), list))
+        asked = own_messages(item[turns], turns, source, strict=True)
+        last = next((n for n in range(len(asked), 0, -1) if asked[n - 1]["role"] != "assistant"), 0)
+        if isinstance(answer, list) and _opens(answer):
+            return _built(own_messages(answer, key, source, strict=True), item, source)
+        return _continued({**item, turns: None}, turns, asked[:last], key, answer, source)
+    return _preferred({**item, "chosen": answer}, source)
+
+
+def _preferred(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """The row with the chosen answer."""
     turns = next((key for key in ("messages", "conversations") if isinstance(item.get(key), list)), None)
     chosen = item.get("chosen")
     if chosen is None and turns is not None:

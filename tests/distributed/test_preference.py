@@ -1,0 +1,79 @@
+"""A run on preference pairs under every layout has the losses, gradient norms and rewards of one rank, its reference included."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.matrix import MODELS, PARALLEL
+from support.pool import Pool
+from support.preference import pair_run, records, write_pairs
+
+FAST = ("dp2", "dense", "dpo")
+CASES = [
+    FAST,
+    ("tp2", "gdn", "ipo"),
+    ("pp2", "dense", "dpo"),
+    ("pp2 vpp2", "dense", "simpo"),
+    ("cp2", "dense", "dpo"),
+    ("ep2", "moe", "dpo"),
+    ("tp2 cp2", "llava", "orpo"),
+    ("cp2 ep2", "omni", "dpo"),
+]
+SAME = (
+    "loss",
+    "grad_norm",
+    "labels",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "pairs",
+)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name", "loss"),
+    [pytest.param(*case, marks=[] if case == FAST else pytest.mark.slow) for case in CASES],
+)
+def test_a_layout_trains_as_one_rank(parallel: str, name: str, loss: str, pool: Pool, tmp_path: Path) -> None:
+    model, setting = MODELS[name], PARALLEL[parallel]
+    folder = model.write(tmp_path / "model")
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    data = write_pairs(tmp_path / "pairs.jsonl", 7, kinds)
+    common = (
+        *data, *model.overrides, f"train.loss={loss}", f"model.init={folder}", "train.steps=3",
+        "train.global_batch=2", "train.lr=1e-3", "train.schedule=constant", "packing.align=8", "packing.budget=1024",
+        "data.lookahead=4", "train.aux_loss=0",
+    )  # fmt: skip
+    alone, spread = (tmp_path / name for name in ("alone", "spread"))
+    wanted = pool.run(1, pair_run, model.recipe, (*common, f"run.dir={alone}"), timeout=300.0)[0]
+    more = (*common, *setting.overrides, f"run.dir={spread}")
+    found = pool.run(setting.ranks, pair_run, model.recipe, more, timeout=300.0)[0]
+    assert len(found) == len(wanted) == 4  # three steps and the evaluation
+    for one, other in zip(found, wanted, strict=True):
+        for key in SAME:
+            if key in other:
+                assert one[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5), key
+    assert abs(wanted[2]["rewards/margins"]) > 1e-3, "the updates moved nothing"
+    if loss == "dpo":
+        resumed(pool, model.recipe, more, setting.ranks, spread)
+
+
+def resumed(pool: Pool, recipe: str, overrides: tuple[str, ...], ranks: int, folder: Path) -> None:
+    """A run that is resumed reads the reference, or computes the same from the weights that it began with."""
+    from safetensors.numpy import load_file
+
+    file = folder / "reference.safetensors"
+    before: dict[str, Any] = load_file(file)
+    written = file.stat().st_mtime_ns
+    longer = tuple(one if one != "train.steps=3" else "train.steps=4" for one in overrides)
+    kept = pool.run(ranks, pair_run, recipe, longer, timeout=300.0)[0]
+    assert file.stat().st_mtime_ns == written
+    file.unlink()
+    longer = tuple(one if one != "train.steps=4" else "train.steps=5" for one in longer)
+    anew = pool.run(ranks, pair_run, recipe, longer, timeout=300.0)[0]
+    assert [one["step"] for one in (kept + anew[-2:])][-2:] == [5, 5]
+    after = load_file(file)
+    for name, values in before.items():
+        assert values.shape[1] == 2 and abs(after[name] - values).max() < 1e-5
+    assert records(folder)

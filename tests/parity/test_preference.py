@@ -1,0 +1,82 @@
+"""Losses of preference pairs and every gradient are those of transformers' model on each conversation by itself."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import tiny_llava, tiny_omni, tiny_qwen3_vl
+from support.engine import single_process_world
+from support.matrix import MODELS
+from support.preference import KINDS, encoded_pairs, hf_logprobs, pair_zoo, plain_loss, write_pairs
+from support.tiny import load_plain
+from torch import Tensor
+
+from zoo.data.loading.batches import make_batch
+
+LIMIT = 5e-5  # relative
+NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
+PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
+    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
+    "qwen3_vl_moe_sft": tiny_qwen3_vl.turn_experts,
+    "llava_onevision_sft": tiny_llava.publish,
+    "qwen3_omni_sft": tiny_omni.published,
+}
+LOSSES = ("dpo", "ipo", "simpo", "orpo")
+CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in ("gdn", "moe", "omni", "llava", "windows"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [pytest.param(*case, marks=[] if case[0] == "dense" else pytest.mark.slow) for case in CASES],
+)
+def test_loss_and_gradients_are_those_of_transformers(
+    name: str, losses: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text") if name == "llava" else KINDS
+    data = write_pairs(tmp_path / "pairs.jsonl", 5, kinds)
+    with single_process_world() as world:
+        references = None
+        for kind in losses:
+            zoo = pair_zoo(
+                folder,
+                model,
+                world,
+                *data,
+                *model.overrides,
+                f"train.loss={kind}",
+                "train.beta=0.4",
+            )
+            if references is None:
+                draw = np.random.default_rng(0)
+                _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
+                logprobs, labels = hf_logprobs(hf, found)
+                references = (logprobs.detach().numpy() + draw.normal(size=len(logprobs))).astype(np.float32)
+                count = len(found)
+            _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe, references.reshape(-1, 2))
+            wanted = plain_loss(kind, logprobs, labels, torch.tensor(references), beta=0.4, gamma=0.5)
+            hf.zero_grad()
+            wanted.backward(retain_graph=True)
+            samples = [pair.sample for pair in found]
+            batches = [make_batch(part, "thd", 4, None, 0) for part in (samples[:3], samples[3:])]
+            assert sum(batch.label_weight for batch in batches) == count
+            assert batches[0].layout.num_segments == 6
+            for packing in ({"align": 4}, {"align": 4, "mode": "none"}):
+                loss, gradients = zoo.gradients(batches, count, **packing)
+                assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+                compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+
+
+def compare(zoo: Any, gradients: Mapping[str, Any], hf: Any, publish: Any) -> None:
+    """Every gradient that transformers has."""
+    wanted = publish({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
+    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
+    assert wanted.keys() <= found.keys()
+    for name, want in wanted.items():
+        size, error = float(want.norm()), float((found[name] - want).norm())
+        assert error < max(LIMIT * size, NOISE if size < NOISE else 1e-7), (name, error, size)

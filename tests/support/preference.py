@@ -1,0 +1,134 @@
+"""Preference pairs made of the digits: right against wrong answers, as rows, as samples and for transformers' models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.matrix import Model
+
+KINDS = ("image", "multi_image", "video", "text")
+MORE = {
+    "messages": [
+        {"role": "user", "content": "Say a digit."},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "Say two."},
+        {"role": "assistant", "content": "71"},
+    ],
+    "rejected_response": "I would rather not",
+}  # with an answer that both have, and answers of other lengths
+
+
+def digit_items(count: int, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+    """The first held-out rows of these kinds as pairs, as many of each kind, and one of several turns."""
+    from zoo.data.digits import ROOT, with_wrong_answer
+
+    items = [json.loads(line) for line in (ROOT / "heldout.jsonl").read_text().splitlines()]
+    by_kind = [[item for item in items if item["kind"] == kind] for kind in kinds]
+    mixed = [item for group in zip(*by_kind, strict=False) for item in group][: count - 1]
+    return [MORE, *(with_wrong_answer(item) for item in mixed)]
+
+
+def write_pairs(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
+    """Write pairs as JSONL; the overrides that train on them."""
+    from zoo.data.digits import ROOT
+
+    file.write_text("".join(json.dumps(item) + "\n" for item in digit_items(count, kinds)), encoding="utf-8")
+    return (f"data.train=[{file}]", f"data.eval=[{file}]", f"data.root={ROOT}")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A pair's sample, and transformers' arguments and labels for each of the two conversations."""
+
+    sample: Any
+    halves: tuple[tuple[dict[str, Any], Tensor], ...]
+
+
+def encoded_pairs(processor: Any, recipe: Any, references: Any = None) -> tuple[Any, list[Pair]]:
+    """The source of a recipe's pairs, and each pair."""
+    from zoo.data.loading import pairs
+    from zoo.data.loading.sample_source import SampleSource
+
+    align = recipe.packing.align or 1
+    source = SampleSource.open(
+        recipe.data.train, processor, recipe.data, budget=recipe.packing.budget, align=align, pairs=True
+    )
+    source.references = references
+    found = []
+    for number in range(len(source)):
+        sample, halves = source.encode(number), []
+        for row, segment in zip(pairs.rows_of(source.rows[number]), sample.segments, strict=True):
+            _, features = processor.encode_both(row, video_fps=2.0, max_frames=768)
+            assert torch.equal(features["input_ids"][0], segment.input_ids)
+            halves.append((features, segment.labels))
+        found.append(Pair(sample, tuple(halves)))
+    return source, found
+
+
+def hf_logprobs(hf: Any, found: Sequence[Pair]) -> tuple[Tensor, Tensor]:
+    """transformers' (2 P,) sums over the labels of each conversation, run by itself, and how many labels these are."""
+    sums, counts = [], []
+    for features, labels in (half for pair in found for half in pair.halves):
+        every = hf(**features).logits[0].float().log_softmax(-1)[:-1]
+        mask = labels[1:] != -100
+        sums.append(every.gather(1, features["input_ids"][0, 1:, None])[mask, 0].sum())
+        counts.append(int(mask.sum()))
+    return torch.stack(sums), torch.tensor(counts)
+
+
+def plain_loss(
+    kind: str, logprobs: Tensor, labels: Tensor, reference: Tensor, *, beta: float, gamma: float
+) -> Tensor:
+    """The mean over pairs as TRL 1.16 writes it: trainer/dpo_trainer.py `_compute_loss`, experimental/cpo `cpo_loss`,
+    experimental/orpo `odds_ratio_loss`; ORPO's likelihood is that of the paper (arXiv 2403.07691, eq. 6), the answer's mean."""
+    log_sigmoid = torch.nn.functional.logsigmoid
+    ratio = logprobs - reference
+    mean = logprobs / labels
+    if kind == "dpo":
+        losses = -log_sigmoid(beta * (ratio[::2] - ratio[1::2]))
+    elif kind == "ipo":
+        losses = ((ratio / labels)[::2] - (ratio / labels)[1::2] - 1 / (2 * beta)) ** 2
+    elif kind == "simpo":
+        losses = -log_sigmoid(beta * (mean[::2] - mean[1::2] - gamma / beta))
+    else:
+        odds = mean - torch.log(1 - mean.exp())
+        losses = -mean[::2] - beta * log_sigmoid(odds[::2] - odds[1::2])
+    return losses.mean()
+
+
+def pair_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A run on this rank; the records of its steps and of its evaluations, of the first rank's log."""
+    from zoo.config.compose import load_recipe
+    from zoo.engine.train.trainer import train
+
+    fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
+    made = load_recipe(recipe, [*fixed, *overrides])
+    train(made)
+    return records(Path(str(made.run.dir)))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """Steps and evaluations of a run."""
+    lines = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    return [line for line in lines if "rewards/chosen" in line]
+
+
+def pair_zoo(folder: Path, model: Model, world: Any, *overrides: str) -> Any:
+    """A model of the matrix in zoo, in training mode."""
+    from support.engine import Zoo, recipe_for
+    from zoo.engine.checkpoint import initial_weights
+    from zoo.engine.model import build
+
+    recipe = recipe_for(folder, *overrides, recipe=model.recipe)
+    recipe = replace(recipe, train=replace(recipe.train, mtp_loss=0.0))
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, world)
+    initial_weights.init_weights(chunks, assembly, recipe, world)
+    return Zoo(recipe, assembly, chunks[0].train(), world)

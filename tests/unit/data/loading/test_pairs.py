@@ -1,0 +1,130 @@
+"""Rows of preference pairs as samples of two segments, side by side in one packed row."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.config.entries import DataEntry
+from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.digits import with_wrong_answer
+from zoo.data.errors import RowError
+from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sample import IGNORE
+from zoo.registry import get_family
+
+Q, A, B = (
+    {"role": role, "content": text}
+    for role, text in (("user", "q"), ("assistant", "one"), ("assistant", "no two"))
+)
+FOLLOWED = [Q, A, {"role": "user", "content": "more"}]
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    from zoo.config.compose import load_recipe
+
+    arch = load_recipe("qwen3_vl_sft", ["size=tiny"]).model.arch
+    family = get_family("qwen3_vl")
+    return family.load("processor")(family.load("config").from_arch(arch).hf)
+
+
+def source_of(items: list[dict[str, Any]], processor: Any, align: int = 1, **data: Any) -> SampleSource:
+    entry = DataEntry(rows=items)
+    return SampleSource.open([entry], processor, DataConfig(**data), budget=256, align=align, pairs=True)
+
+
+def said(processor: Any, sample: Any) -> str:
+    return processor.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"prompt": "q", "chosen": "one", "rejected": "no two"},
+        {"prompt": [Q], "chosen": [A], "rejected": [B]},
+        {"chosen": [Q, A], "rejected": [Q, B]},
+        {"messages": [Q, A], "rejected_response": "no two"},
+        {"messages": [Q, A], "rejected_messages": [Q, B]},
+        {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "one"}, "rejected": {"from": "gpt", "value": "no two"}},
+    ],
+)  # fmt: skip
+def test_both_answers_are_labelled(item: dict[str, Any], processor: Any) -> None:
+    source = source_of([item], processor)
+    sample = source.encode(0)
+    end = processor.markers.end
+    chosen, rejected = (said(processor, one) for one in sample.segments)
+    assert (chosen.removesuffix("\n"), rejected.removesuffix("\n")) == (f"one{end}", f"no two{end}")
+    size = source.measure(0)
+    assert size is not None and size.length == sum(one.length for one in sample.segments)
+
+
+def test_an_answer_that_both_have_is_no_label(processor: Any) -> None:
+    item = {"messages": [*FOLLOWED, A], "rejected_response": "no two"}
+    for one, text in zip(source_of([item], processor).encode(0).segments, ("one", "no two"), strict=True):
+        assert said(processor, one).startswith(text) and said(processor, one).count("one") == text.count(
+            "one"
+        )
+
+
+def test_a_pair_lies_in_one_bin_side_by_side(processor: Any) -> None:
+    items = [{"prompt": "q" * (3 * n + 1), "chosen": "one", "rejected": "no two"} for n in range(8)]
+    source = source_of(items, processor, align=8)
+    source.references = torch.arange(16.0).view(8, 2).numpy()
+    recipe = Recipe(packing=PackingConfig(budget=256), train=TrainConfig(global_batch=2))
+    recipe = recipe.replace({"data.lookahead": 4})
+    batches = BatchLoader(source, recipe, align=8, prefetch=False).next_step()
+    seen = 0
+    for batch in batches:
+        assert batch.layout is not None and batch.reference is not None
+        assert batch.label_weight == len(batch.lengths) / 2 and len(batch.reference) == len(batch.lengths)
+        assert batch.sources[::2] == batch.sources[1::2] and batch.total <= 256
+        for chosen, rejected in batch.reference.view(-1, 2).tolist():
+            assert (chosen % 2, rejected) == (0, chosen + 1)
+        seen += int(batch.label_weight)
+    assert seen >= 4
+
+
+@pytest.mark.parametrize(
+    ("item", "why"),
+    [
+        ({"messages": [Q, A]}, "no rejected answer"),
+        ({"prompt": "q", "chosen": "one", "rejected": "one"}, "are the same"),
+        ({"chosen": [Q, A], "rejected": FOLLOWED}, "only goes on"),
+        ({"prompt": "q", "chosen": "one", "rejected": ""}, "in the rejected answer"),
+        ({"prompt": "q", "chosen": "one", "rejected": "no", "weight": 2}, "has a weight"),
+        ({"prompt": "q", "chosen": "one " * 150, "rejected": "no " * 150}, "over packing.budget 256"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_bad_rows(item: dict[str, Any], why: str, processor: Any) -> None:
+    with pytest.raises(RowError, match=why):
+        source_of([item], processor).encode(0)
+
+
+def test_a_broken_rejected_answer_does_not_matter_where_the_chosen_one_is_learnt(processor: Any) -> None:
+    items = [{"prompt": "q", "chosen": "one", "rejected": ""}]
+    source = SampleSource.open([DataEntry(rows=items)], processor, DataConfig(), budget=256)
+    assert source.encode(0).rejected is None
+
+
+def test_digits_get_an_answer_that_is_wrong_in_each_place(tmp_path: Path) -> None:
+    from zoo.data.digits import ROOT
+
+    for line in (ROOT / "heldout.jsonl").read_text().splitlines()[:30]:
+        item = json.loads(line)
+        right, wrong = item["messages"][-1]["content"], with_wrong_answer(item)["rejected_response"]
+        assert len(right) == len(wrong)
+        assert all((a != b) == a.isdecimal() for a, b in zip(right, wrong, strict=True))
+
+
+def test_the_bundled_digits_become_pairs_by_a_format(processor: Any) -> None:
+    entry = {"path": "digits:heldout", "format": "zoo.data.digits:with_wrong_answer"}
+    source = SampleSource.open([entry], processor, DataConfig(), budget=512, max_rows=4, pairs=True)
+    assert len(source) == 4
+    for number in range(4):
+        chosen, rejected = source.encode(number).segments
+        assert chosen.length == rejected.length and chosen.media is rejected.media
+        assert said(processor, chosen) != said(processor, rejected)

@@ -1,0 +1,29 @@
+"""Checks of a loss of preference pairs against the keys that it does not go with."""
+
+from __future__ import annotations
+
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+
+def check_preference(recipe: Recipe) -> None:
+    """ConfigError for a key that means nothing to a loss of pairs."""
+    train, data = recipe.train, recipe.data
+    smoothed = train.loss in ("dpo", "simpo")
+    if train.label_smoothing and not smoothed:
+        raise ConfigError(
+            f"train.label_smoothing={train.label_smoothing:g} with train.loss={train.loss}: dpo and simpo alone have it; leave it out"
+        )
+    if not train.pairs:
+        return
+    wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
+        ("data.labels", data.labels, ("assistant", "last")),
+        ("data.overlong", data.overlong, ("error", "drop")),
+        ("data.blank_answers", data.blank_answers or 0, (0,)),
+    )
+    for key, value, fitting in wanted:
+        if value not in fitting:
+            raise ConfigError(
+                f"{key}={value} with train.loss={train.loss}: a loss of preference pairs goes with "
+                f"{' or '.join(f'{key}={one}' for one in fitting)}"
+            )

@@ -1,0 +1,162 @@
+"""A reference model's log-probabilities of all preference pairs: those of the weights that a run begins with.
+
+One pass over data.train and data.eval before the first step computes them, so no second model is ever in memory. They are
+kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them anew from the
+weights that it began with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from zoo.config.schema import Recipe
+from zoo.data.loading.evaluation import eval_batches
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.mixture import SampleId
+from zoo.engine.distributed.object_group import agreed, object_group
+from zoo.engine.distributed.world import World
+from zoo.engine.model.build import Assembly, preference_loss
+from zoo.engine.report import terminal
+from zoo.engine.train.dataloader import RunData
+from zoo.engine.train.evaluation import row_sums
+from zoo.errors import UserError
+from zoo.files import replaced
+
+FILE = "reference.safetensors"
+DATA = (
+    "train", "eval", "labels", "augment", "augment_variants", "bundled", "video_fps", "max_frames", "min_pixels", "max_pixels",
+    "video_max_pixels",
+)  # fmt: skip
+WEIGHTS = ("family", "init", "arch")
+
+
+class Reference:
+    """The log-probabilities of a run's pairs, by the part of the data (train, eval)."""
+
+    def __init__(self, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> None:
+        """`folder`: of the run."""
+        self.recipe, self.world, self.file = recipe, world, folder / FILE
+        self.weights = _weights(recipe, assembly)
+        self.found: dict[str, np.ndarray] = {}
+
+    @classmethod
+    def of(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
+        """Of a run; None where its loss has no reference."""
+        loss = preference_loss(recipe)
+        return cls(recipe, assembly, world, folder) if loss is not None and loss.referenced else None
+
+    def read(self, data: RunData, rows: Mapping[str, Any]) -> bool:
+        """Take what an earlier start has computed; False where there is nothing, or it follows from other rows or weights.
+
+        `rows`: how rows are recognised (`zoo.engine.train.resume.Rows.known`), on the first rank. Every rank calls it.
+
+        Raises:
+            UserError: a stream, which can't be gone through beforehand.
+        """
+        if data.source.rows.has_stream:
+            raise UserError(
+                f"train.loss={self.recipe.train.loss}: a stream of data.train can't be gone through beforehand for the reference's "
+                "log-probabilities; read it as a table, or take train.loss=simpo or orpo, which have no reference"
+            )
+        self.digest = _digest(self.recipe, self.weights, rows)
+        sizes = {name: _size(source) for name, source in _sources(data).items()}
+        self.found = agreed(lambda: self._read(sizes))
+        return bool(self.found)
+
+    def compute(self, data: RunData, step: Any, chunks: Sequence[Any], tick: Callable[[], None]) -> None:
+        """Compute them with the weights at hand, and write the file. Every rank calls it."""
+        recipe = self.recipe
+        for chunk in chunks:
+            chunk.eval()
+        for name, source in _sources(data).items():
+            batches = eval_batches(
+                source,
+                mode=recipe.packing.mode,
+                budget=recipe.packing.budget,
+                micro_batch=recipe.train.micro_batch,
+                align=recipe.packing.align or 1,
+                pad_to=recipe.packing.pad_to,
+                dp_rank=self.world.dp_rank,
+                dp_size=self.world.dp_size,
+                group=object_group(),
+                every_variant=True,
+            )
+            mine: dict[SampleId, tuple[float, float]] = {}
+            sums = row_sums(step, chunks, batches, self.world, batches.spare)
+            for number, (ids, (_, table)) in enumerate(zip(batches.bins, sums, strict=True)):
+                tick()
+                terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
+                for place, sample_id in enumerate(ids if table else ()):
+                    mine[sample_id] = (-table[2 * place][0], -table[2 * place + 1][0])
+            self.found[name] = self._gathered(mine, _size(source))
+        for chunk in chunks:
+            chunk.train()
+        if self.world.is_main:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(self.file) as path:
+                save_file(self.found, path, metadata={"digest": self.digest})
+
+    def give(self, data: RunData) -> None:
+        """Have the samples of the data bring theirs."""
+        for name, source in _sources(data).items():
+            source.references = self.found[name]
+
+    def _gathered(self, mine: dict[SampleId, tuple[float, float]], size: int) -> np.ndarray:
+        everyone: list[dict[SampleId, tuple[float, float]]] = [mine]
+        if self.world.size > 1:
+            everyone = [{} for _ in range(self.world.size)]
+            dist.all_gather_object(everyone, mine)
+        values = np.full((size, 2), np.nan, np.float32)  # of rows that can't be used
+        for one in everyone:
+            for sample_id, pair in one.items():
+                values[sample_id] = pair
+        return values
+
+    def _read(self, sizes: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """On the first rank: the file's arrays, {} where there are none or they don't fit."""
+        if not self.file.is_file():
+            return {}
+        try:
+            with safe_open(self.file, framework="numpy") as file:
+                if (file.metadata() or {}).get("digest") != self.digest:
+                    return {}
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no mapping
+        except (SafetensorError, OSError):  # damaged: they are computed anew
+            return {}
+        fits = {name: value.shape for name, value in found.items()} == {
+            name: (size, 2) for name, size in sizes.items()
+        }
+        return found if fits else {}
+
+
+def _sources(data: RunData) -> dict[str, SampleSource]:
+    return {"train": data.source} | ({} if data.held_out is None else {"eval": data.held_out})
+
+
+def _size(source: SampleSource) -> int:
+    return source.variants * len(source)
+
+
+def _weights(recipe: Recipe, assembly: Assembly) -> list[Any]:
+    """What the first weights follow from: keys, and names, sizes and times of the files."""
+    place = assembly.source
+    files = [] if place is None else sorted({*place.folder.glob("*"), *place.weights.glob("*")})
+    seen = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
+    named = {name: getattr(recipe.model, name) for name in WEIGHTS}
+    return [named, asdict(recipe.lora), recipe.run.seed, recipe.engine.precision, recipe.engine.fp8, seen]
+
+
+def _digest(recipe: Recipe, weights: list[Any], rows: Mapping[str, Any]) -> str:
+    settings = {name: getattr(recipe.data, name) for name in DATA}
+    text = json.dumps([settings, weights, rows], sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,100 @@
+"""Losses over pairs of answers to one question, of which the first is the better one: DPO, IPO, SimPO, ORPO.
+
+A pair is two neighbouring segments of a packed row. Its loss depends on the log-probabilities of both answers, so it is no
+sum over tokens; every context-parallel rank computes it from the sums of all ranks' tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+REFERENCED = ("dpo", "ipo")  # losses that compare with log-probabilities of a reference model
+AVERAGED = ("ipo", "simpo", "orpo")  # losses of log-probabilities per token
+METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+CERTAIN = -1e-6  # log-probability per token above which an answer's odds are not told apart
+
+
+class PairLosses(NamedTuple):
+    """What `PreferenceLoss` gives: losses (P,) fp32, differentiable, and by name of METRICS (P,) fp32 without gradient."""
+
+    losses: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of pairs.
+
+    Attributes:
+        kind: dpo (arXiv 2305.18290, eq. 7; with label smoothing conservative DPO), ipo (arXiv 2310.12036, eq. 17, of
+            log-probabilities per token, as TRL has it), simpo (arXiv 2405.14734, eq. 6) or orpo (arXiv 2403.07691, eq. 6 and 7).
+        beta: how much the loss makes of a difference; IPO's tau, ORPO's lambda.
+        label_smoothing: share of pairs that are taken to be the wrong way round, for dpo and simpo.
+        simpo_gamma: SimPO's margin, in units of reward.
+    """
+
+    kind: str
+    beta: float
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.0
+
+    @property
+    def referenced(self) -> bool:
+        """Whether the loss compares with a reference model."""
+        return self.kind in REFERENCED
+
+    def __call__(self, logprobs: Tensor, labels: Tensor, reference: Tensor | None) -> PairLosses:
+        """Losses of P pairs.
+
+        Args:
+            logprobs: (2 P,) fp32 sums over each answer's tokens, of chosen and rejected answers by turns.
+            labels: (2 P,) how many tokens these are.
+            reference: (2 P,) fp32, `logprobs` of the reference model; None where the loss has none.
+
+        Raises:
+            ValueError: an odd number of answers, or no reference for a loss that has one.
+        """
+        if len(logprobs) % 2:
+            raise ValueError(
+                f"a preference loss got {len(logprobs)} answers; wanted pairs, chosen and rejected by turns"
+            )
+        if self.referenced and reference is None:
+            raise ValueError(
+                f"train.loss={self.kind} needs the reference's log-probabilities of each answer, and the batch has none"
+            )
+        values = logprobs.float()
+        if self.referenced and reference is not None:
+            values = values - reference
+        total = values
+        if self.kind in AVERAGED:
+            values = values / labels.clamp(min=1)
+        losses = self._losses(*values.view(-1, 2).T)
+        rewards = self.beta * (total if self.referenced else values).detach()
+        chosen, rejected = rewards.view(-1, 2).T
+        found = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
+        return PairLosses(losses, dict(zip(METRICS, found, strict=True)))
+
+    def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        margin = chosen - rejected
+        if self.kind == "ipo":
+            return (margin - 1 / (2 * self.beta)) ** 2
+        if self.kind == "orpo":
+            odds = margin - (_log1mexp(chosen) - _log1mexp(rejected))
+            return -chosen - self.beta * F.logsigmoid(odds)
+        reward = self.beta * margin - (self.simpo_gamma if self.kind == "simpo" else 0.0)
+        smooth = self.label_smoothing
+        return -(1 - smooth) * F.logsigmoid(reward) - smooth * F.logsigmoid(-reward)
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) of x below 0, without loss of digits on either side of -log 2."""
+    x = x.clamp(max=CERTAIN)
+    near = x > -math.log(2)
+    by_expm1 = torch.log(-torch.expm1(x.where(near, x.new_tensor(-0.5))))
+    return by_expm1.where(near, torch.log1p(-torch.exp(x.where(~near, x.new_tensor(-1.0)))))
