@@ -86,7 +86,7 @@ class Run:
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
-        self.total_steps = total_steps(recipe.train, self.loader, self.data.rows_read)
+        self.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
         self.callbacks.total_steps = self.total_steps
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
@@ -94,7 +94,7 @@ class Run:
 
     def _open_data(self) -> None:
         self.data = open_data(self.recipe, self.assembly, self.world, self.folder, self.progress.tick)
-        self.loader, self.source = self.data.loader, self.data.source
+        self.loader, self.source, self.rows_read = self.data.loader, self.data.source, self.data.rows_read
         if self.resume_from is None or self.state is None:
             self.rows = resume.first_rows(self.data, self.world)
         else:
