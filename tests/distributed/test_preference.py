@@ -57,7 +57,7 @@ def test_a_layout_trains_as_one_rank(parallel: str, name: str, loss: str, pool: 
             if key in other and (key, other["step"]) != ("rewards/accuracies", 1):
                 assert one[key] == pytest.approx(other[key], rel=2e-4, abs=2e-5), key
     assert abs(wanted[2]["rewards/margins"]) > 1e-3, "the updates moved nothing"
-    if loss == "dpo":
+    if loss == "dpo" and parallel != FAST[0]:
         resumed(pool, model.recipe, more, setting.ranks, spread)
 
 
