@@ -71,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
 def _recipes(arguments: list[str]) -> list[Recipe]:
     """The recipe that is named, with its overrides, or all there are."""
     from zoo.config.compose import load_recipe
-    from zoo.config.files import recipe_names
+    from zoo.config.files import root_recipes
     from zoo.config.validate import validate
     from zoo.engine.launch.prepare import prepare
     from zoo.engine.planning.plan import with_architecture
@@ -80,7 +80,7 @@ def _recipes(arguments: list[str]) -> list[Recipe]:
         name, overrides = split_recipe(arguments, "zoo doctor recipe=NAME")
         return [with_architecture(prepare(load_recipe(name, overrides))[0])]
     plain = ["hardware=cpu", "engine.precision=null"]
-    return [validate(load_recipe(name, plain), 1) for name in recipe_names() if "lora" not in name]
+    return [validate(load_recipe(name, plain), 1) for name in root_recipes() if "lora" not in name]
 
 
 HEAD = f"{'kernel':<17} {'runs':<22} {'worst':>9}  {'of':<17} {'bound':>7}  {'':<5}  shape"

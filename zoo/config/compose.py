@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from zoo.config.devices import gpu_count
-from zoo.config.files import hardware_layers, read_recipe, read_size, recipe_names, size_names
+from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, escaped, override_layer
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
@@ -230,7 +230,7 @@ def _refuse_no_family(layers: Sequence[Layer]) -> None:
     for layer in layers:
         dict(leaves_of(Recipe, _tree_of(layer), f"{layer.origin}: " if layer.origin else ""))
     raise ConfigError(
-        f"{layers[0].origin}: model.family is not set; write `base: {recipe_names()[0]}` (or another recipe) "
+        f"{layers[0].origin}: model.family is not set; write `base: {root_recipes()[0]}` (or another recipe) "
         f"as its first line"
     )
 
@@ -318,7 +318,7 @@ def _refuse_other_family(run: Place, init: str, family: str) -> None:
         return  # a damaged file, which the sums name
     theirs = saved.get("family") if isinstance(saved, dict) else None
     if family and isinstance(theirs, str) and theirs != family:
-        near = [name for name in recipe_names() if about(name)["family"] == theirs]
+        near = [name for name in root_recipes() if about(name)["family"] == theirs]
         raise ConfigError(
             f"model.init={init}: a run of the family {printable(theirs, 100)}, and this recipe is one of {family}; take a "
             f"recipe of that family: {', '.join(near) or 'zoo list'}"

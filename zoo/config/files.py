@@ -42,6 +42,11 @@ def hardware_names() -> list[str]:
     return [CPU, *GPUS]
 
 
+def root_recipes() -> list[str]:
+    """Names of the recipes that stand on no other recipe."""
+    return [name for name in recipe_names() if "base" not in read_recipe(name).tree]
+
+
 def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     """The recipe file of that name or path; `beside` is a folder that a relative path may start from."""
     path = _as_path(name_or_path)

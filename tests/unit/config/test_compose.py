@@ -7,7 +7,7 @@ import pytest
 
 from zoo.config import compose, files
 from zoo.config.compose import load_recipe, resolve, save_recipe
-from zoo.config.files import recipe_names
+from zoo.config.files import root_recipes
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.errors import ConfigError, UserError
 
@@ -414,7 +414,7 @@ def test_an_unknown_family_is_named_before_its_sizes() -> None:
 
 def test_a_file_without_a_family(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.yaml", "train: {steps: 1}\n")
-    first = recipe_names()[0]
+    first = root_recipes()[0]
     wanted = f"model.family is not set; write `base: {first}` (or another recipe) as its first line"
     assert error_of(name=file) == f"{file}: {wanted}"
     write(tmp_path / "mine.yaml", "trian: {steps: 1}\n")

@@ -83,7 +83,6 @@ class BenchRun(Run):
 
     counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
     shrunk = 0  # rows whose media were made smaller
-    rows_read = None  # rows are not counted
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]

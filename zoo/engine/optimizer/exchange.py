@@ -80,7 +80,7 @@ class Exchange:
             parameters: the same on every rank of the group.
             like: has the device, and the dtype that matrices are sent and orthogonalised in.
         """
-        self._dtype, self._device = like.dtype, like.device
+        self._sent_dtype, self._device = like.dtype, like.device
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._places = places
         self._load = [0.0] * self.size
@@ -135,7 +135,7 @@ class Exchange:
             start, elements = held[matrix.index]
             pieces.append(elements[first - start : end - start])
         sent = torch.cat(pieces) if pieces else torch.empty(0, device=self._device)
-        received = self._swap(sent.to(self._dtype), sizes, incoming)
+        received = self._swap(sent.to(self._sent_dtype), sizes, incoming)
         self._orthogonalize(own, received, incoming)
         returned = self._swap(received, incoming, sizes).float()
         values = returned.split([end - first for _, first, end in away])

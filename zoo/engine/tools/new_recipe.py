@@ -15,7 +15,7 @@ from zoo.config.compose import about, load_recipe
 from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.entries import DataEntry
-from zoo.config.files import read_size, recipe_names, size_names
+from zoo.config.files import read_size, recipe_names, root_recipes, size_names
 from zoo.config.hub import asking_the_hub
 from zoo.config.layers.layer import escaped
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
@@ -129,7 +129,7 @@ def look_at_model(given: str, data: FoundData) -> FoundModel:
         )
     arch = _arch_of_hub(given) if place is None else read_arch(place.files, f"model={given}")
     name = _saved_family(place) or family_of(arch).name
-    recipes = [recipe for recipe in recipe_names() if about(recipe)["family"] == name]
+    recipes = [recipe for recipe in root_recipes() if about(recipe)["family"] == name]
     fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
     plain = [recipe for recipe in fitting if not load_recipe(recipe).lora.rank]
     with_adapters = [recipe for recipe in fitting if recipe not in plain]
@@ -296,7 +296,7 @@ def _recipe_for(data: FoundData) -> str:
     fitting = [family for family in families().values() if media <= set(family.modalities)]
     ranked = sorted(fitting, key=lambda family: (len(family.modalities), -len(size_names(family.name))))
     for family in ranked:
-        for name in recipe_names():
+        for name in root_recipes():
             known = about(name)
             plain = known["family"] == family.name and known["tiny_size"] is None
             if plain and not load_recipe(name).lora.rank:

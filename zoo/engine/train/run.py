@@ -36,7 +36,7 @@ from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
-from zoo.engine.train.dataloader import open_data, total_steps
+from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import expert_metrics, step_record
@@ -45,7 +45,13 @@ from zoo.engine.watchdog.progress import Progress
 
 
 class Run:
-    """One run on one rank: built once, then `run()`."""
+    """One run on one rank: built once, then `run()`.
+
+    Attributes:
+        rows_read: counts the rows read so far, for the terminal; None where there is nothing to count.
+    """
+
+    rows_read: RowCounter | None = None
 
     def __init__(
         self,

@@ -21,14 +21,7 @@ from zoo.models.qwen3_omni.processor import build_processor as build_omni
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
-FAMILIES = (
-    "timestamped",
-    "omni",
-    pytest.param("qwen25_vl", marks=pytest.mark.slow),
-    "llava",
-    "llava_next",
-    "llava_onevision",
-)
+FAMILIES = ("timestamped", "omni", "qwen25_vl", "llava", "llava_next", "llava_onevision")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
