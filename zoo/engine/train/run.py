@@ -45,13 +45,9 @@ from zoo.engine.watchdog.progress import Progress
 
 
 class Run:
-    """One run on one rank: built once, then `run()`.
+    """One run on one rank: built once, then `run()`."""
 
-    Attributes:
-        rows_read: counts the rows read so far, for the terminal; None where there is nothing to count.
-    """
-
-    rows_read: RowCounter | None = None
+    rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
 
     def __init__(
         self,
@@ -92,8 +88,7 @@ class Run:
         self.detector = BadStepDetector(recipe.train)
         self.detector.load_state_dict((self.state or {}).get("bad_steps", {}))
         self.callbacks.load_state_dict((self.state or {}).get("callbacks", {}))
-        self.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
-        self.callbacks.total_steps = self.total_steps
+        self.total_steps = self.callbacks.total_steps = total_steps(recipe.train, self.loader, self.rows_read)
         self.losses = [loss for step, loss in losses_by_step(self.folder).items() if step <= self.done]
         self.saved: Path | None = self.resume_from
         self.progress.step = self.done
