@@ -59,7 +59,7 @@ def test_a_recipe_for_rows_and_random_weights(mixed: str, tmp_path: Path) -> Non
     recipe = written(text, tmp_path)
     assert recipe.data.train == [{"path": mixed, "held_out": 0.2}]
     assert (recipe.data.on_error, recipe.size, recipe.run.dir) == ("skip", "tiny", "runs/my")
-    assert "3 of the first rows can't be used" in text and "gone.png" in text
+    assert "3 of the first rows can't be used" in text and "gone.png" in str(data.bad[0])
 
 
 def test_a_row_that_is_too_long_sets_the_budget(tmp_path: Path) -> None:
