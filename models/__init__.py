@@ -3,7 +3,18 @@
 from zoo.registry import ModelFamily
 
 
-def family(package: str, prefix: str, title: str, *, modalities: str, parts: str, proved: str) -> ModelFamily:
+def family(
+    package: str,
+    prefix: str,
+    title: str,
+    *,
+    modalities: str,
+    parts: str,
+    proved: str,
+    model: str = "",
+    step: str = "",
+    processor: str = "",
+) -> ModelFamily:
     """The family of a package here, whose parts lie where those of all families lie.
 
     Args:
@@ -13,6 +24,7 @@ def family(package: str, prefix: str, title: str, *, modalities: str, parts: str
         modalities: of text, image, video, audio.
         parts: what `model.freeze` accepts.
         proved: kinds of parallelism that tests/distributed/test_matrix.py holds to one rank's gradients.
+        model, step, processor: `module:attribute` of a part that is not the family's own.
     """
     name = package.rpartition(".")[2]
     return ModelFamily(
@@ -22,8 +34,8 @@ def family(package: str, prefix: str, title: str, *, modalities: str, parts: str
         parts=tuple(parts.split()),
         proved=tuple(proved.split()),
         config=f"{package}.config:{prefix}Config",
-        model=f"{package}.model:{prefix}Model",
-        step=f"{package}.step:{prefix}Step",
+        model=model or f"{package}.model:{prefix}Model",
+        step=step or f"{package}.step:{prefix}Step",
         bridge=f"zoo.bridges.{name}:BRIDGE",
-        processor=f"{package}.processor:build_processor",
+        processor=processor or f"{package}.processor:build_processor",
     )

@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class ModelFamily:
     def load(self, part: str) -> Any:
         """The object behind `part` (config, model, step, bridge or processor), imported now."""
         module, _, attribute = getattr(self, part).partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return attrgetter(attribute)(importlib.import_module(module))
 
 
 class UnknownFamilyError(UserError):

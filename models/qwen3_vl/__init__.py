@@ -9,4 +9,7 @@ FAMILY = family(
     modalities="text image video",
     parts="vision language",
     proved="tp sp pp vpp cp ep etp dp",
+    model="zoo.nn.vision_language:VisionLanguageModel",
+    step="zoo.steps.vision:VisionStep",
+    processor="zoo.data.processors.timestamped:TimestampedProcessor.build",
 )

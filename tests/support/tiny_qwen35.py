@@ -58,7 +58,7 @@ def tiny_config(
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT, DENSE or SPARSE."""
     from transformers import Qwen3_5Config, Qwen3_5MoeConfig
 
-    from zoo.models.qwen35_vl.processor import build_processor
+    from zoo.data.processors.timestamped import TimestampedProcessor
 
     whole = {
         **copy.deepcopy(TEXT | (SPARSE if moe else DENSE)),
@@ -68,7 +68,7 @@ def tiny_config(
         "tie_word_embeddings": tied,
         **text,
     }
-    ids = build_processor({"vision_config": VISION}).token_ids
+    ids = TimestampedProcessor.build({"vision_config": VISION}).token_ids
     kind = Qwen3_5MoeConfig if moe else Qwen3_5Config
     return kind(text_config=whole, vision_config=copy.deepcopy(VISION), tie_word_embeddings=tied, **ids)
 
@@ -99,7 +99,7 @@ def write_tiny_qwen35(
     """
     from transformers import Qwen3_5ForConditionalGeneration, Qwen3_5MoeForConditionalGeneration
 
-    from zoo.models.qwen35_vl.processor import build_processor
+    from zoo.data.processors.timestamped import TimestampedProcessor
 
     config = tiny_config(moe=moe, tied=tied, mtp=mtp, layers=layers, **text)
     kind = Qwen3_5MoeForConditionalGeneration if moe else Qwen3_5ForConditionalGeneration
@@ -108,7 +108,7 @@ def write_tiny_qwen35(
         tiny.random_model(kind, config, randomise).save_pretrained(folder)
         further = mtp_tensors(config.text_config, mtp)
         tiny.rewrite(folder, lambda saved: published(saved) | (published(further) if stacked else further))
-    build_processor(config).save(folder)
+    TimestampedProcessor.build(config).save(folder)
     return folder
 
 

@@ -25,7 +25,7 @@ def tiny_config(
     """transformers' config for the bundled tokenizer; `text` replaces keys of TEXT or SPARSE."""
     from transformers import Qwen3VLConfig, Qwen3VLMoeConfig
 
-    from zoo.models.qwen3_vl.processor import build_processor
+    from zoo.data.processors.timestamped import TimestampedProcessor
 
     whole = copy.deepcopy(TEXT | (SPARSE if moe else {})) | text
     vision = VISION | {
@@ -33,7 +33,7 @@ def tiny_config(
         "out_hidden_size": whole["hidden_size"],
         "deepstack_visual_indexes": list(deepstack),
     }
-    ids = build_processor({"vision_config": vision}).token_ids
+    ids = TimestampedProcessor.build({"vision_config": vision}).token_ids
     kind = Qwen3VLMoeConfig if moe else Qwen3VLConfig
     return kind(text_config=whole, vision_config=vision, tie_word_embeddings=tied, **ids)
 
@@ -42,7 +42,7 @@ def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, published: bool = True, 
     """Write a checkpoint of `tiny_config(**config)` and give back its folder; without `published` as transformers does."""
     from transformers import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 
-    from zoo.models.qwen3_vl.processor import build_processor
+    from zoo.data.processors.timestamped import TimestampedProcessor
 
     tiny = tiny_config(**config)
     kind = Qwen3VLMoeForConditionalGeneration if config.get("moe") else Qwen3VLForConditionalGeneration
@@ -51,7 +51,7 @@ def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, published: bool = True, 
         random_model(kind, tiny).save_pretrained(folder)
     if published:
         rewrite(folder, turn_experts)
-    build_processor(tiny).save(folder)
+    TimestampedProcessor.build(tiny).save(folder)
     return folder
 
 

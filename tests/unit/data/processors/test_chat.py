@@ -10,11 +10,11 @@ from support import templates
 from support.tiny_llava import tiny_config
 
 from zoo.data.processors.processor import Processor
+from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, RowError, make_row
 from zoo.models.llava.processor import build_processor as build_llava
-from zoo.models.qwen3_vl.processor import build_processor as build_vl
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 CALL = {"name": "add", "arguments": {"a": 1, "b": "zwei"}}
@@ -64,7 +64,7 @@ def row(content: str = "", calls: int = 1, **more: Any) -> Row:
 
 
 def processor(template: str | None) -> Processor:
-    found = build_vl(VISION)
+    found = TimestampedProcessor.build(VISION)
     found.hf.chat_template = template or found.hf.chat_template
     return found
 

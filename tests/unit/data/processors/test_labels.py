@@ -14,14 +14,13 @@ from support.tiny_omni import PROCESSOR_ARCH
 
 from zoo.data.processors.labels import answer_begins
 from zoo.data.processors.processor import Processor
+from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
 from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
-from zoo.models.qwen3_vl.processor import build_processor as build_vl
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
-from zoo.models.qwen35_vl.processor import build_processor as build_qwen35
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 END = "<|im_end|>"
@@ -44,13 +43,19 @@ def same(answer: str) -> str:
 
 
 FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
-    "bundled": (lambda: build_vl(VISION), same),
-    "qwen3_vl instruct": (lambda: with_template(build_vl(VISION), templates.INSTRUCT), same),
-    "qwen3_vl thinking": (lambda: with_template(build_vl(VISION), templates.THINKING), same),
+    "bundled": (lambda: TimestampedProcessor.build(VISION), same),
+    "qwen3_vl instruct": (
+        lambda: with_template(TimestampedProcessor.build(VISION), templates.INSTRUCT),
+        same,
+    ),
+    "qwen3_vl thinking": (
+        lambda: with_template(TimestampedProcessor.build(VISION), templates.THINKING),
+        same,
+    ),
     "qwen25_vl": (lambda: with_template(build_qwen25(VISION), templates.QWEN25), same),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
-    "qwen35_vl": (lambda: with_template(build_qwen35(VISION), templates.QWEN35), str.strip),
-    "qwen3.8": (lambda: with_template(build_qwen35(VISION), templates.QWEN38), str.strip),
+    "qwen35_vl": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN35), str.strip),
+    "qwen3.8": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN38), str.strip),
     "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda answer: " " + answer.rstrip()),
     "llava next, mistral": (
         lambda: llava("llava_next", templates.MISTRAL),
@@ -164,7 +169,9 @@ def test_a_block_that_the_template_adds_is_not_learnt() -> None:
 
 
 def test_a_template_with_other_words_is_refused() -> None:
-    processor = with_template(build_vl(VISION), templates.INSTRUCT.replace("said(m.content)", "'no'"))
+    processor = with_template(
+        TimestampedProcessor.build(VISION), templates.INSTRUCT.replace("said(m.content)", "'no'")
+    )
     with pytest.raises(
         RowError, match=r"x:1: the chat template writes 'no' where the row says 'Four\.'"
     ) as caught:

@@ -1,7 +1,0 @@
-"""Qwen3.5-VL's processor: images, and videos as frames behind timestamps."""
-
-from __future__ import annotations
-
-from zoo.data.processors.timestamped import TimestampedProcessor
-
-build_processor = TimestampedProcessor.build
