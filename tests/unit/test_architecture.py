@@ -180,8 +180,8 @@ def test_imports_point_one_way() -> None:
         ("zoo.models.llava.step", "zoo.models.qwen3_omni", "another family"),
         ("zoo.models.qwen3_omni.step", "zoo.models.qwen3_omni.config", None),
         ("zoo.bridges.qwen3_omni", "zoo.models.qwen3_omni.config", None),
-        ("zoo.cli.train", "zoo.engine", None),
-        ("zoo.cli.train", "zoo.models.qwen3_omni", "a family"),
+        ("zoo.cli.training.train", "zoo.engine", None),
+        ("zoo.cli.training.train", "zoo.models.qwen3_omni", "a family"),
     ],
 )
 def test_the_rule_itself(module: str, imported: str, wrong: str | None) -> None:
@@ -277,7 +277,7 @@ def test_every_module_has_a_docstring() -> None:
 
 # What a folder and a file of zoo/ may hold. Listed below: what is over that still; no entry may grow.
 MOST_MODULES, MOST_LINES, MEDIAN_FUNCTION = 12, 400, 10
-FULLER = {"zoo/nn/decoder": 14, "zoo/cli": 18}  # cli: a thin file for each verb
+FULLER = {"zoo/nn/decoder": 14}
 LONGER = {
     "zoo/data/loading/sample_source.py": 495,
     "zoo/data/processors/processor.py": 440,

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 import zoo
+from zoo.cli.answers.eval import split as split_eval
+from zoo.cli.answers.generate import split as split_generate
 from zoo.cli.arguments import split_flags, split_recipe, split_values
-from zoo.cli.bench import BENCHES, packing_options, train_options
-from zoo.cli.convert import KEYS as CONVERT_KEYS
-from zoo.cli.eval import split as split_eval
-from zoo.cli.generate import split as split_generate
-from zoo.cli.init import KEYS as INIT_KEYS
-from zoo.cli.inspect import KEYS as INSPECT_KEYS
+from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
+from zoo.cli.machine.bench import BENCHES, packing_options, train_options
 from zoo.cli.main import VERBS
-from zoo.cli.plan import KEYS as PLAN_KEYS
+from zoo.cli.recipes.init import KEYS as INIT_KEYS
+from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
+from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import keys, sections
 from zoo.config.schema import Recipe

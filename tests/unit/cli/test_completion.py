@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.completion import SCRIPTS, SchemaKey, answers, as_typed, schema
-from zoo.cli.convert import KEYS as CONVERT_KEYS
-from zoo.cli.init import KEYS as INIT_KEYS
-from zoo.cli.inspect import KEYS as INSPECT_KEYS
 from zoo.cli.main import VERBS, main
-from zoo.cli.plan import KEYS as PLAN_KEYS
+from zoo.cli.recipes.init import KEYS as INIT_KEYS
+from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
+from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
 from zoo.config.files import recipe_names, size_names
 from zoo.config.gpus import GPUS
 from zoo.config.layers.keys import keys, sections

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.cli.eval import run, split, table, wrong
+from zoo.cli.answers.eval import run, split, table, wrong
 from zoo.engine.scores.choose import Scores
 from zoo.engine.tools.evaluate import summed
 from zoo.errors import UserError

@@ -261,7 +261,7 @@ def test_ctrl_c_in_the_guise_of_a_library_s_error(
             raise guise("'NoneType' object has no attribute") from None
         return 0
 
-    monkeypatch.setattr("zoo.cli.list.run", disguise)
+    monkeypatch.setattr("zoo.cli.recipes.list.run", disguise)
     before = signal.getsignal(signal.SIGINT)
     assert main(["list"]) == 130
     assert capsys.readouterr().err == "zoo: interrupted\n"

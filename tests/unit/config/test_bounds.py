@@ -9,9 +9,9 @@ import pytest
 
 from zoo.bench import balance, convert, data, packing, saves, soak
 from zoo.bench.training import train
-from zoo.cli.convert import shard_bytes
-from zoo.cli.show import _schema, _schema_entries
-from zoo.cli.verify import _number
+from zoo.cli.checkpoints.convert import shard_bytes
+from zoo.cli.checkpoints.verify import _number
+from zoo.cli.recipes.show import _schema, _schema_entries
 from zoo.config.compose import load_recipe
 from zoo.config.entries import MEDIA_KEYS, DataEntry, parse_entry
 from zoo.config.layers.keys import keys, show_value

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from zoo.cli import init
+from zoo.cli.recipes import init
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.engine.tools import new_recipe
 from zoo.engine.tools.new_recipe import draft, look_at_data, look_at_model, prefers_adapters

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from zoo.cli.doctor import KERNELS
+from zoo.cli.machine.doctor import KERNELS
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.train import kernel_check

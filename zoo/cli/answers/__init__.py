@@ -1,0 +1,1 @@
+"""The verbs that let a model answer."""

@@ -1,0 +1,1 @@
+"""The verbs that train and look at runs and rows."""
