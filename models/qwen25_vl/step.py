@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's step: videos stand as a whole on an absolute clock, and the tower is told its windows."""
+"""Qwen2.5-VL's step: positions of a video go by the clock, and the host works out the windows of the tower."""
 
 from __future__ import annotations
 

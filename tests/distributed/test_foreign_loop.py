@@ -9,7 +9,7 @@ from support.foreign_loop import run_foreign
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
-from support.rank_tasks import Held, Layout, Plan
+from support.rank_gradients import Held, Layout, Plan
 
 
 @pytest.fixture(scope="module")

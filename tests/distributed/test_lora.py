@@ -14,7 +14,7 @@ from support.engine import Batch, packed_batch, recipe_for
 from support.gathered import full_gradients, total_loss, worst
 from support.matrix import MODELS, PARALLEL, REFUSED, Model, Parallel, layouts
 from support.pool import Pool
-from support.rank_tasks import Layout, Plan, run_layouts
+from support.rank_gradients import Layout, Plan, run_layouts
 from torch import Tensor
 
 from zoo.config.files import read_recipe

@@ -17,7 +17,7 @@ from support.engine import Batch, packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.matrix import CORE, LAYOUTS, MODELS, PARALLEL, REFUSED, Model, layouts
 from support.pool import Pool
-from support.rank_tasks import Held, Layout, Plan, run_layouts
+from support.rank_gradients import Held, Layout, Plan, run_layouts
 from torch import Tensor
 
 from zoo.errors import ConfigError

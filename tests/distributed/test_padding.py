@@ -14,7 +14,7 @@ from support.engine import Batch, packed_batch, padded_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.matrix import MODELS, Model
 from support.pool import Pool
-from support.rank_tasks import Held, Plan, run_step
+from support.rank_gradients import Held, Plan, run_step
 from torch import Tensor
 
 from zoo.packing import PackedLayout

@@ -9,7 +9,7 @@ from support.engine import packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, worst
 from support.matrix import MODELS
 from support.pool import Pool
-from support.rank_tasks import Layout, Plan, run_overlapped, run_step
+from support.rank_gradients import Layout, Plan, run_overlapped, run_step
 
 STEPS = 3  # from the second on a reduction begins with the last gradient of its bucket
 BUCKET = 20_000  # elements: towers have several buckets

@@ -13,7 +13,7 @@ from support import rank_tasks
 from support.engine import packed_batch, recipe_for
 from support.gathered import LIMIT, full_gradients, total_loss, worst
 from support.pool import Pool
-from support.rank_tasks import Held, Layout, Plan, run_layouts
+from support.rank_gradients import Held, Layout, Plan, run_layouts
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.vision_rows import vision_examples
 

@@ -106,7 +106,7 @@ def prepare(case: Case, root: Path) -> Any:
     """What ranks are given: a plan whose model and batches lie under `root`; overrides of a run."""
     from support.engine import packed_batch, recipe_for
     from support.matrix import MODELS
-    from support.rank_tasks import Layout, Plan
+    from support.rank_gradients import Layout, Plan
     from support.stacks import STACKS
 
     from zoo.engine.model.build import assemble
@@ -143,7 +143,8 @@ def rank_main(folder: Path, rank: int, first: int) -> None:
     """A rank: from task `first` on, every one that it belongs to, as they come; results beside them."""
     import torch
     import torch.distributed as dist
-    from support.rank_tasks import run_layouts, train
+    from support.rank_gradients import run_layouts
+    from support.rank_tasks import train
 
     from zoo.engine.distributed.processes import end_with_parent
 

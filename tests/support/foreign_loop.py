@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.rank_tasks import Held, Plan, _Built, _read, _recipe
+from support.rank_gradients import Held, Plan, _Built, _read, _recipe
 
 
 def objective(logprobs: Tensor, labels: int) -> Tensor:

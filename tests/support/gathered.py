@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from support.adapters import WHOLE_EXPERTS
-from support.rank_tasks import Held
+from support.rank_gradients import Held
 
 LIMIT = 1e-5
 # Rounding leaves an absolute error of about 1e-8 in tensors of any size, most of it by the cancellation in a softmax's

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from support.matrix import Model
-from support.rank_tasks import Held
+from support.rank_gradients import Held
 
 NOT_MEDIA = ("input_ids", "attention_mask", "use_audio_in_video", "mm_token_type_ids", "token_type_ids")
 CLIP, BONUS = 0.2, 0.01

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.rank_tasks import reduced_as_on_a_gpu
+from support.rank_gradients import reduced_as_on_a_gpu
 
 
 @contextmanager

@@ -33,8 +33,8 @@ def load_hf(
 
     Call it on every rank, before an optimizer takes its copy of the parameters. Returns what was matched. Raises on
     all ranks, before anything is assigned: CheckpointError for a folder that is not whole, BridgeError that lists every
-    missing, unmapped, extra, duplicate or misshapen tensor. Known buffers and a tied head that is stored all the same are
-    passed over (`pass_over`). `moved` is told how many of this rank's bytes are in place, and how many there will be.
+    missing, unmapped, extra, duplicate or misshapen tensor. Known buffers are not read, nor is a tied head that is stored
+    all the same (`pass_over`). `moved(done, whole)` is called as this rank's bytes reach their place.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     parameters = together(comm, lambda: model_parameters(model_chunks))

@@ -98,7 +98,7 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
     """The keys that may not change, or are of how state is held, and whose values differ from the recipe saved with a checkpoint.
 
     `model.arch` is left to the description that the checkpoint itself has of its model. A key that the saved recipe does not
-    have, as it is of an earlier zoo, is passed over.
+    have, as it is of an earlier zoo, is skipped.
 
     Args:
         saved: config.yaml of the checkpoint, as nested dicts.

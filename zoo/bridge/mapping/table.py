@@ -68,7 +68,7 @@ class Resolution:
     carried: Sequence[str]  # names, as in the source, of tensors that zoo does not train
     source: Mapping[str, str]  # published name -> name in the source
     allowed: Sequence[str] = ()  # problems that the caller has allowed, of tensors that are left out
-    buffers: Sequence[str] = ()  # published names of known buffers, which are passed over
+    buffers: Sequence[str] = ()  # published names of known buffers, which are not read
     # Published name of a tied tensor that is stored all the same -> of the one that it must equal (`zoo.bridge.load`).
     doubles: Mapping[str, str] = field(default_factory=dict)
 

@@ -89,7 +89,7 @@ class SampleSource:
     ) -> SampleSource:
         """The samples of some entries of data.train or data.eval.
 
-        Rows of a bundled set with media that the model doesn't take are passed over.
+        Rows of a bundled set with media that the model doesn't take are skipped.
 
         Args:
             specs: entries as `zoo.config.entries.parse_entry` takes them: paths, mappings, rows as objects.

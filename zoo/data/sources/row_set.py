@@ -115,7 +115,7 @@ class RowSet(Sequence[Row]):
             row = part.peek() if isinstance(part, RowStream) else _first_row(part)
             if row is not None and row.form == PREFERENCE:
                 found.append(
-                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are passed over (train.loss=dpo compares them)"
+                    f"{name} has preference pairs: the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
                 )
         return found
 
@@ -180,7 +180,7 @@ def open_rows(
     Args:
         entries: where rows come from.
         data: root, outside_root and urls are used, and the limits of media.
-        modalities: what the model takes. Rows of a bundled set with other media are passed over.
+        modalities: what the model takes. Rows of a bundled set with other media are skipped.
         on_bad: called with each bad row that is found on opening.
         max_rows: use the first so many rows only.
         evaluation: the entries are those of data.eval: of rows held out, those are taken, and a stream gives its first

@@ -85,7 +85,7 @@ class Row:
     task: str | None = None  # what the answer is, which says how it is scored
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
     limits: MediaLimits | None = None  # of its media, where its entry has its own
-    # Of a preference pair the row with the worse answer, or what is wrong with it.
+    # In a preference pair: the same row with the rejected answer, or what is wrong with that.
     rejected: Row | RowError | None = None
 
     def path(self, name: str) -> Path:
@@ -282,7 +282,7 @@ def _format_hint(item: Mapping[str, Any], key: str) -> str:
         return f"Rows of another form: name it in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
     if form == "text" and key in (*MEDIA, *MEDIA.values()):
         return "A row of 'text' has no media; write it as 'messages'."
-    return f"Columns that a row may have besides are passed over where the entry names its format: {{path: ..., format: {form}}}."
+    return f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {form}}}."
 
 
 def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:

@@ -155,7 +155,7 @@ def _summary(found: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint to resume from, None where a run has none yet; and what was passed over, name -> why."""
+    """The checkpoint to resume from, None where a run has none yet; and what was skipped, name -> why."""
 
     folder: Path | None
     passed_over: dict[str, str] = field(default_factory=dict)

@@ -258,7 +258,7 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
         try:
             found = source.measure(SampleId(number))
         except RowError as error:
-            if not (data.bundled and error.cause == "modality"):  # those are passed over
+            if not (data.bundled and error.cause == "modality"):  # those are skipped
                 bad.append(error)
             continue
         if found is not None:

@@ -69,7 +69,7 @@ class RunData:
 def total_steps(train: TrainConfig, loader: BatchLoader, rows_read: RowCounter | None = None) -> int:
     """`train.steps`, or what `train.epochs` comes to; ConfigError for a schedule that these are too few for.
 
-    `rows_read` is told how many rows that takes.
+    Sets `rows_read.due` to the number of rows that this reads.
     """
     steps = train.steps
     if steps is None:

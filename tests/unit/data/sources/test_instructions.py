@@ -167,7 +167,7 @@ def test_preferences_are_announced(folder: Path) -> None:
     entries = [parse_entry(str(folder / name), "data.train") for name in ("p.jsonl", "m.jsonl")]
     (note,) = open_rows(entries, DataConfig(), ("text",), pytest.fail).notes()
     assert note.endswith(
-        "p.jsonl has preference pairs: the chosen answers are learnt, the rejected ones are passed over (train.loss=dpo compares them)"
+        "p.jsonl has preference pairs: the chosen answers are learnt, the rejected ones are skipped (train.loss=dpo compares them)"
     )
     assert not open_rows(entries, DataConfig(), ("text",), pytest.fail).notes(pairs=True)
     stream = DataEntry(path=str(folder / "p.jsonl"), stream=True)

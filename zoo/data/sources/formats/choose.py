@@ -88,7 +88,7 @@ class OwnItem(NamedTuple):
 
 
 def from_messages(item: Item, source: str) -> Item:
-    """The known keys of a row whose format was named: other columns are passed over."""
+    """The known keys of a row whose format was named: other columns are skipped."""
     row = _own(item, source)
     return {key: row[key] for key in MESSAGE_KEYS if key in row}
 

@@ -16,7 +16,7 @@ KEYS = ("conversations", "conversation")
 
 
 def from_conversations(item: dict[str, Any], source: str) -> dict[str, Any]:
-    """The row as `messages`; columns of no meaning here (`id`, `model`, `source`) are passed over.
+    """The row as `messages`; columns of no meaning here (`id`, `model`, `source`) are skipped.
 
     Rows of LLaVA-Video have a `video` whose placeholder is written `<image>`; it becomes `<video>`.
 

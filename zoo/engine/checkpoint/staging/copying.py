@@ -330,8 +330,8 @@ def _refused(error: OSError, stage: Stage, name: str) -> UserError:
     """One sentence for a copy that was given up."""
     return UserError(
         f"{stage.target(name)}: the checkpoint can't be copied there ({_why(error)}). It is whole in {stage.staged(name)} "
-        f"({size(_bytes_here(stage.staged(name)))} on this node): mend the folder and run the same command on the same machines, "
-        "which finishes the copy and resumes"
+        f"({size(_bytes_here(stage.staged(name)))} on this node). Make that folder writable, with room enough, and run the same command on the same machines: "
+        "it finishes the copy and resumes"
     )
 
 
