@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
-from zoo.data.errors import RowError
 from zoo.data.media.sizes import Headers
-from zoo.data.processors import vision
+from zoo.data.processors import sound, vision
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
-from zoo.errors import ConfigError
-from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
+from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
 
 # Config key -> attribute of the tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
 TOKENS = {
@@ -34,7 +32,6 @@ TOKENS = {
     "audio_start_token_id": "audio_bos_token",
     "audio_end_token_id": "audio_eos_token",
 }
-CHUNK_TOKENS = 13  # tokens of a full audio chunk, fixed in _get_feat_extract_output_lengths of modeling_qwen3_omni_moe.py
 TINY_FRAME_TOKENS = (
     1,
     256,
@@ -61,11 +58,7 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen3OmniPro
     audio = vision.config_field(thinker, "audio_config")
     geometry = vision.vision_geometry(vision.config_field(thinker, "vision_config"))
     n_window = vision.config_field(audio, "n_window")
-    if tokens_of_chunk(2 * n_window) != CHUNK_TOKENS:
-        raise ConfigError(
-            f"audio_config.n_window is {n_window}: transformers counts {CHUNK_TOKENS} tokens for each full audio "
-            f"chunk, but chunks of {2 * n_window} frames give {tokens_of_chunk(2 * n_window)}; use 50."
-        )
+    sound.check_window(n_window, tokens_of_chunk(2 * n_window))
     mel_bins = vision.config_field(audio, "num_mel_bins")
     if source is None:
         hf = _make(geometry, mel_bins)
@@ -137,17 +130,7 @@ class Qwen3OmniProcessor(Processor):
         media = vision.vision_tensors(features)
         if "video_second_per_grid" in features:
             media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
-        if "input_features" in features:
-            mel = as_tensor(features["input_features"], torch.float32)  # (n, mel, longest)
-            mask = as_tensor(features["feature_attention_mask"], torch.bool)  # (n, longest)
-            lengths = mask.sum(-1)
-            if not lengths.all():
-                raise RowError(
-                    "", "corrupt_media", f"sound {int(lengths.argmin())} of the row is under 10 ms long."
-                )
-            media["input_features"] = mel.transpose(1, 2)[mask]
-            media["feature_lens"] = lengths
-        return media
+        return media | sound.sound_tensors(features, "feature_attention_mask")
 
     def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
         """The features, with what the thinker takes beside them."""
@@ -181,19 +164,13 @@ class Qwen3OmniProcessor(Processor):
             *vision.image_grids(self.hf, headers.images, pixels),
             *self._video_grids(headers, pixels),
         ]
-        frames = self._mel_frames(headers.sounds)
+        frames = sound.mel_frames(headers.sounds, self.hf.feature_extractor.hop_length)
         heard = [audio_tokens(count, self.n_window) for count in frames]
         merged = self.hf.image_processor.merge_size**2
         tokens = sum(time * height * width // merged for time, height, width in grids) + sum(heard)
         tracks = len(row.videos) if row.use_audio_in_video else 0
         further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
         return Sketch(text, further, {"vision": vision.grid_rows(grids), "audio": frames})
-
-    def _mel_frames(self, samples: tuple[int, ...]) -> list[int]:
-        """Mel frames of sounds with so many samples: the longest is cut to whole frames, as WhisperFeatureExtractor does."""
-        hop = self.hf.feature_extractor.hop_length
-        most = max(samples, default=0) // hop
-        return [min(-(-count // hop), most) for count in samples]
 
     def _video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from zoo.errors import UserError
-from zoo.models.qwen3_omni.audio import audio_tokens
 from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
+from zoo.nn.towers.audio import audio_tokens
 from zoo.packing import PackedLayout
 from zoo.steps import MediaStream
+from zoo.steps.media import clips
 from zoo.steps.vision import VisionStep
 
 
@@ -26,10 +27,8 @@ class Qwen3OmniStep(VisionStep):
         """Images, then frames of videos; clips and soundtracks."""
         streams = dict(super().media_streams(media))
         if "feature_lens" in media:
-            lengths = tuple(media["feature_lens"].tolist())
             n_window = self.config.thinker.audio_config.n_window
-            outputs = tuple(audio_tokens(n, n_window) for n in lengths)
-            streams["audio"] = (MediaStream("input_features", "feature_lens", lengths, outputs),)
+            streams["audio"] = (clips(media, lambda frames: audio_tokens(frames, n_window)),)
         return streams
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from support.engine import Zoo
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from zoo.models.qwen3_omni.audio import audio_tokens, tokens_of_chunk
+from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
 
 # Mel frames (10 ms each) of clips: under a chunk of 100 frames, a whole chunk, over an attention window of 200.
 FRAMES = [37, 250, 100, 8, 99, 1, 512, 101]

@@ -7,7 +7,7 @@ rank by its size, largest first, always to the rank with least so far. The model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,6 +43,12 @@ def frames(data: str, sizes: str, media: Mapping[str, Tensor], merge: int) -> Me
     items[:, 0] = 1
     rows = items.prod(dim=1)
     return MediaStream(data, sizes, tuple(rows.tolist()), tuple((rows // merge**2).tolist()), items)
+
+
+def clips(media: Mapping[str, Tensor], tokens: Callable[[int], int]) -> MediaStream:
+    """Clips of sound, `feature_lens` mel frames each of `input_features`; `tokens`: embeddings of so many frames."""
+    lengths = tuple(media["feature_lens"].tolist())
+    return MediaStream("input_features", "feature_lens", lengths, tuple(map(tokens, lengths)))
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Towers of transformers on zoo's attention, and the gathering of embeddings that ranks encoded."""
+"""Towers of transformers on zoo's attention, encoders of sound, and the gathering of embeddings that ranks encoded."""
