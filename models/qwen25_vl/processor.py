@@ -7,7 +7,6 @@ Media tensors of a sample (each joined along dim 0 over samples), beside those o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
-from zoo.data.processors.processor import Processor, Sketch, as_tensor
+from zoo.data.processors.processor import Sketch, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 
@@ -50,48 +49,17 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen25VLProc
     )
 
 
-class Qwen25VLProcessor(Processor):
+class Qwen25VLProcessor(vision.PatchProcessor):
     """`Processor` around transformers' Qwen2_5_VLProcessor: text, images, videos."""
 
-    modalities = ("text", "image", "video")
-
     def __init__(self, hf: Any) -> None:
-        super().__init__(hf, vision.MARKERS)
-        self.pixels_of_token = (hf.image_processor.patch_size * hf.image_processor.merge_size) ** 2
+        ids = {key: hf.tokenizer.convert_tokens_to_ids(token) for key, token in TOKENS.items()}
+        super().__init__(hf, ids)
 
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Frames are taken as they are; the seconds between them follow from their rate."""
-        if not row.videos:
-            return {}
-        times = [
-            {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
-            for frames in media["videos"]
-        ]
-        options = {"do_sample_frames": False, "video_metadata": times}
-        if self.hf.video_processor.cap_pixels_per_frame is None:
-            options["cap_pixels_per_frame"] = (
-                False  # what it does today (without a warning that it may change)
-            )
-        return {"videos_kwargs": options}
-
-    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
-        """Sizes of images, and of a video's frames."""
-        return vision.pixel_options(pixels, self.hf.image_processor.size, self.hf.video_processor.size)
-
-    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
-        """The fewest pixels of an image, and of a frame."""
-        own = self.hf.image_processor.size["shortest_edge"], self.hf.video_processor.size["shortest_edge"]
-        return pixels.least or own[0], own[1]
-
-    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
-        """The most pixels of an image, and of a frame."""
-        images = vision.image_grids(self.hf, headers.images, pixels)
-        area = self.hf.image_processor.patch_size**2
-        image, video = (
-            max((height * width * area for _, height, width in grids), default=0)
-            for grids in (images, self._video_grids(headers, pixels))
-        )
-        return image, video
+        videos = media.get("videos")
+        return {"videos_kwargs": vision.frames_as_they_are(self.hf, videos, fps)} if videos else {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vision tower's tensors, and the clock of the videos."""
@@ -107,45 +75,14 @@ class Qwen25VLProcessor(Processor):
             return None
         return "videos with a part of a second between temporal patches, which transformers before 5.18 drops"
 
-    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
-        """Placeholder tokens that the tower's outputs replace."""
-        return vision.vision_tokens(self.hf, media)
-
-    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Patches of each image and temporal patch."""
-        return vision.vision_rows(media)
-
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """The template's text: a token for each medium."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        grids = [*vision.image_grids(self.hf, headers.images, pixels), *self._video_grids(headers, pixels)]
+        grids = [*vision.image_grids(self.hf, headers.images, pixels), *self.video_grids(headers, pixels)]
         merged = self.hf.image_processor.merge_size**2
         tokens = sum(time * height * width // merged for time, height, width in grids)
         return Sketch(text, tokens - len(grids), {"vision": vision.grid_rows(grids)})
-
-    def _video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
-        """(time, height, width) in patches of each video."""
-        from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
-
-        videos = self.hf.video_processor
-        size = vision.pixel_limits(videos.size, None, pixels.video_most)
-        patch, limits = videos.patch_size, (size["shortest_edge"], size["longest_edge"])
-        grids = []
-        for count, height, width in headers.videos:
-            high, wide = smart_resize(height, width, patch * videos.merge_size, *limits)
-            grids.append((-(-count // videos.temporal_patch_size), high // patch, wide // patch))
-        return grids
-
-    @cached_property
-    def token_ids(self) -> dict[str, int]:
-        """Config key -> id of the tokens around and in the place of media."""
-        return {key: self.tokenizer.convert_tokens_to_ids(token) for key, token in TOKENS.items()}
-
-    @cached_property
-    def media_ids(self) -> frozenset[int]:
-        """Ids of those tokens."""
-        return frozenset(self.token_ids.values())
 
 
 def _drops_parts_of_seconds() -> bool:

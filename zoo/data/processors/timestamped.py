@@ -7,30 +7,25 @@ in the middle of its frames. Media tensors are those of `zoo.data.processors.vis
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.processor import Processor, Sketch
+from zoo.data.processors.processor import Sketch
 from zoo.data.processors.vision import (
-    MARKERS,
+    PatchProcessor,
     config_field,
+    frames_as_they_are,
     grid_rows,
     image_grids,
     load_processor,
     pixel_limits,
-    pixel_options,
     tiny_parts,
     tiny_settings,
     vision_geometry,
-    vision_rows,
-    vision_tensors,
-    vision_tokens,
     wanted_geometry,
 )
 from zoo.data.sources.rows import Row
@@ -40,15 +35,11 @@ TINY_VIDEO_TOKENS = (1, 4096)  # least and most tokens of a whole video: its siz
 TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
-class TimestampedProcessor(Processor):
+class TimestampedProcessor(PatchProcessor):
     """`Processor` around transformers' Qwen3VLProcessor: text, images, videos."""
 
-    modalities = ("text", "image", "video")
-
     def __init__(self, hf: Any) -> None:
-        super().__init__(hf, MARKERS)
-        images = hf.image_processor
-        self.pixels_of_token = (images.patch_size * images.merge_size) ** 2
+        super().__init__(hf, {name: getattr(hf, name) for name in TOKENS})
 
     @classmethod
     def build(cls, arch_config: Any, source: str | None = None) -> TimestampedProcessor:
@@ -67,39 +58,9 @@ class TimestampedProcessor(Processor):
             return cls(_make(geometry))
         return cls(load_processor(source, KIND, wanted_geometry(geometry)))
 
-    @cached_property
-    def token_ids(self) -> dict[str, int]:
-        """Config key -> id of the tokens around and in the place of media."""
-        return {name: getattr(self.hf, name) for name in TOKENS}
-
-    @cached_property
-    def media_ids(self) -> frozenset[int]:
-        """Ids of those tokens."""
-        return frozenset(self.token_ids.values())
-
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Frames are taken as they are; their times follow from their rate."""
-        if not row.videos:
-            return {}
-        times = [
-            {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
-            for frames in media["videos"]
-        ]
-        options = {"do_sample_frames": False, "video_metadata": times}
-        if self.hf.video_processor.cap_pixels_per_frame is None:
-            options["cap_pixels_per_frame"] = (
-                False  # what it does today (without a warning that it may change)
-            )
-        return {"videos_kwargs": options}
-
-    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
-        """Sizes of images, and of videos, whose limits count the pixels of all frames."""
-        return pixel_options(pixels, self.hf.image_processor.size, self.hf.video_processor.size)
-
-    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
-        """The fewest pixels of an image, and of all frames of a video."""
-        own = self.hf.image_processor.size["shortest_edge"], self.hf.video_processor.size["shortest_edge"]
-        return pixels.least or own[0], own[1]
+        return {"videos_kwargs": frames_as_they_are(self.hf, media["videos"], fps)} if row.videos else {}
 
     def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
         """The most pixels of an image, and of all frames of a video."""
@@ -107,27 +68,15 @@ class TimestampedProcessor(Processor):
         images = image_grids(self.hf, headers.images, pixels)
         return (
             max((height * width * area for _, height, width in images), default=0),
-            max((t * together * h * w * area for t, h, w in self._video_grids(headers, pixels)), default=0),
+            max((t * together * h * w * area for t, h, w in self.video_grids(headers, pixels)), default=0),
         )
-
-    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The vision tower's tensors."""
-        return vision_tensors(features)
-
-    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
-        """Placeholder tokens that the tower's outputs replace."""
-        return vision_tokens(self.hf, media)
-
-    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
-        """Patches of each image and temporal patch."""
-        return vision_rows(media)
 
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
         images = image_grids(self.hf, headers.images, pixels)
-        videos = self._video_grids(headers, pixels)
+        videos = self.video_grids(headers, pixels)
         merge = self.hf.video_processor.merge_size
         times = [
             SimpleNamespace(fps=headers.fps, frames_indices=list(range(count)))
@@ -143,13 +92,13 @@ class TimestampedProcessor(Processor):
         rows = grid_rows([*images, *videos])
         return Sketch(text, sum(count // merge**2 - 1 for count in rows), {"vision": rows})
 
-    def _video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
+    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
         """(time, height, width) in patches of each video."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
         videos = self.hf.video_processor
         patch, together = videos.patch_size, videos.temporal_patch_size
-        bounds = pixel_limits(videos.size, None, pixels.video_most)
+        bounds = pixel_limits(self.frame_size, None, pixels.video_most)
         limits = (together, patch * videos.merge_size, bounds["shortest_edge"], bounds["longest_edge"])
         grids = []
         for count, *size in headers.videos:

@@ -7,6 +7,7 @@ image_grid_thw (n, 3) int64, in patches; pixel_values_videos and video_grid_thw 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
+from zoo.data.media.sizes import Headers
 from zoo.data.processors.answers import ChatMarkers
-from zoo.data.processors.processor import as_tensor
+from zoo.data.processors.processor import Processor, as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
 
@@ -170,3 +172,89 @@ def image_grids(hf: Any, sizes: Sequence[tuple[int, int]], pixels: PixelLimits) 
     limits = pixel_limits(images.size, pixels.least, pixels.most).values()
     resized = [smart_resize(*size, images.patch_size * images.merge_size, *limits) for size in sizes]
     return [(1, height // images.patch_size, width // images.patch_size) for height, width in resized]
+
+
+def frame_grids(
+    hf: Any, videos: Sequence[Sequence[int]], limits: Mapping[str, int]
+) -> list[tuple[int, int, int]]:
+    """(time, height, width) in patches of videos of (frames, height, width) pixels, where `limits` are those of a frame."""
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
+
+    made, patch = hf.video_processor, hf.video_processor.patch_size
+    grids = []
+    for count, *size in videos:
+        height, width = smart_resize(
+            *size, patch * made.merge_size, limits["shortest_edge"], limits["longest_edge"]
+        )
+        grids.append((-(-count // made.temporal_patch_size), height // patch, width // patch))
+    return grids
+
+
+def frames_as_they_are(hf: Any, videos: Sequence[Any], fps: float | None) -> dict[str, Any]:
+    """`videos_kwargs` of a call whose frames are all taken; when each was shown follows from their rate."""
+    times = [
+        {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
+        for frames in videos
+    ]
+    options = {"do_sample_frames": False, "video_metadata": times}
+    if hf.video_processor.cap_pixels_per_frame is None:
+        options["cap_pixels_per_frame"] = False  # what it does today (without a warning that it may change)
+    return options
+
+
+class PatchProcessor(Processor):
+    """`Processor` of images and videos in patches.
+
+    Args:
+        hf: transformers' processor.
+        token_ids: config key -> id of the tokens around and in the place of media.
+
+    Attributes:
+        frame_size: limits of pixels of a video, as its processor counts them.
+    """
+
+    modalities: tuple[str, ...] = ("text", "image", "video")
+
+    def __init__(self, hf: Any, token_ids: Mapping[str, int]) -> None:
+        super().__init__(hf, MARKERS)
+        self.token_ids = dict(token_ids)
+        self.frame_size: Any = hf.video_processor.size
+        self.pixels_of_token = (hf.image_processor.patch_size * hf.image_processor.merge_size) ** 2
+
+    @cached_property
+    def media_ids(self) -> frozenset[int]:
+        """Ids of those tokens."""
+        return frozenset(self.token_ids.values())
+
+    def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """Sizes of images and of videos."""
+        return pixel_options(pixels, self.hf.image_processor.size, self.frame_size)
+
+    def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
+        """The fewest pixels of an image, and of a video as its limits count."""
+        return pixels.least or self.hf.image_processor.size["shortest_edge"], self.frame_size["shortest_edge"]
+
+    def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
+        """The most pixels of an image, and of a frame."""
+        area = self.hf.image_processor.patch_size**2
+        image, video = (
+            max((height * width * area for _, height, width in grids), default=0)
+            for grids in (image_grids(self.hf, headers.images, pixels), self.video_grids(headers, pixels))
+        )
+        return image, video
+
+    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
+        """(time, height, width) in patches of each video, whose limits are those of a frame."""
+        return frame_grids(self.hf, headers.videos, pixel_limits(self.frame_size, None, pixels.video_most))
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The vision tower's tensors."""
+        return vision_tensors(features)
+
+    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
+        """Placeholder tokens that the tower's outputs replace."""
+        return vision_tokens(self.hf, media)
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Patches of each image and temporal patch."""
+        return vision_rows(media)
