@@ -1,7 +1,9 @@
 """`zoo bench train`: samples, settings and metrics, and a run of it on the CPU."""
 
 import json
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from zoo.bench.training import train as bench_train
 from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
 from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
+from zoo.bench.training.steps import BenchRun, LoadedRun
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
+from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.model import build
+from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 
@@ -95,7 +100,8 @@ def test_flops_are_three_times_those_of_the_parts() -> None:
     cost, (sample,) = model_cost(config), receipts(config, 1)
     rows = [int(sample.media["image_grid_thw"].prod())]
     parts = cost.parts(sample.length, sample.num_labels, {"vision": rows})
-    assert train_flops(cost, [sample, sample]) == {name: 6 * flops for name, flops in parts.items()}
+    both = train_flops(cost, [sample.length] * 2, 2 * sample.num_labels, {"vision": 2 * rows})
+    assert both == pytest.approx({name: 6 * flops for name, flops in parts.items()})
 
 
 def test_fewer_layers_take_what_belongs_to_them_along() -> None:
@@ -161,6 +167,31 @@ def test_the_same_samples_packed_padded_and_under_transformers(
     assert all(line["ms"] > 0 and len(line["losses"]) == 12 for line in saved["lines"])
 
 
+@pytest.mark.parametrize("data", ["", "digits:train"])
+def test_a_run_of_the_bench_is_a_run(data: str, cpu_world: Any, tmp_path: Path) -> None:
+    """In this process: its own samples, and rows through the loader, whose wait and FLOPs of two kinds of media are shown."""
+    options = bench_train.Options(
+        recipe="qwen3_vl_sft", size="tiny", longest=64, samples=2, passes=1, data=data
+    )
+    recipe = bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1", "data.workers=0"])
+    row = {"packing.mode": "thd", "packing.budget": 256, "train.global_batch": 1, "run.dir": str(tmp_path)}
+    given = {
+        "setting": vars(Setting("row", 128)),
+        "samples": 2,
+        "passes": 1,
+        "longest": 64,
+        "data": data,
+        "profile": False,
+    }
+    run = (LoadedRun if data else BenchRun)(
+        recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), given
+    )
+    with closing(run):
+        line = run.measure()
+    assert line["steps"] == 8 and line["loss"] > 0 and ("data_wait" in line) == bool(data)
+    assert set(line["tflop_per_step"]) == {"decoder", "head", "vision"} and line["real_tokens_per_s"] > 0
+
+
 def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.CaptureFixture[str]) -> None:
     options = bench_train.Options(
         size="tiny", longest=64, samples=2, passes=1, settings=("packed:1",), backends=("te", "torch")
@@ -179,6 +210,10 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         (["setings=hf:4"], "setings: no such key; nearest: settings"),
         (["passes=0"], "passes=0: wanted a whole number from 1 to 1,000,000"),
         (["recipe=llava_sft", "size=tiny", "settings=packed:2"], "takes no images as grids of patches"),
+        (
+            ["data=digits:train", "settings=packed:2"],
+            "settings=packed:2 takes ready samples, and data=digits:train come from",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -117,7 +117,10 @@ def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], conf
     for place, ms in enumerate(times):
         samples, width = rows[place % len(rows)], widths[place % len(rows)]
         real = sum(sample.length for sample in samples)
-        timed.append(Timed(ms, len(samples), real, width, train_flops(cost, samples)))
+        patches = [float(rows) for sample in samples for rows in sample.media["image_grid_thw"].prod(1)]
+        labels = sum(sample.num_labels for sample in samples)
+        flops = train_flops(cost, [sample.length for sample in samples], labels, {"vision": patches})
+        timed.append(Timed(ms, len(samples), real, width, flops))
     return timed
 
 

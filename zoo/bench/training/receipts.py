@@ -34,7 +34,7 @@ def receipts(config: Any, count: int, longest: int = 2048) -> list[Sample]:
     if vision is None or not hasattr(vision, "spatial_merge_size") or None in marks:
         raise UserError(
             f"zoo bench train: {config.title} takes no images as grids of patches, which its samples have; "
-            "take a recipe of another family"
+            "name rows of your own or of the bundled digits: data=digits:train settings=row:4096"
         )
     start, image, end = marks[0], root.image_token_id, marks[1]
     special = [start, image, end, root.video_token_id]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
@@ -77,16 +77,20 @@ def peak_flops(gpu: str) -> float | None:
     return known.tflops * 1e12 if known and known.tflops else None
 
 
-def train_flops(cost: ModelCost, samples: Sequence[Sample]) -> dict[str, float]:
-    """FLOPs of a training step on the samples by part, as the model needs them: three times those of a forward pass.
+def train_flops(
+    cost: ModelCost, lengths: Iterable[int], labels: int, rows: Mapping[str, Sequence[float]]
+) -> dict[str, float]:
+    """FLOPs of a training step by part, as the model needs them: three times those of a forward pass.
 
     What is computed on padding, in logits of tokens without loss, or again in the backward pass, is not in it.
+
+    Args:
+        lengths: tokens of each sample.
+        labels: tokens with loss, of all samples.
+        rows: tower -> rows of each item of their media.
     """
-    totals: dict[str, float] = {}
-    for sample in samples:
-        rows = [float(rows) for rows in sample.media["image_grid_thw"].prod(1)]
-        for name, flops in cost.parts(sample.length, sample.num_labels, {"vision": rows}).items():
-            totals[name] = totals.get(name, 0.0) + train_factor() * flops
+    totals = {name: train_factor() * flops for name, flops in cost.parts(0, labels, rows).items()}
+    totals["decoder"] += train_factor() * sum(map(cost.decoder.flops, lengths))
     return totals
 
 
@@ -99,16 +103,25 @@ class Timed:
     real_tokens: int
     total_tokens: int
     flops: dict[str, float]
+    waited_ms: float = 0.0  # for data
 
 
-def metrics(setting: Setting, steps: Sequence[Timed], gpu: str) -> dict[str, Any]:
+def metrics(setting: Setting, steps: Sequence[Timed], gpu: str, *, loaded: bool = False) -> dict[str, Any]:
     """What a line of the table shows: medians of the steps' times, and rates over whole passes.
 
     Steps take different samples, so a rate is what all of them hold over what all would take at their median time a token.
+    Where the loader brought them (`loaded`), it is over the time they took, waiting included.
     """
     times = sorted(step.ms for step in steps)
     per_token = median(step.ms / step.real_tokens for step in steps)
     seconds = per_token * sum(step.real_tokens for step in steps) / 1e3
+    waits = {}
+    if loaded:
+        seconds = sum(times) / 1e3
+        waits = {
+            "data_wait": round(sum(step.waited_ms for step in steps) / sum(times), 4),
+            "data_wait_max": round(max(step.waited_ms / step.ms for step in steps), 4),
+        }
     peak, parts = peak_flops(gpu), dict.fromkeys(steps[0].flops, 0.0)
     for step in steps:
         for name, flops in step.flops.items():
@@ -132,6 +145,7 @@ def metrics(setting: Setting, steps: Sequence[Timed], gpu: str) -> dict[str, Any
         "mfu": round(sum(mfu.values()), 4) if mfu else None,
         "mfu_parts": {name: round(share, 4) for name, share in mfu.items()} if mfu else None,
         "peak_tflops": peak / 1e12 if peak else None,
+        **waits,
     }
 
 

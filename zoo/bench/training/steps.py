@@ -1,8 +1,7 @@
-"""One setting of `zoo bench train` under zoo: the run that trains, on ready batches, with its steps timed.
+"""One setting of `zoo bench train` under zoo: the run that trains, with its steps timed.
 
-`BenchRun` is `zoo.engine.train.run.Run` with other data, so model, weights, DDP, optimizer, clipping, copies of the batch to the GPU
-and the one wait at a step's end are those of training. Batches lie in pinned memory, as the loader has them one step
-ahead; what making them takes is `zoo bench data`'s.
+`LoadedRun` is `zoo.engine.train.run.Run` on the rows of a file: all of it is training's, the loader too. `BenchRun` has ready batches
+in the place of the loader. They lie in pinned memory, as the loader has them one step ahead.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,13 +21,14 @@ from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.media.sizes import SampleSize
-from zoo.data.sample import MicroBatch, Sample
+from zoo.data.sample import MicroBatch
 from zoo.engine.distributed.signals import Interrupts, interrupts
 from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.train.run import Run
+from zoo.engine.train.train_step import StepResult
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.packing import deal_bins
@@ -38,7 +39,10 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     startup = Startup("imports")
     with interrupts() as stop, world(recipe) as here:
         try:
-            return BenchRun(recipe, here, stop, startup, given).measure()
+            kind = LoadedRun if given["data"] else BenchRun
+            run = kind(recipe, here, stop, startup, given)
+            with closing(run):
+                return run.measure()
         except torch.OutOfMemoryError as error:
             if here.size > 1:
                 raise  # the others wait for this rank
@@ -78,18 +82,114 @@ class Lines:
         """Nothing: the same."""
 
 
-class BenchRun(Run):
-    """A run on the samples of the bench."""
+class LoadedRun(Run):
+    """A run on the rows that its recipe names, through the loader."""
 
-    counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
-    shrunk = 0  # rows whose media were made smaller
+    loaded = True
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]
     ) -> None:
         self.given = given
         self.setting = Setting(**given["setting"])
+        self.taken: list[tuple[int, dict[str, float]]] = []  # of each step: samples, and FLOPs by part
         super().__init__(recipe, world, stop, startup)
+        self.cost = model_cost(self.assembly.config, self.assembly.config.mtp_layers(recipe))
+
+    def measure(self) -> dict[str, Any]:
+        """Build, warm up, time."""
+        self._build()
+        lines = Lines()
+        self.log = lines  # type: ignore[assignment]
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.monotonic()
+        while not self._is_warm():
+            self._train_step()
+        warm_seconds, warm = time.monotonic() - began, self.done
+        while not self._is_timed(warm):
+            self._train_step()
+        timed = self._timed(lines.steps, warm)
+        last = lines.steps[-1]
+        return {
+            **metrics(
+                self.setting, timed, torch.cuda.get_device_name() if on_gpu else "", loaded=self.loaded
+            ),
+            **memory(on_gpu, self.world),
+            "loss": last["loss"],
+            "losses": [round(line["loss"], 4) for line in lines.steps],
+            "grad_norm": last["grad_norm"],
+            "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
+            "startup_s": self.startup.seconds,
+            "startup": self.startup.stages,
+            "warm_s": round(warm_seconds, 2),
+            "warm_steps": warm,
+            "kernels": kernels(self.trainable.chunks),
+            **({"profile": profile(self._train_step)} if self.given["profile"] else {}),
+            "environment": environment(),
+        }
+
+    def close(self) -> None:
+        """End the loader's threads and processes."""
+        self.data.close()
+
+    def _is_warm(self) -> bool:
+        return self.done >= LEAST_WARM
+
+    def _is_timed(self, warm: int) -> bool:
+        """Whether as many samples as asked for have been timed, on the ranks' average."""
+        due = self.given["samples"] * self.given["passes"]
+        return self.done >= warm + LEAST_TIMED and self._agreed(sum(n for n, _ in self.taken[warm:]) >= due)
+
+    def _agreed(self, here: bool) -> bool:
+        """The same on all ranks: whether each is done."""
+        return self.world.size == 1 or self.world.sum([float(here)])[0] == self.world.size
+
+    def _log_step(self, result: StepResult) -> None:
+        """As a run's, and what this rank's batches held."""
+        super()._log_step(result)
+        flops = dict.fromkeys(("decoder", "head", *self.cost.towers), 0.0)
+        batches = result.fetched.batches if self.world.counts_data else []
+        for batch in batches:
+            rows = self.assembly.processor.tower_rows(batch.media)
+            for name, value in train_flops(self.cost, batch.lengths, batch.num_labels, rows).items():
+                flops[name] += value
+        self.taken.append((sum(len(batch.lengths) for batch in result.fetched.batches), flops))
+
+    def _timed(self, lines: Sequence[dict[str, Any]], warm: int) -> list[Timed]:
+        """Records of the timed steps, of all ranks together."""
+        names = list(self.taken[0][1])
+        mine = [
+            number
+            for samples, flops in self.taken[warm : len(lines)]
+            for number in (samples if self.world.counts_data else 0, *(flops[name] for name in names))
+        ]
+        sums = self.world.sum(mine) if self.world.size > 1 else mine
+        wide, timed = 1 + len(names), []
+        for place, line in enumerate(lines[warm:]):
+            samples, *flops = sums[place * wide : (place + 1) * wide]
+            real = line["real_tokens"]
+            total = round(real / (1 - line["pad_fraction"]))
+            timed.append(
+                Timed(
+                    line["step_ms"],
+                    int(samples),
+                    real,
+                    total,
+                    dict(zip(names, flops, strict=True)),
+                    line["data_ms"],
+                )
+            )
+        return timed
+
+
+class BenchRun(LoadedRun):
+    """A run on the samples of the bench."""
+
+    loaded = False
+    counts: ClassVar[dict[str, int]] = {}  # of rows left out: none
+    shrunk = 0  # rows whose media were made smaller
 
     def _open_data(self) -> None:
         """All samples of the setting, and of their pixels those that this rank's batches hold."""
@@ -104,12 +204,10 @@ class BenchRun(Run):
             raise UserError(
                 f"samples={self.given['samples']} are too few for a step of {self.setting.name}; give more"
             )
-        self.steps_of_all: list[list[Sample]] = []
         mine: list[list[MicroBatch]] = []
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
             step = bins[first : first + each]
-            self.steps_of_all.append([samples[i] for rows in step for i in rows])
             shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
             batches = [
                 make_batch([with_pixels(samples[i], config) for i in step[share]], recipe.packing.mode, align, recipe.packing.pad_to, pad)
@@ -124,45 +222,14 @@ class BenchRun(Run):
         self.warm += -self.warm % len(mine)
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
 
-    def measure(self) -> dict[str, Any]:
-        """Build, warm up, time."""
-        self._build()
-        lines = Lines()
-        self.log = lines  # type: ignore[assignment]
-        on_gpu = torch.cuda.is_available()
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.monotonic()
-        while self.done < self.warm:
-            self._train_step()
-        warm_seconds = time.monotonic() - began
-        while self.done < self.warm + self.timed:
-            self._train_step()
-        cost = model_cost(self.assembly.config, self.assembly.config.mtp_layers(self.recipe))
-        flops = [train_flops(cost, samples) for samples in self.steps_of_all]
-        timed = []
-        for place, line in enumerate(lines.steps[self.warm :]):
-            at = place % len(flops)
-            total = round(line["real_tokens"] / (1 - line["pad_fraction"]))
-            timed.append(
-                Timed(line["step_ms"], len(self.steps_of_all[at]), line["real_tokens"], total, flops[at])
-            )
-        last = lines.steps[-1]
-        return {
-            **metrics(self.setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
-            **memory(on_gpu, self.world),
-            "loss": last["loss"],
-            "losses": [round(line["loss"], 4) for line in lines.steps],
-            "grad_norm": last["grad_norm"],
-            "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
-            "startup_s": self.startup.seconds,
-            "startup": self.startup.stages,
-            "warm_s": round(warm_seconds, 2),
-            "warm_steps": self.warm,
-            "kernels": kernels(self.trainable.chunks),
-            **({"profile": profile(self._train_step)} if self.given["profile"] else {}),
-            "environment": environment(),
-        }
+    def close(self) -> None:
+        """Nothing: there is no loader."""
+
+    def _is_warm(self) -> bool:
+        return self.done >= self.warm
+
+    def _is_timed(self, warm: int) -> bool:
+        return self.done >= warm + self.timed
 
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:

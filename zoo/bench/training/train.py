@@ -10,6 +10,7 @@ import copy
 import json
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ SETTINGS = (
     "packed:2", "packed:4", "packed:8", "packed:16", "packed:32",
 )  # fmt: skip
 
+LOADED = ("padded:4", "row:16384")  # settings on rows that the loader brings
+
 
 @dataclass(frozen=True)
 class Options(Bounded):
@@ -42,6 +45,7 @@ class Options(Bounded):
     size: str = "2b"
     settings: tuple[str, ...] = SETTINGS
     backends: tuple[str, ...] = ("torch", "te")
+    data: str = ""  # a JSONL file or bundled set, through the loader; "": the samples of `zoo.bench.training.receipts`
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
@@ -75,6 +79,7 @@ def run(
         "recipe": options.recipe,
         "size": options.size,
         "layers": options.layers or None,
+        "data": options.data or None,
         "samples": options.samples,
         "longest": options.longest,
         "overrides": list(overrides),
@@ -94,8 +99,15 @@ def run(
 def _all(options: Options) -> list[Setting]:
     """The settings in order, zoo's under each backend."""
     found = []
-    for text in options.settings:
+    for text in LOADED if options.data and options.settings == SETTINGS else options.settings:
         setting = Setting.parse(text)
+        if options.data:
+            if setting.way in ("packed", "hf"):
+                raise UserError(
+                    f"settings={text} takes ready samples, and data={options.data} come from the loader; take row:TOKENS or padded:N"
+                )
+            found += [replace(setting, backend=backend, ranks=options.nproc) for backend in options.backends]
+            continue
         if setting.number > options.samples and setting.way != "row":
             raise UserError(f"settings={text}: a micro-batch of it takes more than samples={options.samples}")
         if (setting.way == "row" and setting.number < options.longest) or (
@@ -124,9 +136,11 @@ def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
         "train.clip_grad=1.0",
         "log.tensorboard=false",
         "export=false",
-        "run.dir=bench",  # nothing is written there
+        "train.eval_rows=0",
     ]
     recipe = load_recipe(options.recipe, [*fixed, *overrides])
+    if options.data:
+        recipe = replace(recipe, data=replace(recipe.data, train=[options.data]))
     if not options.layers:
         return recipe
     return recipe.replace({"model.arch": with_layers(dict(recipe.model.arch), options.layers)})
@@ -155,7 +169,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         return {"skipped": reason}
     parallel = data_parallel(recipe, setting.ranks)
     changes = {
-        "train.steps": 1000,  # the run sets its own
+        "train.steps": 10**6,  # the run ends by itself
         "train.global_batch": parallel * (1 if setting.packed else setting.number),
         "train.micro_batch": 1 if setting.packed else setting.number,
         "packing.mode": "thd" if setting.packed else "none",
@@ -168,13 +182,20 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         "samples": options.samples,
         "passes": options.passes,
         "longest": options.longest,
+        "data": options.data,
         "profile": profile,
     }
     module = "hf" if setting.way == "hf" else "steps"
     try:
-        line: Line = run_task(
-            f"zoo.bench.training.{module}:measure", recipe.replace(changes), setting.ranks, given, fresh=True
-        )
+        with tempfile.TemporaryDirectory(prefix="zoo-bench-") as folder:  # for rows that are left out
+            changes["run.dir"] = folder
+            line: Line = run_task(
+                f"zoo.bench.training.{module}:measure",
+                recipe.replace(changes),
+                setting.ranks,
+                given,
+                fresh=True,
+            )
     except WorkerError as error:
         return {"failed": f"exit code {error.code}; its last messages stand above"}
     return line
@@ -211,6 +232,11 @@ def row(line: Line) -> str:
         f"{start}{line['ms']:>9.1f}{spread:>16}{line['tokens_per_step']:>15,}{line['real_share']:>7.0%}"
         f"{line['real_tokens_per_s']:>15,.0f}{line['samples_per_s']:>11.2f}{mfu:>7}{peak:>7}{reserved:>10}"
         f"{line['loss']:>8.3f}{line['grad_norm']:>8.2f}{line['startup_s']:>9.1f}"
+        + (
+            f"  waits {line['data_wait']:.1%}, at worst {line['data_wait_max']:.0%} of a step"
+            if "data_wait" in line
+            else ""
+        )
         + (f"\n{bench_profile.table(line['profile'])}" if "profile" in line else "")
     )
 
