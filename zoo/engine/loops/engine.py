@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -103,7 +104,7 @@ class Engine:
                 failed.enter_context(stack)
                 world = stack.enter_context(groups(recipe, device))
                 refuse_different(recipe)
-                parts = build_parts(recipe, world, train=train)
+                parts = build_parts(recipe, world, stack, train=train)
                 failed.pop_all()
             return cls(recipe, world, parts, stack)
 
@@ -116,13 +117,17 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Let go of the model and destroy the process groups that zoo made. Every rank calls it; a second call does nothing."""
+        """Free the model and destroy the process groups that zoo made. Every rank calls it; a second call does nothing.
+
+        Tensors that `hf_weights` has handed out stay as they are.
+        """
         if self._passes is None:
             return
         self._passes = self._training = None
         del self._parts, self._memory, self._weights
         with settings(self.recipe, self.device):
             self._stack.close()
+        gc.collect()  # modules, DDP and the optimizer hold one another
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ class EngineParts:
     scheduler: Any = None
 
 
-def build_parts(recipe: Recipe, world: World, *, train: bool) -> EngineParts:
-    """Build a recipe's model, load its weights, and wrap it for training where that is wanted."""
+def build_parts(recipe: Recipe, world: World, stack: ExitStack, *, train: bool) -> EngineParts:
+    """Build a recipe's model, load its weights, and wrap it for training where that is wanted; `stack` lets go of it."""
     assembly = build.assemble(recipe)
     chunks, adapters = build.build_model(assembly, recipe, world), None
     if recipe.lora.rank:
@@ -47,6 +48,7 @@ def build_parts(recipe: Recipe, world: World, *, train: bool) -> EngineParts:
         return EngineParts(assembly, chunks, step, adapters)
     build.freeze(chunks, recipe.model.freeze, assembly.family)
     wrapped = optimization.wrap_ddp(chunks, recipe)
+    stack.callback(optimization.release_ddp, wrapped)
     train_of, total = recipe.train, recipe.train.steps
     if total is None:  # a loop of unknown length
         recipe = recipe.replace({"train.schedule": "constant"})

@@ -335,6 +335,14 @@ AVOIDED = (
         last_broken="0.19.2",
         instead="two stacked weights and a grouped product (zoo/nn/decoder/mlp.py)",
     ),
+    Avoided(
+        name="ddp-is-never-freed",
+        fault="DistributedOptimizer keeps views of fp32 parameters that autograd knows, these keep the parameters' nodes, and a "
+        "function that DDP has hung on each node keeps DDP: a circle that no garbage collector sees, so a model with its "
+        "gradients and moments stays in memory for as long as the process lives",
+        last_broken="0.19.2",
+        instead="an engine that closes takes these functions away (zoo/engine/train/optimization.py)",
+    ),
 )
 
 

@@ -57,6 +57,21 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     return wrapped
 
 
+def release_ddp(wrapped: list[Any]) -> None:
+    """Give up the memory of model chunks that :func:`wrap_ddp` has wrapped; they can't be used any more.
+
+    megatron-core has autograd's nodes hold DDP, and the optimizer hold the nodes, where Python's garbage collector can't see it.
+    So DDP's functions are taken off the nodes, and whoever still holds a parameter holds no storage. Other views of a storage
+    stay as they are.
+    """
+    for chunk in wrapped:
+        for node in chunk.grad_accs:
+            node.register_hook(print).hooks_dict_ref().clear()  # a new one's handle leads to all
+        chunk.grad_accs.clear()
+        for parameter in chunk.parameters():
+            parameter.data, parameter.grad, parameter.main_grad = parameter.new_empty(0), None, None
+
+
 def build_optimizer(
     chunks: list[Any], recipe: Recipe, assembly: Assembly, world: World, total_steps: int
 ) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """`zoo.Engine` in one process: the example of its page, memory that is given back, and what it leaves behind."""
 
 import re
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zoo
+from zoo.engine.optimizer.adamw import optimizers
 from zoo.errors import UserError
 
 PAGE = Path(__file__).parents[4] / "docs" / "engine.md"
@@ -126,6 +128,27 @@ def test_what_an_engine_refuses(engine: Any) -> None:
         assert torch.isfinite(scorer.logprobs(batch)).all()
         with pytest.raises(UserError, match="train=False"):
             scorer.train_step(batch, likelihood)
+
+
+def test_a_closed_engine_holds_no_memory(engine: Any) -> None:
+    engine.train_step(text_batch(), likelihood)
+    parts = engine._parts
+    buffers = [data for chunk in parts.chunks for b in chunk.buffers for data in (b.param_data, b.grad_data)]
+    states = [
+        value
+        for one in optimizers(parts.optimizer)
+        for state in one.state.values()
+        for value in state.values()
+    ]
+    assert len(states) > 3
+    held = [*buffers, *states, *(p for chunk in parts.chunks for p in chunk.parameters()), parts.optimizer]
+    left = [weakref.ref(one) for one in held]
+    kept = dict(engine.hf_weights())
+    copies = {name: tensor.clone() for name, tensor in kept.items()}
+    del parts, buffers, states, held
+    engine.close()
+    assert [one() for one in left if one() is not None] == []
+    assert all(torch.equal(tensor, copies[name]) for name, tensor in kept.items())
 
 
 def test_groups_of_the_caller_stay(engine: Any) -> None:

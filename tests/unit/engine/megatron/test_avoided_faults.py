@@ -1,12 +1,15 @@
 """Every fault of megatron-core that zoo avoids is there; a test fails once megatron-core has fixed it."""
 
+import gc
 import inspect
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.engine import single_process_world
 from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, shows
 
 from zoo.packing import PackedLayout
@@ -259,3 +262,30 @@ def test_experts_one_by_one() -> None:
     SequentialMLP.forward(experts, torch.rand(6, 8), torch.tensor([1, 2, 3]), torch.rand(6))
     if called != [1, 2, 3]:
         remove_me("experts-one-by-one")
+
+
+def test_ddp_is_never_freed() -> None:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from zoo.engine.train.optimization import release_ddp
+
+    def stays(release: bool) -> bool:
+        with single_process_world():
+            config, sharded = mcore_config(), DistributedDataParallelConfig(use_distributed_optimizer=True)
+            ddp = DistributedDataParallel(config, sharded, torch.nn.Linear(2, 2))
+            adam = OptimizerConfig(
+                optimizer="adam", lr=0.1, use_distributed_optimizer=True, params_dtype=torch.float32
+            )
+            optimizer = get_megatron_optimizer(adam, [ddp], use_gloo_process_groups=False)
+            config.grad_scale_func = optimizer.scale_loss
+            gradients = weakref.ref(ddp.buffers[0].grad_data)
+            if release:
+                release_ddp([ddp])
+            del ddp, config, optimizer
+            gc.collect()
+            return gradients() is not None
+
+    if not stays(release=False):
+        remove_me("ddp-is-never-freed")
+    assert not stays(release=True)
