@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from zoo.config.compose import load_recipe
+from zoo.config.compose import about, load_recipe
 from zoo.config.files import recipe_names, size_names
 from zoo.registry import ModelFamily, families
 
@@ -15,7 +15,7 @@ BEGIN, END = "<!-- registered: written by scripts/family_tables.py -->", "<!-- e
 
 def table(family: ModelFamily) -> str:
     """The block of a family: what it is registered with, and the recipes that train it."""
-    recipes = [recipe for name in recipe_names() if (recipe := load_recipe(name)).model.family == family.name]
+    recipes = [load_recipe(name) for name in recipe_names() if about(name)["family"] == family.name]
     kinds = {recipe.recipe: bool(recipe.lora.rank) for recipe in recipes}
 
     def code(names: list[str] | tuple[str, ...]) -> str:

@@ -102,3 +102,40 @@ def test_adapters_begin_at_the_reference(mode: tuple[str, ...], pool: Pool, tmp_
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and abs(first["rewards/margins"]) < 1e-5
     assert abs(last["rewards/margins"]) > 1e-3, "the updates moved nothing"
     assert runs["cut"][-1]["loss"] == pytest.approx(last["loss"], rel=1e-5)
+
+
+LORA = ("lora.rank=4", "train.lr=1e-2", "train.schedule=constant", "packing.align=8", "train.aux_loss=0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "name"), [("dp2", "dense"), ("tp2 cp2", "dense"), ("pp2 vpp2", "dense"), ("ep2", "moe")]
+)
+def test_the_model_without_adapters_as_reference(
+    parallel: str, name: str, pool: Pool, tmp_path: Path
+) -> None:
+    """New adapters change nothing, so the base in each step is the run's first weights, under every layout and from another run's file."""
+    model, setting = MODELS[name], PARALLEL[parallel]
+    folder = model.write(tmp_path / "model")
+    common = (
+        *write_pairs(tmp_path / "pairs.jsonl", 6, ("image", "text")), *model.overrides, *LORA, "train.loss=dpo", f"model.init={folder}",
+        "train.steps=3", "train.global_batch=2", "packing.budget=1024", "data.lookahead=4",
+    )  # fmt: skip
+    runs = {}
+    cases = {
+        "start": (1, ()),
+        "base": (1, ("train.reference=base",)),
+        "spread": (setting.ranks, ("train.reference=base", *setting.overrides)),
+        "file": (1, (f"train.reference={tmp_path / 'start' / 'reference.safetensors'}",)),
+        "other": (setting.ranks, (f"train.reference={folder}", *setting.overrides)),
+    }
+    for case, (ranks, more) in cases.items():
+        overrides = (*common, *more, f"run.dir={tmp_path / case}")
+        runs[case] = pool.run(ranks, pair_run, model.recipe, overrides, timeout=300.0)[0]
+    for case in list(cases)[1:]:
+        for one, other in zip(runs[case], runs["start"], strict=True):
+            for key in SAME:
+                if key in other and (key, other["step"]) != ("rewards/accuracies", 1):
+                    assert one[key] == pytest.approx(other[key], rel=3e-4, abs=3e-5), (case, key)
+    assert abs(runs["start"][2]["rewards/margins"]) > 1e-3, "the updates moved nothing"
+    assert not (tmp_path / "base" / "reference.safetensors").exists()

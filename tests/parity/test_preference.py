@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_vl
+from support.adapters import adapt
 from support.engine import single_process_world
 from support.matrix import MODELS
 from support.preference import KINDS, encoded_pairs, hf_logprobs, pair_zoo, plain_loss, write_pairs
@@ -15,6 +16,8 @@ from support.tiny import load_plain
 from torch import Tensor
 
 from zoo.data.loading.batches import make_batch
+from zoo.engine.checkpoint import lora_files
+from zoo.engine.train.preference.base_model import BaseModel
 
 LIMIT = 5e-5  # relative
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
@@ -71,6 +74,34 @@ def test_loss_and_gradients_are_those_of_transformers(
                 loss, gradients = zoo.gradients(batches, count, **packing)
                 assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
                 compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+
+
+def test_the_base_is_the_model_without_adapters(tmp_path: Path) -> None:
+    """The reference of train.reference=base is transformers' model, the policy peft's; the adapters are back afterwards."""
+    import peft
+
+    model = MODELS["moe"]
+    folder = model.write(tmp_path / "model")
+    data = write_pairs(tmp_path / "pairs.jsonl", 3, ("image",))
+    lora = ("lora.rank=2", "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]")
+    more = (*data, *model.overrides, *lora, "train.loss=dpo", "train.reference=base", "train.beta=0.4")
+    with single_process_world() as world:
+        zoo = pair_zoo(folder, model, world, *more)
+        adapters = adapt([zoo.model], zoo.assembly, zoo.recipe, world)
+        lora_files.export_adapters(adapters, tmp_path / "adapter", zoo.assembly, zoo.recipe, world, 0)
+        _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
+        batch = make_batch([pair.sample for pair in found], "thd", 4, None, 0)
+        step = zoo.step(align=4)
+        (made,) = BaseModel(adapters, step, [zoo.model], world)([batch])
+        loss, _ = zoo.gradients([made], len(found), align=4)
+    hf = load_plain(folder)
+    with torch.no_grad():
+        base, labels = hf_logprobs(hf, found)
+        policy, _ = hf_logprobs(peft.PeftModel.from_pretrained(hf, tmp_path / "adapter"), found)
+    torch.testing.assert_close(made.reference, base, rtol=1e-5, atol=1e-4)
+    assert float((policy - base).abs().max()) > 0.1
+    wanted = plain_loss("dpo", policy, labels, base, beta=0.4, gamma=0.5)
+    assert loss == pytest.approx(float(wanted), rel=1e-4)
 
 
 def compare(zoo: Any, gradients: Mapping[str, Any], hf: Any, publish: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from zoo.config.devices import gpu_count
-from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
+from zoo.config.files import hardware_layers, read_recipe, read_size, read_task, root_recipes, size_names
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, escaped, override_layer
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
@@ -63,7 +63,7 @@ _LONGEST_CHAIN = 16  # files that stand on each other by `base:`
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
 
 # Top-level keys of a recipe file that are about the file and no part of the recipe.
-FILE_KEYS = ("description", "published_size", "tiny_size", "base", "resolved")
+FILE_KEYS = ("description", "published_size", "tiny_size", "base", "task", "resolved")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def is_saved_recipe(path: str | Path) -> bool:
 
 
 def _base_chain(name_or_path: str) -> list[Layer]:
-    """The recipe at the root and the files that stand on it through `base:`, root first."""
+    """The recipe at the root and the files that stand on it through `base:`, root first, each behind its `task:`."""
     chain = [read_recipe(name_or_path)]
     while (base := chain[0].tree.get("base")) is not None:
         layer = read_recipe(str(base), beside=Path(chain[0].origin).parent)
@@ -170,7 +170,12 @@ def _base_chain(name_or_path: str) -> list[Layer]:
                 f"{chain[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
             )
         chain.insert(0, layer)
-    return chain
+    if chain[0].tree.get("task") is not None:
+        raise ConfigError(f"{chain[0].origin}: task: wanted a base, the recipe whose model does the task")
+    tasks = [
+        [read_task(str(task))] if (task := layer.tree.get("task")) is not None else [] for layer in chain
+    ]
+    return [one for task, layer in zip(tasks, chain, strict=True) for one in (*task, layer)]
 
 
 def _without_file_keys(layer: Layer) -> Layer:

@@ -1,6 +1,6 @@
 """Where recipes and their overlays lie, and how a YAML file is read.
 
-`recipes/<name>.yaml` are recipes, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/` overlays of the same form:
+`recipes/<name>.yaml` are recipes, `recipes/tasks/<task>.yaml` what recipes of several families have in common, `recipes/sizes/<family>/<size>.yaml` and `recipes/hardware/` overlays of the same form:
 `cpu`, and `gpu` for all that zoo.config.gpus finds, of which there may be several, as in 8xh200 or, on two nodes, 2x8xh200.
 A path to a file of the user's own is taken wherever a name is.
 """
@@ -66,6 +66,14 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
         inside = " (a run's recipe is its config.yaml)" if (path / "config.yaml").is_file() else ""
         raise ConfigError(f"recipe={name_or_path}: a folder; wanted a YAML file{inside}")
     return _read(path)
+
+
+def read_task(name: str) -> Layer:
+    """What `task: NAME` of a recipe file stands for."""
+    names = _names(files("zoo.recipes") / "tasks")
+    if name not in names:
+        raise ConfigError(f"task: {_unknown('task', name, names)}")
+    return _read(files("zoo.recipes") / "tasks" / f"{name}.yaml")
 
 
 def read_size(family: str, size: str) -> Layer:

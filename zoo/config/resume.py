@@ -37,7 +37,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
     "hardware": (
         "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
-        "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb",
+        "data.row_seconds", "data.row_mb",
     ),
     "layout": (
         "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.stage_layers", "parallel.cp", "parallel.ep", "parallel.etp", "parallel.sp",
@@ -62,7 +62,7 @@ FIXED: tuple[str, ...] = (
     "data.blank_answers", "data.bundled", "data.video_fps", "data.max_frames", "data.min_pixels", "data.max_pixels",
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
-    "train.loss", "train.beta", "train.label_smoothing", "train.simpo_gamma", "train.aux_loss", "train.z_loss", "train.mtp_loss", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
+    "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.aux_loss", "train.z_loss", "train.mtp_loss", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
     "lora.parts", "lora.init", "engine.precision", "engine.fp8",
 )  # fmt: skip
 

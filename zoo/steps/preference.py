@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-REFERENCED = ("dpo", "ipo")  # losses that compare with log-probabilities of a reference model
+from zoo.config.checks.preference import REFERENCED
+
 AVERAGED = ("ipo", "simpo", "orpo")  # losses of log-probabilities per token
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 CERTAIN = -1e-6  # log-probability per token above which an answer's odds are not told apart

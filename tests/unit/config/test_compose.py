@@ -492,3 +492,17 @@ def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
 def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
     arch = load_recipe(NAME, ["size=tiny", "model.arch.thinker_config.audio_config.dropout=0.1"]).model.arch
     assert arch["thinker_config"]["audio_config"]["dropout"] == 0.1
+
+
+# --- tasks
+
+
+def test_a_task_stands_between_a_recipe_and_the_file_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("base: qwen3_vl_sft\ntask: dpo\ntrain: {beta: 0.3}\n")
+    recipe = resolve(str(file)).recipe
+    assert (recipe.train.loss, recipe.train.beta, recipe.train.lr) == ("dpo", 0.3, 5e-7)
+    file.write_text("base: qwen3_vl_sft\ntask: dop\n")
+    assert "task: no such task; nearest: dpo" in error_of(name=str(file))
+    file.write_text("task: dpo\nmodel: {family: qwen3_vl}\n")
+    assert "task: wanted a base" in error_of(name=str(file))

@@ -8,11 +8,19 @@ import pytest
 
 from zoo.config.compose import about, load_recipe
 from zoo.config.derived import text_config
-from zoo.config.files import recipe_names, size_names
+from zoo.config.files import read_recipe, recipe_names, size_names
 from zoo.config.validate import validate
 from zoo.registry import get_family
 
-PAIRS = [(name, size) for name in recipe_names() for size in size_names(about(name)["family"])]
+PAIRS = [
+    (name, size)
+    for name in recipe_names()
+    for size in (
+        [about(name)["tiny_size"] or "tiny"]
+        if "task" in read_recipe(name).tree
+        else size_names(about(name)["family"])
+    )
+]
 
 
 @pytest.mark.parametrize(("name", "size"), PAIRS)

@@ -439,3 +439,10 @@ def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) 
         engine.check_engine(asked)
     engine.check_engine(asked.replace({"engine.precision": "bf16"}))
     engine.check_engine(asked.replace({"engine.backend": "auto"}))
+
+
+def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:
+    assert "dpo and ipo alone have a reference" in error_of(
+        MOE, {"train.loss": "simpo", "train.reference": "base"}
+    )
+    assert "base without adapters" in error_of(MOE, {"train.loss": "dpo", "train.reference": "base"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
+REFERENCED = ("dpo", "ipo")  # losses that compare with a reference model
+
 
 def check_preference(recipe: Recipe) -> None:
     """ConfigError for a key that means nothing to a loss of pairs."""
@@ -14,6 +16,7 @@ def check_preference(recipe: Recipe) -> None:
         raise ConfigError(
             f"train.label_smoothing={train.label_smoothing:g} with train.loss={train.loss}: dpo and simpo alone have it; leave it out"
         )
+    _check_reference(recipe)
     if not train.pairs:
         return
     wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
@@ -27,3 +30,17 @@ def check_preference(recipe: Recipe) -> None:
                 f"{key}={value} with train.loss={train.loss}: a loss of preference pairs goes with "
                 f"{' or '.join(f'{key}={one}' for one in fitting)}"
             )
+
+
+def _check_reference(recipe: Recipe) -> None:
+    train = recipe.train
+    if train.reference == "start":
+        return
+    if train.loss not in REFERENCED:
+        raise ConfigError(
+            f"train.reference={train.reference} with train.loss={train.loss}: {' and '.join(REFERENCED)} alone have a reference; leave it out"
+        )
+    if train.reference == "base" and not recipe.lora.rank:
+        raise ConfigError(
+            "train.reference=base without adapters: it is the model without them; give lora.rank, or train.reference=start"
+        )

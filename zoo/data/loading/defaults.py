@@ -49,7 +49,7 @@ def _held_out(train: list[DataEntry]) -> list[DataEntry]:
     for entry in train:
         entry = replace(entry, weight=None, epochs=None)
         if entry.held_out is None and _bundled(entry):
-            entry = DataEntry(path=f"{str(entry.path).partition(':')[0]}:heldout", kinds=entry.kinds)
+            entry = replace(entry, path=f"{str(entry.path).partition(':')[0]}:heldout")
         elif entry.held_out is None:
             continue
         found += [] if entry in found else [entry]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,7 +38,21 @@ class Held:
     target: Target
     module: Any  # the linear, or the experts
     weight: torch.nn.Parameter
-    adapter: lora.Adapter
+    adapter: Any  # zoo.nn.decoder.lora.LinearAdapter, or ExpertAdapter
+
+    def put_on(self) -> None:
+        """Have the module add what the adapter gives."""
+        if self.target.stacked:
+            self.module.lora[self.target.zoo.rpartition(".")[2]] = self.adapter
+        else:
+            lora.attach(self.module, self.adapter)
+
+    def take_off(self) -> None:
+        """The module as it was before."""
+        if self.target.stacked:
+            del self.module.lora[self.target.zoo.rpartition(".")[2]]
+        else:
+            lora.detach(self.module)
 
 
 @dataclass(frozen=True)
@@ -100,10 +115,18 @@ class Adapters:
             parameter.requires_grad_(True)
         for one in self.held:
             one.weight.copy_((one.weight.float() + one.adapter.delta()).to(one.weight.dtype))
-            if one.target.stacked:
-                one.module.lora.clear()
-            else:
-                lora.detach(one.module)
+            one.take_off()
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Within the block the model computes without the adapters."""
+        for one in self.held:
+            one.take_off()
+        try:
+            yield
+        finally:
+            for one in self.held:
+                one.put_on()
 
     def freeze_others(self) -> None:
         """Stop training parameters without an adapter: an export then copies them from their source."""
@@ -211,8 +234,7 @@ def _place_one(
         sections = (weight.shape[1] // 2,) * 2 if split == "rows" else ()
         assert split is not None
         adapter = lora.ExpertAdapter(weight, lowrank, here.groups, split=split, sections=sections)
-        module.lora[target.zoo.rpartition(".")[2]] = adapter
-        return Held(target, module, weight, adapter)
+        return _held(target, module, weight, adapter)
     shape = full_shape(weight.shape, how, shard)
     with torch.device("cpu"):  # the weight may be on the meta device
         owner = target.owner(shape, dims)
@@ -227,8 +249,13 @@ def _place_one(
         sections=_sections(how, weight.shape[0], shard),
         sequence_parallel=bool(recipe.parallel.sp),
     )
-    lora.attach(module, adapter)
-    return Held(target, module, weight, adapter)
+    return _held(target, module, weight, adapter)
+
+
+def _held(target: Target, module: Any, weight: torch.nn.Parameter, adapter: Any) -> Held:
+    held = Held(target, module, weight, adapter)
+    held.put_on()
+    return held
 
 
 def _sections(how: Any, rows: int, shard: ShardInfo) -> tuple[int, ...]:

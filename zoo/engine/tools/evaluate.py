@@ -14,12 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zoo.data.loading.evaluation import eval_batches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
-from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
 from zoo.engine.generate.sampling import Sampling
@@ -30,7 +28,7 @@ from zoo.engine.scores.answer_scores import Score
 from zoo.engine.scores.choose import Scores
 from zoo.engine.tools.generate import recipe_of
 from zoo.engine.tools.score import for_scoring, written_rows
-from zoo.engine.train.evaluation import row_sums
+from zoo.engine.train.evaluation import recipe_batches, row_sums
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any
     """`evaluate` on this rank, without scores: each row's sums and answer, on every rank."""
     with loaded(recipe, Sampling(options["max_new_tokens"]), options["batch"]) as answering:
         recipe, assembly = answering.decoding.recipe, answering.decoding.assembly
-        align = recipe.packing.align or 1
         source = SampleSource.open(
             recipe.data.eval,
             assembly.processor,
@@ -104,9 +101,9 @@ def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any
             max_rows=options["max_rows"],
             evaluation=True,
             budget=recipe.packing.budget,
-            align=align,
+            align=recipe.packing.align or 1,
         )
-        sums = _losses(answering, source, align)
+        sums = _losses(answering, source)
         rows = {number: source.rows.row(SampleId(number)) for number in sums}
         asked = [number for number, row in rows.items() if row.text is None]
         said = answering.all(source.rows, asked) if asked else {}
@@ -115,21 +112,11 @@ def evaluate_here(recipe: Any, options: Mapping[str, Any]) -> list[dict[str, Any
         return [_of_row(rows[number], sums[number], said.get(number)) for number in sums]
 
 
-def _losses(answering: Answering, source: SampleSource, align: int) -> dict[int, list[float]]:
+def _losses(answering: Answering, source: SampleSource) -> dict[int, list[float]]:
     """Row number -> its negative log likelihood, weight, labels and right labels, of all ranks."""
     decoding = answering.decoding
     recipe, here = decoding.recipe, decoding.here
-    batches = eval_batches(
-        source,
-        mode=recipe.packing.mode,
-        budget=recipe.packing.budget,
-        micro_batch=recipe.train.micro_batch,
-        align=align,
-        pad_to=recipe.packing.pad_to,
-        dp_rank=here.dp_rank,
-        dp_size=here.dp_size,
-        group=object_group(),
-    )
+    batches = recipe_batches(recipe, source, here)
     step = build.build_step(decoding.assembly, recipe, here)
     mine: dict[int, list[float]] = {}
     found = row_sums(step, decoding.chunks, batches, here, batches.spare)

@@ -24,20 +24,19 @@ from zoo.config.derived import data_parallel
 from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.data.loading.evaluation import EvalBatches, eval_batches
+from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.rows import MEDIA
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.checkpoint.selection import check_beside_weights
-from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
 from zoo.engine.model.meta_model import family_of
-from zoo.engine.train.evaluation import smallest_count
+from zoo.engine.train.evaluation import recipe_batches, smallest_count
 
 
 @untouched()
@@ -124,18 +123,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,
         )
-        batches = eval_batches(
-            source,
-            mode=recipe.packing.mode,
-            budget=recipe.packing.budget,
-            micro_batch=recipe.train.micro_batch,
-            align=recipe.packing.align or 1,
-            pad_to=recipe.packing.pad_to,
-            dp_rank=here.dp_rank,
-            dp_size=here.dp_size,
-            group=object_group(),
-        )
-        mine = _Scorer(step, chunks, here).run(batches)
+        mine = _Scorer(step, chunks, here).run(recipe_batches(recipe, source, here))
         return _gather(mine, source, here)
 
 

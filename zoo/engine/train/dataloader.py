@@ -11,9 +11,8 @@ from typing import Any
 
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.data.loading import encoding_workers
 from zoo.data.loading.defaults import with_defaults
-from zoo.data.loading.evaluation import EvalBatches, eval_batches
+from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.loader import LENGTH_PROBES, BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.decoder import Decoder
@@ -23,6 +22,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report import terminal
+from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError
 
 
@@ -106,8 +106,7 @@ def open_data(
         )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read = RowCounter(tick)
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    decoder = decoder_for(recipe.data, ranks_here)
+    decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
     options: dict[str, Any] = {
         "decoder": decoder,
         "budget": recipe.packing.budget,
@@ -123,7 +122,6 @@ def open_data(
         augment=settings.augment,
         blank=settings.blank_answers,
         seed=recipe.run.seed,
-        workers=encoding_workers.count_for(settings, ranks_here),
         **options,
     )
     loader = BatchLoader(
@@ -145,16 +143,5 @@ def open_data(
         evaluation=True,
         **options,
     )
-    eval_set = eval_batches(
-        held_out,
-        mode=recipe.packing.mode,
-        budget=recipe.packing.budget,
-        micro_batch=recipe.train.micro_batch,
-        align=align,
-        pad_to=recipe.packing.pad_to,
-        dp_rank=world.dp_rank,
-        dp_size=world.dp_size,
-        cost=cost,
-        group=object_group(),
-    )
+    eval_set = recipe_batches(recipe, held_out, world, cost=cost)
     return RunData(source, loader, held_out, eval_set, decoder, rows_read)

@@ -9,13 +9,51 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from zoo.config.schema import Recipe
+from zoo.data.loading.evaluation import EvalBatches, eval_batches
+from zoo.data.loading.sample_source import SampleSource
+from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.world import World
 from zoo.engine.train.preference.pair_metrics import PairSums
 from zoo.steps.preference import PreferenceLoss
+
+type Complete = Callable[[Sequence[Any]], list[Any]]
+"""What micro-batches are given before their forward pass, from further ones; every rank calls it with as many."""
+
+
+def recipe_batches(recipe: Recipe, source: SampleSource, world: World, **further: Any) -> EvalBatches:
+    """This rank's micro-batches of all rows of a source, packed as the recipe says; `further`: of `eval_batches`."""
+    packing = recipe.packing
+    return eval_batches(
+        source,
+        mode=packing.mode,
+        budget=packing.budget,
+        micro_batch=recipe.train.micro_batch,
+        align=packing.align or 1,
+        pad_to=packing.pad_to,
+        dp_rank=world.dp_rank,
+        dp_size=world.dp_size,
+        group=object_group(),
+        **further,
+    )
+
+
+@contextmanager
+def in_eval_mode(chunks: Sequence[Any]) -> Iterator[None]:
+    """Within the block the model chunks are in evaluation mode: no dropout, no auxiliary loss of routers."""
+    before = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, training in zip(chunks, before, strict=True):
+            chunk.train(training)
 
 
 @torch.no_grad()
@@ -26,6 +64,7 @@ def evaluate(
     world: World,
     spare: Callable[[], Any],
     preference: PreferenceLoss | None = None,
+    complete: Complete | None = None,
 ) -> dict[str, Any]:
     """Metrics over all rows of `batches` and all ranks.
 
@@ -36,29 +75,30 @@ def evaluate(
         world: the process groups.
         spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
         preference: the loss of pairs, where the rows are such; None: where they are not.
+        complete: gives micro-batches what their loss needs of further forward passes.
 
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
         Of pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
         `zoo.steps.preference.METRICS` too.
     """
-    for chunk in chunks:
-        chunk.eval()
     sums, pairs = _Sums(), None if preference is None else PairSums(preference)
     references: list[Any] = []  # of the batch at hand
 
     def noted() -> Iterator[Any]:
         for batch in batches:
+            if complete is not None:
+                (made,) = complete([spare() if batch is None else batch])
+                batch = None if batch is None else made
             references[:] = [getattr(batch, "reference", None)]
             yield batch
 
-    for kinds, table in row_sums(step, chunks, noted(), world, spare):
-        if pairs is None:
-            sums.add(kinds, table)
-        else:
-            pairs.add(kinds, table, references[0])
-    for chunk in chunks:
-        chunk.train()
+    with in_eval_mode(chunks):
+        for kinds, table in row_sums(step, chunks, noted(), world, spare):
+            if pairs is None:
+                sums.add(kinds, table)
+            else:
+                pairs.add(kinds, table, references[0])
     return (pairs or sums).gather(world)
 
 
@@ -70,23 +110,40 @@ def row_sums(
 
     Both are empty where another rank counts the rows: on earlier pipeline stages and on further context-parallel ranks.
     """
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     for batch in batches:
-        given = batch if batch is not None else spare()
-        found = get_forward_backward_func()(
-            forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
-            data_iterator=[itertools.repeat(given) for _ in chunks]
-            if len(chunks) > 1
-            else itertools.repeat(given),
-            model=list(chunks),
-            num_microbatches=smallest_count(world, chunks),
-            seq_length=given.input_ids.shape[1],
-            micro_batch_size=given.input_ids.shape[0],
-            forward_only=True,
-        )
+        found = _forward(step, chunks, batch if batch is not None else spare(), world)
         table = _by_row(found[0], world) if batch is not None and world.counts_loss else []
         yield (batch.kinds, table) if table else ((), [])
+
+
+def _forward(step: Any, chunks: Sequence[Any], batch: Any, world: World) -> list[dict[str, torch.Tensor]]:
+    """What the step's loss says of a micro-batch that is evaluated; [] on earlier pipeline stages."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    found: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        forward_step_func=lambda data, model: step(data, model, loss_scale=1.0, evaluate=True),
+        data_iterator=[itertools.repeat(batch) for _ in chunks]
+        if len(chunks) > 1
+        else itertools.repeat(batch),
+        model=list(chunks),
+        num_microbatches=smallest_count(world, chunks),
+        seq_length=batch.input_ids.shape[1],
+        micro_batch_size=batch.input_ids.shape[0],
+        forward_only=True,
+    )
+    return found
+
+
+@torch.no_grad()
+def segment_logprobs(step: Any, chunks: Sequence[Any], batch: Any, world: World) -> torch.Tensor | None:
+    """(S,) fp32 log-probabilities of each sample's labels, on the device; None on earlier pipeline stages. Every rank calls it."""
+    found = _forward(step, chunks, batch, world)
+    if not found:
+        return None
+    total = -found[0]["segment_nll"].float()
+    if world.groups.cp.size() > 1:
+        torch.distributed.all_reduce(total, group=world.groups.cp)
+    return total
 
 
 def _by_row(found: dict[str, torch.Tensor], world: World) -> list[list[float]]:

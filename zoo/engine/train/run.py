@@ -38,6 +38,7 @@ from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
 from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
+from zoo.engine.train.preference.base_model import completion
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import expert_metrics, step_record
 from zoo.engine.train.train_step import StepResult, TrainStep
@@ -99,23 +100,21 @@ class Run:
         if self.resume_from is None or self.state is None:
             self.rows = resume.first_rows(self.data, self.world)
         else:
-            known = (self.resume_from, self.state, self.data, self.recipe, self.changes)
-            self.rows = resume.check_rows(*known)
+            self.rows = resume.check_rows(self.resume_from, self.state, self.data, self.recipe, self.changes)
 
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
         recipe, world, family = self.recipe, self.world, self.assembly.family
-        reference = Reference.of(recipe, self.assembly, world, self.folder)
-        anew = reference is not None and not reference.read(self.data, self.rows.known)
+        known = (self.data, self.rows.known, self.progress.tick)
+        reference, anew = Reference.opened(recipe, self.assembly, world, self.folder, *known)
         chunks = build.build_model(self.assembly, recipe, world)
         self.startup.mark("model")
         if recipe.lora.rank:
             self._adapt(chunks, fresh=anew or self.resume_from is None)
         elif anew or self.resume_from is None:
             initial_weights.init_weights(chunks, self.assembly, recipe, world)
-        self.startup.mark(
-            "weights", initial_weights.weight_bytes(self.assembly) if self.resume_from is None else 0
-        )
+        begun = self.resume_from is not None
+        self.startup.mark("weights", 0 if begun else initial_weights.weight_bytes(self.assembly))
         self.step = build.build_step(self.assembly, recipe, world)
         if reference is not None and anew:
             reference.compute(self.data, self.step, chunks, self.progress.tick)
@@ -130,7 +129,8 @@ class Run:
             self._resume(self.resume_from)
         if reference is not None:
             reference.give(self.data)
-        parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update)
+        complete = completion(recipe, self.adapters, self.step, wrapped, world)
+        parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update, complete)
         self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts)
         self.startup.mark("optimizer")
 
@@ -289,7 +289,7 @@ class Run:
         self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
         batches = self._until_interrupted(eval_set)
-        about = (self.world, eval_set.spare, self.step.preference)
+        about = (self.world, eval_set.spare, self.step.preference, self.train_step.complete)
         metrics = evaluate(self.step, self.trainable.chunks, batches, *about)
         if self.interrupted:
             return

@@ -15,6 +15,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model import lora
 from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
+from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.step_metrics import Counts, Totals
 from zoo.engine.watchdog.progress import Progress
 from zoo.steps.packed_step import Prepared
@@ -28,7 +29,7 @@ class Fetched:
 
     position: dict[str, Any]
     batches: list[Any]
-    first: Prepared
+    first: Prepared | None  # None: of batches that are to be completed first
     waited: float  # seconds for the loader
 
 
@@ -59,9 +60,13 @@ class TrainStep:
         progress: Progress,
         times: StepTimes,
         before_update: Callable[[], None] = lambda: None,
+        complete: Complete | None = None,
     ) -> None:
-        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each."""
-        self.before_update = before_update
+        """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each.
+
+        `complete`: gives a step's micro-batches what their loss needs of further forward passes.
+        """
+        self.before_update, self.complete = before_update, complete
         self.recipe, self.world, self.step, self.trainable = recipe, world, step, trainable
         self.loader, self.detector, self.progress, self.times = loader, detector, progress, times
         self.number = 0  # of the step at hand
@@ -101,6 +106,8 @@ class TrainStep:
         position, began = self.loader.state_dict(), time.monotonic()
         batches = self.loader.next_step()
         waited = time.monotonic() - began
+        if self.complete is not None:
+            return Fetched(position, batches, None, waited)
         with torch.cuda.stream(self.copies):
             first = Prepared(*self.step.prepare(batches[0]))
         return Fetched(position, batches, first, waited)
@@ -110,7 +117,9 @@ class TrainStep:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         chunks, batches = list(self.trainable.chunks), fetched.batches
-        ready = [fetched.first, *batches[1:]]
+        ready = batches if self.complete is None else self.complete(batches)
+        if fetched.first is not None:
+            ready = [fetched.first, *batches[1:]]
 
         def forward(data: Any, model: Any) -> Any:
             self.progress.tick()

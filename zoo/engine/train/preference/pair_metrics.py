@@ -29,7 +29,9 @@ class PairSums:
         if not table:
             return
         nll, _, labels, correct = torch.tensor(table, dtype=torch.float64).T
-        losses, metrics = self.preference((-nll).float(), labels.float(), reference)
+        losses, metrics = self.preference(
+            (-nll).float(), labels.float(), None if reference is None else reference.cpu()
+        )
         match = ((correct == labels) & (labels > 0))[::2].double()
         values = torch.stack([losses, match, *metrics.values()]).T.tolist()
         for kind, found in zip(kinds[::2], values, strict=True):

@@ -1,8 +1,8 @@
-"""A reference model's log-probabilities of all preference pairs: those of the weights that a run begins with.
+"""A reference model's log-probabilities of all preference pairs: of the weights that a run begins with, or of another model.
 
 One pass over data.train and data.eval before the first step computes them, so no second model is ever in memory. They are
-kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them anew from the
-weights that it began with.
+kept in the run folder with a digest of what they follow from; a resumed run reads them, or computes them anew. A run of
+the same rows may read another run's. (`zoo.engine.train.preference.base_model` computes them in each step.)
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from zoo.config.schema import Recipe
-from zoo.data.loading.evaluation import eval_batches
+from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
-from zoo.engine.distributed.object_group import agreed, object_group
+from zoo.engine.checkpoint import initial_weights
+from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World
+from zoo.engine.model import build
 from zoo.engine.model.build import Assembly, preference_loss
 from zoo.engine.report import terminal
 from zoo.engine.train.dataloader import RunData
-from zoo.engine.train.evaluation import row_sums
+from zoo.engine.train.evaluation import in_eval_mode, recipe_batches, row_sums
 from zoo.errors import UserError
-from zoo.files import replaced
+from zoo.files import expanded, replaced
 
-FILE = "reference.safetensors"
+FILE, SUFFIX = "reference.safetensors", ".safetensors"
+START, BASE = "start", "base"  # train.reference, where it is no path
 DATA = (
     "train", "eval", "labels", "augment", "augment_variants", "bundled", "video_fps", "max_frames", "min_pixels", "max_pixels",
     "video_max_pixels",
@@ -43,68 +46,100 @@ WEIGHTS = ("family", "init", "arch")
 class Reference:
     """The log-probabilities of a run's pairs, by the part of the data (train, eval)."""
 
-    def __init__(self, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> None:
-        """`folder`: of the run."""
-        self.recipe, self.world, self.file = recipe, world, folder / FILE
+    def __init__(
+        self, recipe: Recipe, assembly: Assembly, world: World, file: Path, *, other: bool, given: bool
+    ) -> None:
+        """`recipe` and `assembly`: of the reference model, which is an`other` one than the run's; the file is `given`, or the run's own."""
+        self.recipe, self.assembly, self.world, self.file = recipe, assembly, world, file
+        self.other, self.given = other, given
         self.weights = _weights(recipe, assembly)
         self.found: dict[str, np.ndarray] = {}
 
     @classmethod
     def of(cls, recipe: Recipe, assembly: Assembly, world: World, folder: Path) -> Reference | None:
-        """Of a run; None where its loss has no reference."""
-        loss = preference_loss(recipe)
-        return cls(recipe, assembly, world, folder) if loss is not None and loss.referenced else None
-
-    def read(self, data: RunData, rows: Mapping[str, Any]) -> bool:
-        """Take what an earlier start has computed; False where there is nothing, or it follows from other rows or weights.
-
-        `rows`: how rows are recognised (`zoo.engine.train.resume.Rows.known`), on the first rank. Every rank calls it.
+        """Of a run in `folder`; None where its loss has no reference, or one that each step computes.
 
         Raises:
-            UserError: a stream, which can't be gone through beforehand.
+            UserError: `train.reference` names nothing that holds weights.
+        """
+        loss, source = preference_loss(recipe), recipe.train.reference
+        if loss is None or not loss.referenced or source == BASE:
+            return None
+        if source.endswith(SUFFIX):
+            return cls(recipe, assembly, world, expanded(source), other=False, given=True)
+        other = source != START
+        if other:
+            recipe = _recipe_of(recipe, world)
+            assembly = build.assemble(recipe)
+        return cls(recipe, assembly, world, folder / FILE, other=other, given=False)
+
+    @classmethod
+    def opened(
+        cls,
+        recipe: Recipe,
+        assembly: Assembly,
+        world: World,
+        folder: Path,
+        data: RunData,
+        rows: Mapping[str, Any],
+        tick: Callable[[], None],
+    ) -> tuple[Reference | None, bool]:
+        """What `of` says, and whether the run's first weights have to `compute` it: what `read` says."""
+        found = cls.of(recipe, assembly, world, folder)
+        return found, found is not None and not found.read(data, rows, tick)
+
+    def read(self, data: RunData, rows: Mapping[str, Any], tick: Callable[[], None]) -> bool:
+        """Take what an earlier start has computed; False where there is nothing, or it follows from other rows or weights.
+
+        Those of another model than the run's are computed here. `rows`: how rows are recognised (`zoo.engine.train.resume.Rows.known`), on the first rank. Every rank calls it.
+
+        Raises:
+            UserError: a stream, which can't be gone through beforehand, or a given file that is not of these rows.
         """
         if data.source.rows.has_stream:
             raise UserError(
                 f"train.loss={self.recipe.train.loss}: a stream of data.train can't be gone through beforehand for the reference's "
-                "log-probabilities; read it as a table, or take train.loss=simpo or orpo, which have no reference"
+                "log-probabilities; read it as a table, compute them in each step with adapters and train.reference=base, or take "
+                "train.loss=simpo or orpo, which have no reference"
             )
-        self.digest = _digest(self.recipe, self.weights, rows)
+        self.digests = {
+            "digest": _digest(self.recipe, self.weights, rows),
+            "rows": _digest(self.recipe, [], rows),
+        }
         sizes = {name: _size(source) for name, source in _sources(data).items()}
         self.found = agreed(lambda: self._read(sizes))
+        if self.given and not self.found:
+            raise UserError(
+                f"train.reference={self.file}: no file of log-probabilities of these rows under these settings of data; wanted the "
+                f"{FILE} of a run on the same data.train and data.eval"
+            )
+        if self.other and not self.found:
+            self._compute_apart(data, tick)
         return bool(self.found)
+
+    def _compute_apart(self, data: RunData, tick: Callable[[], None]) -> None:
+        """Compute them with the other model, which is in memory for as long."""
+        chunks = build.build_model(self.assembly, self.recipe, self.world)
+        initial_weights.init_weights(chunks, self.assembly, self.recipe, self.world)
+        self.compute(data, build.build_step(self.assembly, self.recipe, self.world), chunks, tick)
 
     def compute(self, data: RunData, step: Any, chunks: Sequence[Any], tick: Callable[[], None]) -> None:
         """Compute them with the weights at hand, and write the file. Every rank calls it."""
-        recipe = self.recipe
-        for chunk in chunks:
-            chunk.eval()
-        for name, source in _sources(data).items():
-            batches = eval_batches(
-                source,
-                mode=recipe.packing.mode,
-                budget=recipe.packing.budget,
-                micro_batch=recipe.train.micro_batch,
-                align=recipe.packing.align or 1,
-                pad_to=recipe.packing.pad_to,
-                dp_rank=self.world.dp_rank,
-                dp_size=self.world.dp_size,
-                group=object_group(),
-                every_variant=True,
-            )
-            mine: dict[SampleId, tuple[float, float]] = {}
-            sums = row_sums(step, chunks, batches, self.world, batches.spare)
-            for number, (ids, (_, table)) in enumerate(zip(batches.bins, sums, strict=True)):
-                tick()
-                terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
-                for place, sample_id in enumerate(ids if table else ()):
-                    mine[sample_id] = (-table[2 * place][0], -table[2 * place + 1][0])
-            self.found[name] = self._gathered(mine, _size(source))
-        for chunk in chunks:
-            chunk.train()
+        with in_eval_mode(chunks):
+            for name, source in _sources(data).items():
+                batches = recipe_batches(self.recipe, source, self.world, every_variant=True)
+                mine: dict[SampleId, tuple[float, float]] = {}
+                sums = row_sums(step, chunks, batches, self.world, batches.spare)
+                for number, (ids, (_, table)) in enumerate(zip(batches.bins, sums, strict=True)):
+                    tick()
+                    terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
+                    for place, sample_id in enumerate(ids if table else ()):
+                        mine[sample_id] = (-table[2 * place][0], -table[2 * place + 1][0])
+                self.found[name] = self._gathered(mine, _size(source))
         if self.world.is_main:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with replaced(self.file) as path:
-                save_file(self.found, path, metadata={"digest": self.digest})
+                save_file(self.found, path, metadata=self.digests)
 
     def give(self, data: RunData) -> None:
         """Have the samples of the data bring theirs."""
@@ -128,7 +163,8 @@ class Reference:
             return {}
         try:
             with safe_open(self.file, framework="numpy") as file:
-                if (file.metadata() or {}).get("digest") != self.digest:
+                key = "rows" if self.given else "digest"
+                if (file.metadata() or {}).get(key) != self.digests[key]:
                     return {}
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 it is no mapping
         except (SafetensorError, OSError):  # damaged: they are computed anew
@@ -145,6 +181,12 @@ def _sources(data: RunData) -> dict[str, SampleSource]:
 
 def _size(source: SampleSource) -> int:
     return source.variants * len(source)
+
+
+def _recipe_of(recipe: Recipe, world: World) -> Recipe:
+    """The recipe with the model that train.reference names, all of its weights, in the place of the run's."""
+    model = {"model.init": recipe.train.reference, "model.arch": {}, "lora.rank": 0, "lora.init": None}
+    return validate(recipe.replace({**model, "train.reference": START}), world.size)
 
 
 def _weights(recipe: Recipe, assembly: Assembly) -> list[Any]:

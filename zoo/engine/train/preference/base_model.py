@@ -1,0 +1,39 @@
+"""The reference that is the model without its adapters: a further pass over the micro-batches of each step and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import World
+from zoo.engine.model.lora import Adapters
+from zoo.engine.train.evaluation import Complete, in_eval_mode, segment_logprobs
+from zoo.engine.train.preference.reference import BASE
+
+
+class BaseModel:
+    """Gives micro-batches the log-probabilities that the weights have without adapters."""
+
+    def __init__(self, adapters: Adapters, step: Any, chunks: Sequence[Any], world: World) -> None:
+        """`step`: the family's PackedStep; `chunks`: this rank's model chunks."""
+        self.adapters, self.step, self.chunks, self.world = adapters, step, chunks, world
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[Any]) -> list[Any]:
+        """The micro-batches, with `reference` where this rank has the loss. Every rank calls it with as many."""
+        with in_eval_mode(self.chunks), self.adapters.off():
+            found = [segment_logprobs(self.step, self.chunks, batch, self.world) for batch in batches]
+        return [replace(batch, reference=values) for batch, values in zip(batches, found, strict=True)]
+
+
+def completion(
+    recipe: Recipe, adapters: Adapters | None, step: Any, chunks: Sequence[Any], world: World
+) -> Complete | None:
+    """What gives a run's micro-batches the reference that each step computes; None where it is not."""
+    if recipe.train.reference != BASE or adapters is None:
+        return None
+    return BaseModel(adapters, step, chunks, world)
