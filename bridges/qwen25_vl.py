@@ -7,9 +7,8 @@ memory today (`model.language_model.*`, `model.visual.*`) are read as well.
 from __future__ import annotations
 
 from zoo.bridge.mapping.rules import rule
-from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp, qkv_bias
 from zoo.bridge.mapping.table import Bridge
-from zoo.bridge.mapping.transforms import QKV
 
 _ZOO = "decoder.layers.{layer}"
 _HF = "model.layers.{layer}"
@@ -19,12 +18,7 @@ BRIDGE = Bridge(
     rules=(
         *decoder_ends("model", head="lm_head.weight"),
         *attention_layer(_ZOO, _HF),
-        rule(
-            f"{_ZOO}.self_attention.linear_qkv.bias",
-            *(f"{_HF}.self_attn.{part}_proj.bias" for part in "qkv"),
-            transform=QKV(),
-            shard="tp0",
-        ),
+        qkv_bias(_ZOO, _HF),
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
         rule("vision.{rest}", "visual.{rest}"),
     ),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from zoo.nn.towers.windows import window_inputs
 from zoo.packing import PackedLayout
 from zoo.steps.grid_positions import GridTokens, grid_positions
 from zoo.steps.vision import VisionStep
@@ -29,20 +30,4 @@ class Qwen25VLStep(VisionStep):
 
     def tower_inputs(self, media: Mapping[str, Tensor]) -> Mapping[str, Tensor | int]:
         """Bounds of the frames and of the windows, places of the patches, and the order that puts windows together."""
-        from transformers import vision_utils
-
-        grids = [media[name] for name in ("image_grid_thw", "video_grid_thw") if name in media]
-        if not grids:
-            return {}
-        grid, vision = torch.cat(grids), self.config.vision
-        order, windows = vision_utils.get_vision_window_index(
-            grid, vision.spatial_merge_size, vision.window_size, vision.patch_size
-        )
-        return {
-            "vision.position_ids": vision_utils.get_vision_position_ids(grid, vision.spatial_merge_size),
-            "vision.cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
-            "vision.max_seqlen": int(grid[:, 1:].prod(1).max()),
-            "vision.window_index": order,
-            "vision.cu_window_seqlens": windows,
-            "vision.max_window_seqlen": int(windows.diff().max()),
-        }
+        return window_inputs(self.config.vision, media)

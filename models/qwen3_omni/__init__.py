@@ -9,4 +9,5 @@ FAMILY = family(
     modalities="text image video audio",
     parts="vision audio language",
     proved="tp sp pp vpp cp ep etp dp",
+    step="zoo.steps.omni:OmniStep",
 )

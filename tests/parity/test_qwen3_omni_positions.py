@@ -16,8 +16,8 @@ from support.rows import Example
 from torch import Tensor
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
-from zoo.models.qwen3_omni.positions import MediaCursor, sample_positions
 from zoo.packing import PackedLayout
+from zoo.steps.timed_positions import MediaCursor, sample_positions
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,7 @@ def tokens(processor: Any, row: list[Medium]) -> Tensor:
         video_grid_thw=iter([torch.tensor(medium.grid).numpy() for medium in videos]),
         video_second_per_grid=iter([medium.seconds for medium in videos]),
         use_audio_in_video=any(medium.kind == "spoken" for medium in row),
-        position_id_per_seconds=processor.position_id_per_seconds,
-        seconds_per_chunk=2.0,
+        **{"seconds_per_chunk": 2.0} | processor.clock,
     )
     return torch.tensor(hf.tokenizer(text)["input_ids"])
 

@@ -64,7 +64,7 @@ _IMPORTED_ONCE = [
     "transformers.models.llava_onevision.modeling_llava_onevision",
     "zoo.models.qwen3_omni.model",
     "zoo.models.qwen3_omni.processor",
-    "zoo.models.qwen3_omni.step",
+    "zoo.steps.omni",
 ]
 
 

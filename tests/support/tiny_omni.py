@@ -62,8 +62,8 @@ def thinker_config(*, tied: bool = False, **text: Any) -> Any:
     """transformers' config of the tiny thinker for the bundled tokenizer; `text` replaces keys of TEXT."""
     from transformers import AutoTokenizer, Qwen3OmniMoeThinkerConfig
 
+    from zoo.data.processors.sound import token_ids
     from zoo.data.tokenizer import ROOT
-    from zoo.models.qwen3_omni.processor import token_ids
 
     ids = token_ids(AutoTokenizer.from_pretrained(ROOT))
     parts = {"text_config": TEXT | text, "vision_config": VISION, "audio_config": AUDIO}

@@ -17,6 +17,11 @@ from torch import Tensor
 from support.tiny import TEXT, VISION, random_model
 
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 4]}
+WINDOWED = {key: value for key, value in VISION.items() if key != "num_position_embeddings"} | {
+    "depth": 5,
+    "fullatt_block_indexes": [1, 3],
+    "window_size": 64,
+}
 OWN = {
     "hidden_size": 108,  # heads of 18
     "rope_parameters": SECTIONS,
@@ -32,13 +37,7 @@ def tiny_config(*, tied: bool = False, vision: dict[str, Any] | None = None, **t
     from zoo.models.qwen25_vl.processor import build_processor
 
     whole = copy.deepcopy({key: value for key, value in TEXT.items() if key != "head_dim"} | OWN) | text
-    tower = {key: value for key, value in VISION.items() if key != "num_position_embeddings"} | {
-        "depth": 5,
-        "fullatt_block_indexes": [1, 3],
-        "window_size": 64,
-        "out_hidden_size": whole["hidden_size"],
-        "tokens_per_second": 3,
-    }
+    tower = copy.deepcopy(WINDOWED) | {"out_hidden_size": whole["hidden_size"], "tokens_per_second": 3}
     tower |= vision or {}
     ids = build_processor({"vision_config": tower}).token_ids
     return Qwen2_5_VLConfig(text_config=whole, vision_config=tower, tie_word_embeddings=tied, **ids)

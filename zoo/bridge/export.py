@@ -260,7 +260,7 @@ def _commit(
         raise BridgeError(f"{writer.target}: the export is not whole", problems)
     with disk_errors(writer.partial):
         if plan.source is not None:
-            copy_side_files(plan.source.files, writer.partial)
+            copy_side_files(plan.source.files, writer.partial, plan.source.bridge.carry_files)
         if processor is not None:
             processor.save_pretrained(writer.partial)
         (writer.partial / "config.json").write_text(json.dumps(plan.config, indent=2, sort_keys=True) + "\n")

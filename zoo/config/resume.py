@@ -37,7 +37,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     ),
     "hardware": (
         "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
-        "data.row_seconds", "data.row_mb",
+        "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb",
     ),
     "layout": (
         "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.stage_layers", "parallel.cp", "parallel.ep", "parallel.etp", "parallel.sp",

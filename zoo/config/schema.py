@@ -108,6 +108,8 @@ class DataConfig:
     max_pixels: int | None = number(None, 1, 10**9)  # an image of more pixels is made smaller; default: the processor's own
     video_max_pixels: int | None = number(None, 1, 10**10)  # the same of a video, as the family's processor counts: of a frame, or of all frames together
     workers: int | None = number(None, 0, 1024)  # processes that decode media, a rank; 0: none; default: by the cores
+    encode_in_workers: bool | None = None  # whether as many processes make whole samples of rows with media; default: where there is a GPU
+    ahead_mb: int = number(4096, 1, 10**8)  # most MiB of samples, a rank, that such processes make ahead of the step that needs them
     row_seconds: float = number(60.0, above=0, most=1e6)  # longest time that decoding the media of a row may take in a worker
     row_mb: int = number(8192, 1, 10**8)  # most MiB that decoding a medium takes in a worker, or a row's media once decoded
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ _LONGEST = 2**27  # bytes of a tokenizer's file that are read
 _OLD = 2**16  # bytes of a card that are looked through
 
 
-def copy_side_files(source: Path, target: Path) -> None:
-    """Tokenizer, processor, chat templates and generation config, as they are."""
+def copy_side_files(source: Path, target: Path, further: Collection[str] = ()) -> None:
+    """Tokenizer, processor, chat templates and generation config, as they are, and files of the names in `further`."""
     for path in sorted(source.iterdir()):
         if path.is_dir():
             if path.name == "additional_chat_templates":
@@ -32,7 +32,7 @@ def copy_side_files(source: Path, target: Path) -> None:
         elif path.suffix in _SUFFIXES and path.name not in _NOT_COPIED:
             if not path.name.endswith(".index.json") and not path.name.startswith("."):
                 shutil.copyfile(path, target / path.name)
-        elif path.name.upper().startswith("LICENSE"):
+        elif path.name in further or path.name.upper().startswith("LICENSE"):
             shutil.copyfile(path, target / path.name)
 
 

@@ -36,6 +36,12 @@ def attention_layer(zoo: str, hf: str, qkv: Transform | None = None) -> tuple[Ru
     )
 
 
+def qkv_bias(zoo: str, hf: str) -> Rule:
+    """Biases of a layer's queries, keys and values."""
+    biases = (f"{hf}.self_attn.{part}_proj.bias" for part in "qkv")
+    return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=QKV(), shard="tp0")
+
+
 def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:
     """A gated MLP."""
     gate_up = (f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight")

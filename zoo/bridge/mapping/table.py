@@ -87,6 +87,9 @@ class Bridge:
     carry: tuple[
         str, ...
     ] = ()  # HF patterns of tensors zoo does not train: read past, exported byte for byte
+    carry_files: tuple[
+        str, ...
+    ] = ()  # names of files that transformers wants beside such tensors: copied as they are, never opened
     optional: tuple[
         str, ...
     ] = ()  # HF patterns of parts that a model may be built without: carried where it has none of their tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from zoo.data.errors import RowError
 from zoo.data.loading.batches import encode_all, make_batch
@@ -35,18 +36,25 @@ class EvalBatches:
         return len(self.bins)
 
     def __iter__(self) -> Iterator[MicroBatch | None]:
-        """The micro-batches; None where this rank has no rows left and others do."""
+        """The micro-batches, each prepared in a thread while the one before is used; None where this rank has no rows left and others do."""
         found: Findings = {}
-        for ids in self.bins:
-            (samples,), findings = encode_all(self._lengths, [ids])
-            for sample_id, finding in findings.items():
-                if isinstance(finding, RowError):
-                    self.source.leave_out(sample_id, finding)
-                    ids.remove(sample_id)
-            found |= findings
-            yield self._batch(samples) if samples else None
+        with ThreadPoolExecutor(1, "zoo-eval") as thread:
+            ahead = [thread.submit(self._prepared, ids) for ids in self.bins[:1]]
+            for place, ids in enumerate(self.bins):
+                batch, findings = ahead.pop().result()
+                ahead = [thread.submit(self._prepared, ids) for ids in self.bins[place + 1 : place + 2]]
+                for sample_id, finding in findings.items():
+                    if isinstance(finding, RowError):
+                        self.source.leave_out(sample_id, finding)
+                        ids.remove(sample_id)
+                found |= findings
+                yield batch
         for sample_id in self._lengths.agree(found):
             self._lengths.get(sample_id)
+
+    def _prepared(self, ids: list[SampleId]) -> tuple[MicroBatch | None, Findings]:
+        (samples,), findings = encode_all(self._lengths, [ids])
+        return self._batch(samples) if samples else None, findings
 
     def spare(self) -> MicroBatch:
         """A micro-batch to run, not to count, where this rank has none left."""

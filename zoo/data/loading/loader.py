@@ -11,11 +11,13 @@ Guarantees:
   it encodes; where one differs, all ranks correct its length and plan the step anew.
 
 Costs: rows are measured once by one of the ranks, and encoded by the rank that trains on them, again when they have
-left the cache (`data.cache_mb`). One step is prepared ahead in a thread.
+left the cache (`data.cache_mb`). One step is prepared ahead in a thread; encoding workers begin with the rows of the steps
+behind it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ import numpy as np
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import encode_all, make_batch
-from zoo.data.loading.bin_stream import BinStream
+from zoo.data.loading.bin_stream import BinStream, Position
 from zoo.data.loading.lengths import Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
@@ -33,7 +35,16 @@ from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
 from zoo.packing import deal_bins, plan_bins
 
+STEPS_AHEAD = 4  # steps whose rows are known before they are taken, where workers encode them
 LENGTH_PROBES = 512  # rows whose lengths stand for all when the steps of an epoch are estimated
+
+
+class PlannedStep(NamedTuple):
+    """A step whose rows are known."""
+
+    before: Position  # of the stream
+    mine: list[list[SampleId]]  # this rank's bins
+    state: dict[str, Any]  # where the stream stands behind the step
 
 
 class PreparedStep(NamedTuple):
@@ -105,6 +116,9 @@ class BatchLoader:
         self._state = self._stream.state_dict()
         self._executor = ThreadPoolExecutor(1, "zoo-data") if prefetch else None
         self._ahead: Future[PreparedStep] | None = None
+        self._planned: deque[PlannedStep] = deque()
+        # Rows of a stream are let go of once they are in a bin, so none can be planned anew.
+        self._plans = STEPS_AHEAD if source.workers is not None and not source.rows.has_stream else 1
 
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU).
@@ -148,6 +162,7 @@ class BatchLoader:
         if self._ahead is not None:
             self._ahead.exception()  # wait: the thread moves the stream
             self._ahead = None
+        self._planned.clear()
         self._stream.load_state_dict(state)
         self.step, self._state = state["step"], self._stream.state_dict()
 
@@ -173,25 +188,43 @@ class BatchLoader:
         return max(1, round(epochs * bins * count / len(probes) / self.bins_per_step))
 
     def close(self) -> None:
-        """Stop preparing ahead."""
+        """Stop preparing ahead, and end the source's workers."""
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
+        self.source.close()
 
     def _produce(self) -> PreparedStep:
         while True:
-            before = self._stream.position()
-            bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
-            shared = deal_bins([self._cost_of(ids) for ids in bins], self._ranks)
-            mine = [bins[index] for index in shared[self._rank]]
-            self.source.prefetch([sample_id for ids in mine for sample_id in ids])
-            encoded = encode_all(self.lengths, mine)
+            self._plan()
+            plan = self._planned[0]
+            encoded = encode_all(self.lengths, plan.mine)
             if not self.lengths.agree(encoded.findings):
                 break
-            self._stream.rewind(before)
+            self._stream.rewind(plan.before)
+            self._planned.clear()
+        self._planned.popleft()
         pad_id = self.source.processor.pad_id
         batches = [make_batch(some, self._mode, self._align, self._pad_to, pad_id) for some in encoded.bins]
         self._stream.forget()
-        return PreparedStep(batches, self._stream.state_dict())
+        return PreparedStep(batches, plan.state)
+
+    def _plan(self) -> None:
+        """Plan the next step and, where workers encode ahead, some more; begin with their rows."""
+        while len(self._planned) < self._plans:
+            before = self._stream.position()
+            try:
+                bins = [self._stream.next_bin() for _ in range(self.bins_per_step)]
+            except UserError:
+                if not self._planned:
+                    raise
+                self._stream.rewind(before)  # it is raised again when its step is next
+                break
+            shared = deal_bins([self._cost_of(ids) for ids in bins], self._ranks)
+            mine = [bins[index] for index in shared[self._rank]]
+            self._planned.append(PlannedStep(before, mine, self._stream.state_dict()))
+        self.source.prefetch(
+            [sample_id for plan in self._planned for ids in plan.mine for sample_id in ids], alone=True
+        )
 
     def _cost_of(self, ids: Sequence[SampleId]) -> int:
         return sum(size.cost for sample_id in ids if (size := self.lengths.get(sample_id)) is not None)

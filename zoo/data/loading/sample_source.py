@@ -22,6 +22,7 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BAD_IN_A_ROW, BadRows
 from zoo.data.loading.defaults import VARIANTS
+from zoo.data.loading.encoding_workers import EncodingWorkers, RowToEncode
 from zoo.data.loading.row_encoder import LengthLimit, RowEncoder
 from zoo.data.media.decoder import HERE, Decoder
 from zoo.data.media.sizes import SampleSize
@@ -47,6 +48,7 @@ class SampleSource:
         augment: random changes of the samples.
         cache_mb: most MiB of samples that are kept.
         tick: called for each row that is measured or encoded, as a sign of progress.
+        workers: encoding workers; 0: none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class SampleSource:
         augment: AugmentPolicy,
         cache_mb: float,
         tick: Callable[[], None],
+        workers: int = 0,
     ) -> None:
         self.rows, self.encoder, self.limit = rows, encoder, limit
         self.bad_rows, self.augment = bad_rows, augment
@@ -70,6 +73,7 @@ class SampleSource:
         self._cache = SampleCache(cache_mb)
         self._tick = tick
         self._lock = threading.RLock()
+        self.workers = EncodingWorkers(workers, encoder, encoder.data.ahead_mb) if workers else None
         # (variants * rows, 2) float32: a reference model's log-probabilities of both samples of each pair, by `key`
         self.references: np.ndarray | None = None
         self.shrunk = 0  # rows whose media were made smaller (data.overlong=shrink)
@@ -98,7 +102,7 @@ class SampleSource:
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
             bad_rows: JSONL that bad rows are appended to; see `BadRows`.
-            options: budget, align, augment, blank, seed, decoder, tick and pairs, as `of_rows` takes them.
+            options: budget, align, augment, blank, seed, decoder, workers, tick and pairs, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -132,6 +136,7 @@ class SampleSource:
         blank: float = 0.0,
         seed: int = 0,
         decoder: Decoder = HERE,
+        workers: int = 0,
         tick: Callable[[], None] = lambda: None,
         pairs: bool = False,
     ) -> SampleSource:
@@ -148,6 +153,7 @@ class SampleSource:
             blank: share of answer tokens that are blanked in the input (data.blank_answers, for training rows).
             seed: what those changes follow from, beside row and repeat.
             decoder: who decodes media.
+            workers: processes that make whole samples of rows with media; 0: none.
             tick: called for each row that is measured or encoded.
             pairs: rows are preference pairs, and a sample is both of their conversations.
 
@@ -167,6 +173,7 @@ class SampleSource:
             AugmentPolicy(augment, variants, blank, seed),
             data.cache_mb,
             tick,
+            workers,
         )
 
     def __len__(self) -> int:
@@ -246,17 +253,33 @@ class SampleSource:
             found.append([limits.video_fps, limits.max_frames, *astuple(limits.pixels), budget])
         return found
 
-    def prefetch(self, ids: Iterable[SampleId]) -> None:
-        """Let the decoder begin with samples that will be asked for next, in this order."""
-        if not self.encoder.decodes_ahead:
+    def prefetch(self, ids: Iterable[SampleId], *, alone: bool = False) -> None:
+        """Let workers begin with samples that will be asked for next, in this order.
+
+        Decoding workers drop what was begun before. Encoding workers do under `alone`, and else go on with it afterwards.
+        """
+        if self.workers is None and not self.encoder.decodes_ahead:
             return
         with self._lock:
-            rows = []
-            for sample_id in ids:
-                if self.key(sample_id) not in self._cache:
-                    with contextlib.suppress(RowError):  # raised again when the sample is asked for
-                        rows.append(self.rows.row(sample_id))
+            rows, begun = [], []
+            for key in dict.fromkeys(map(self.key, ids)):
+                if key in self._cache:
+                    continue
+                with contextlib.suppress(RowError):  # raised again when the sample is asked for
+                    row = self.rows.row(key)
+                    if self.workers is None or not _is_for_workers(row):
+                        rows.append(row)
+                        continue
+                    variant, number = divmod(key, len(self))
+                    begun.append(RowToEncode(key, row, self.augment.media(variant, number)))
             self.encoder.begin(rows)
+            if self.workers is not None:
+                self.workers.begin(begun, alone=alone)
+
+    def close(self) -> None:
+        """End the encoding workers."""
+        if self.workers is not None:
+            self.workers.close()
 
     def forget(self, wanted: Iterable[SampleId]) -> None:
         """Keep only rows of streams from the first of `wanted` on: those still to come, and the next one."""
@@ -283,7 +306,8 @@ class SampleSource:
 
     def _encode(self, variant: int, number: int) -> Sample:
         row, augment = self._read(SampleId(number)), self.augment.media(variant, number)
-        sample = self.encoder.encode(row, augment)
+        begun = self.workers.take(variant * len(self) + number) if self.workers is not None else None
+        sample = self.encoder.encode(row, augment) if begun is None else begun
         if self.encoder.length(sample) > self.limit.tokens and augment is not None:
             sample = self.encoder.encode(row)  # a random pause too much is no fault of the row
         self.bad_rows.note_good()
@@ -295,6 +319,13 @@ class SampleSource:
         row = self.rows.row(sample_id)
         check_modalities(row, self.processor.modalities)
         return row
+
+
+def _is_for_workers(row: Row) -> bool:
+    """Whether an encoding worker is to encode it: it has media, neither zoo's own nor to be downloaded."""
+    media = [*row.images, *row.videos, *row.audios]
+    far = any(isinstance(medium, str) and medium.startswith(("http://", "https://")) for medium in media)
+    return bool(media) and not far and not row.trusted
 
 
 def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:

@@ -299,14 +299,16 @@ def _late(what: str, seconds: float) -> RowError:
     return RowError("", "timeout", text)
 
 
-def decoder_for(data: DataConfig, ranks: int) -> Decoder:
-    """Who decodes for a rank, of as many on this machine: `data.workers` processes, or this one for 0.
-
-    By default a rank has its share of the cores, one worker at least and eight at most.
-    """
+def worker_count(data: DataConfig, ranks: int) -> int:
+    """`data.workers`; by default a rank's share of the cores, one at least and eight at most."""
     from zoo.config.devices import share_of_cores
 
-    count = min(8, share_of_cores(ranks)) if data.workers is None else data.workers
+    return min(8, share_of_cores(ranks)) if data.workers is None else data.workers
+
+
+def decoder_for(data: DataConfig, ranks: int) -> Decoder:
+    """Who decodes for a rank, of as many on this machine: `data.workers` processes, or this one for 0."""
+    count = worker_count(data, ranks)
     if count:
         return Workers(count, data.row_seconds, data.row_mb)
     from zoo.data.media.decoder import Here

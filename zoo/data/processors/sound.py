@@ -1,21 +1,38 @@
-"""What processors of sound share: media tensors and lengths of clips.
+"""What processors of sound share: media tensors and lengths of clips, and thinkers' processors, which take all media.
 
 Media tensors of a sample (each joined along dim 0 over samples): input_features (frames, mel) float32, padding removed, and
-feature_lens (n,) int64, mel frames of each clip.
+feature_lens (n,) int64, mel frames of each clip. Thinkers have those of `zoo.data.processors.vision` beside them, and
+video_second_per_grid (n,) float32, seconds of a temporal patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zoo.config.entries import PixelLimits
 from zoo.data.errors import RowError
-from zoo.data.processors.processor import as_tensor
+from zoo.data.media.sizes import Headers
+from zoo.data.processors import vision
+from zoo.data.processors.processor import Sketch, as_tensor
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 
+# Config key -> attribute of a thinker's tokenizer that holds the token (tokenizer_config.json of the published checkpoints).
+TOKENS = {
+    "image_token_id": "image_token",
+    "video_token_id": "video_token",
+    "audio_token_id": "audio_token",
+    "vision_start_token_id": "vision_bos_token",
+    "vision_end_token_id": "vision_eos_token",
+    "audio_start_token_id": "audio_bos_token",
+    "audio_end_token_id": "audio_eos_token",
+}
+# Least and most tokens of a video's frame, for the processor without published files.
+TINY_FRAME_TOKENS = (1, 256)
 CHUNK_TOKENS = 13  # of a full chunk, a number in `_get_feat_extract_output_lengths` of transformers' encoders
 
 
@@ -48,3 +65,126 @@ def mel_frames(samples: Sequence[int], hop: int, least: int = 0) -> list[int]:
     samples = [max(count, least) for count in samples]
     most = max(samples, default=0) // hop
     return [min(-(-count // hop), most) for count in samples]
+
+
+def token_ids(tokenizer: Any) -> dict[str, int]:
+    """The token ids that a thinker's config needs."""
+    return {key: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)) for key, name in TOKENS.items()}
+
+
+class OmniProcessor(vision.PatchProcessor):
+    """`Processor` around that of a thinker in transformers: text, images, videos, sound, and videos with their sound.
+
+    Args:
+        hf: transformers' processor.
+        audio_tokens: tokens of a clip of so many mel frames.
+        clock: further arguments of its call for videos, which order sound among frames.
+    """
+
+    modalities = ("text", "image", "video", "audio")
+
+    def __init__(self, hf: Any, audio_tokens: Callable[[int], int], clock: Mapping[str, float]) -> None:
+        super().__init__(hf, token_ids(hf.tokenizer))
+        self.audio_tokens = audio_tokens
+        self.clock = dict(clock)
+        self.video_size = _video_size(hf)
+        usual = hf.valid_processor_kwargs._defaults["videos_kwargs"]["size"]
+        self.frame_size = self.video_size or usual
+
+    @staticmethod
+    def load(thinker: Any, source: str | None, kind: str) -> Any:
+        """transformers' processor of class `kind` for a thinker's config, of a folder or around the bundled tokenizer.
+
+        Raises ConfigError as `vision.load_processor` does.
+        """
+        geometry = vision.vision_geometry(vision.config_field(thinker, "vision_config"))
+        mel_bins = vision.config_field(vision.config_field(thinker, "audio_config"), "num_mel_bins")
+        if source is not None:
+            wanted = vision.wanted_geometry(geometry) | {"feature_extractor.feature_size": mel_bins}
+            return vision.load_processor(source, kind, wanted)
+        import transformers
+
+        # cap_pixels_per_frame False is what the published processors do today (without a warning that it may change).
+        video = transformers.Qwen2VLVideoProcessor(
+            do_sample_frames=False,
+            cap_pixels_per_frame=False,
+            **vision.tiny_settings(geometry, TINY_FRAME_TOKENS),
+        )
+        hears = transformers.WhisperFeatureExtractor(feature_size=mel_bins, return_attention_mask=True)
+        parts = vision.tiny_parts(geometry)
+        return getattr(transformers, kind)(video_processor=video, feature_extractor=hears, **parts)
+
+    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+        """Arguments of the HF call that must agree with the architecture and with how the frames were taken."""
+        options: dict[str, Any] = {}
+        if row.videos:
+            options["videos_kwargs"] = {
+                "fps": fps,
+                "do_sample_frames": False,
+                "use_audio_in_video": row.use_audio_in_video,
+                **self.clock,
+            }
+            if self.video_size is not None:
+                options["videos_kwargs"]["size"] = dict(self.video_size)
+        if "audio" in media:
+            options["audio_kwargs"] = self.audio_options(media["audio"])
+        return options
+
+    def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
+        """Further arguments of the HF call for a row's sounds, each (samples,)."""
+        return {}
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The towers' tensors by name; the module's docstring lists them."""
+        media = vision.vision_tensors(features)
+        if "video_second_per_grid" in features:
+            media["video_second_per_grid"] = as_tensor(features["video_second_per_grid"], torch.float32)
+        return media | sound_tensors(features, "feature_attention_mask")
+
+    def model_inputs(self, row: Row, features: dict[str, Any]) -> dict[str, Any]:
+        """The features, with what the thinker takes beside them."""
+        if "video_second_per_grid" in features:
+            features["video_second_per_grid"] = torch.as_tensor(features["video_second_per_grid"])
+        return {**features, "use_audio_in_video": row.use_audio_in_video}
+
+    def expected_tokens(self, media: Mapping[str, Tensor]) -> dict[str, int]:
+        """Placeholder tokens that the towers' outputs replace."""
+        frames = media["feature_lens"].tolist() if "feature_lens" in media else []
+        heard = sum(self.audio_tokens(count) for count in frames)
+        return vision.vision_tokens(self.hf, media) | {self.hf.audio_token: heard}
+
+    def tower_rows(self, media: Mapping[str, Tensor]) -> dict[str, list[int]]:
+        """Patches of each image and temporal patch, and mel frames of each clip."""
+        frames = media["feature_lens"].tolist() if "feature_lens" in media else []
+        return vision.vision_rows(media) | {"audio": frames}
+
+    def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
+        """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
+        if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
+            return None
+        grids = [
+            *vision.image_grids(self.hf, headers.images, pixels),
+            *self.video_grids(headers, pixels),
+        ]
+        frames = self.mel_frames(headers.sounds)
+        heard = [self.audio_tokens(count) for count in frames]
+        merged = self.hf.image_processor.merge_size**2
+        tokens = sum(time * height * width // merged for time, height, width in grids) + sum(heard)
+        tracks = len(row.videos) if row.use_audio_in_video else 0
+        further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
+        return Sketch(text, further, {"vision": vision.grid_rows(grids), "audio": frames})
+
+    def mel_frames(self, samples: Sequence[int]) -> list[int]:
+        """Mel frames of a row's sounds with so many samples."""
+        return mel_frames(samples, self.hf.feature_extractor.hop_length)
+
+
+def _video_size(hf: Any) -> dict[str, int] | None:
+    """Pixel limits of a frame, where the folder has limits meant for videos; None leaves the class's own.
+
+    The processor's call puts its class's default (128 to 768 tokens a frame) over what its video processor was
+    saved with. The published checkpoints have no file for videos, so their video processor merely repeats the image
+    processor's limits, and the class's default is right for them.
+    """
+    size, images = dict(hf.video_processor.size), dict(hf.image_processor.size)
+    return None if size == images else {name: size[name] for name in ("shortest_edge", "longest_edge")}

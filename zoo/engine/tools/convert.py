@@ -156,7 +156,7 @@ def _plan_zoo(
 
     def beside(folder: Path) -> None:
         (folder / HF_PART).mkdir()
-        copy_side_files(place.files, folder / HF_PART)
+        copy_side_files(place.files, folder / HF_PART, plan.bridge.carry_files)
         if (place.files / CARD).is_file():
             shutil.copyfile(place.files / CARD, folder / HF_PART / CARD)
         plain = unquantised(arch)
@@ -195,7 +195,7 @@ def _plan_hf(
     changed = {**(before if isinstance(before, dict) else {}), **_changes(arch, dtype, conversion.allowed)}
 
     def beside(folder: Path) -> None:
-        copy_side_files(place.files, folder)
+        copy_side_files(place.files, folder, plan.bridge.carry_files)
         _write_json(folder / "config.json", config)
         write_generation_config(folder, config)
         if allowed:

@@ -11,6 +11,7 @@ from typing import Any
 
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.schema import Recipe, TrainConfig
+from zoo.data.loading import encoding_workers
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.loader import LENGTH_PROBES, BatchLoader
@@ -106,7 +107,8 @@ def open_data(
         )
     align, cost = recipe.packing.align or 1, training_cost(assembly.config, recipe)
     rows_read = RowCounter(tick)
-    decoder = decoder_for(recipe.data, int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    decoder = decoder_for(recipe.data, ranks_here)
     options: dict[str, Any] = {
         "decoder": decoder,
         "budget": recipe.packing.budget,
@@ -122,6 +124,7 @@ def open_data(
         augment=settings.augment,
         blank=settings.blank_answers,
         seed=recipe.run.seed,
+        workers=encoding_workers.count_for(settings, ranks_here),
         **options,
     )
     loader = BatchLoader(

@@ -12,7 +12,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.errors import ConfigError
-from zoo.models.qwen3_omni.processor import build_processor, token_ids
+from zoo.models.qwen3_omni.processor import build_processor
 
 SIZE = {"shortest_edge": 32 * 32, "longest_edge": 256 * 32 * 32}
 
@@ -104,7 +104,7 @@ def test_dtypes_and_first_dimensions(processor, rows, kind):
 def test_a_cell_of_32_pixels_is_one_token_and_is_not_scaled(processor, rows):
     sample = encode(processor, rows["multi_image"])
     assert sample.media["image_grid_thw"].tolist() == [[1, 4, 6], [1, 2, 4]]
-    assert int((sample.input_ids == token_ids(processor.tokenizer)["image_token_id"]).sum()) == 6 + 2
+    assert int((sample.input_ids == processor.token_ids["image_token_id"]).sum()) == 6 + 2
     assert encode(processor, rows["video"]).media["video_grid_thw"].tolist() == [[2, 2, 4]]
 
 
@@ -245,8 +245,8 @@ def test_a_folder_without_a_processor_or_with_another_geometry_is_refused(proces
 def test_config_may_be_the_thinker_or_an_object(arch):
     from transformers import Qwen3OmniMoeConfig
 
-    assert build_processor(arch["thinker_config"]).position_id_per_seconds == 13
-    assert build_processor(Qwen3OmniMoeConfig()).position_id_per_seconds == 25
+    assert build_processor(arch["thinker_config"]).clock["position_id_per_seconds"] == 13
+    assert build_processor(Qwen3OmniMoeConfig()).clock["position_id_per_seconds"] == 25
 
 
 def test_another_audio_chunk_than_transformers_knows_is_refused(arch):
@@ -261,8 +261,7 @@ def test_token_ids_of_the_bundled_tokenizer_are_those_of_the_tiny_size(processor
 
     size = Path(__file__).parents[4] / "recipes/sizes/qwen3_omni/tiny.yaml"
     thinker = yaml.safe_load(size.read_text())["model"]["arch"]["thinker_config"]
-    ids = token_ids(processor.tokenizer)
-    assert ids == processor.token_ids
+    ids = processor.token_ids
     assert len(processor.tokenizer) == thinker["text_config"]["vocab_size"]
     assert {key: thinker[key] for key in ids} == ids
     assert processor.media_ids == set(ids.values())

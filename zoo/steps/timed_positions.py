@@ -1,8 +1,8 @@
-"""Time-aligned three-axis positions of Qwen3-Omni, one sample at a time.
+"""Time-aligned three-axis positions of images, videos and sound, one sample at a time.
 
-The rule is that of `get_rope_index` in transformers' Qwen3-Omni: text advances all axes together; an image
+The rule is that of `get_rope_index` in transformers' omni models: text advances all axes together; an image
 or a video holds its grid (time, height, width) behind the position reached so far, time in units of
-1 / position_id_per_seconds; audio advances one position a token (13 a second); what follows a medium goes on behind
+1 / position_id_per_seconds; audio advances one position a token; what follows a medium goes on behind
 its largest position. Audio of a video runs beside the frames on the same clock.
 """
 
@@ -18,7 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tokens:
-    """Special tokens and scales of the thinker."""
+    """Special tokens and scales of the thinker.
+
+    whole: frames lie at whole positions, rounded down, and the two tokens at either end of a video with its sound share one,
+        as in Qwen2.5's models; otherwise frames lie where their times are, and those tokens one behind the other.
+    """
 
     image: int
     video: int
@@ -27,6 +31,7 @@ class Tokens:
     audio_start: int
     merge: int  # spatial_merge_size
     per_second: float  # position_id_per_seconds
+    whole: bool = False
 
 
 class MediaCursor:
@@ -58,10 +63,14 @@ class MediaCursor:
                 raise ValueError(f"{len(left)} {kind}(s) of the batch have no place in the tokens")
 
 
-def grid_positions(grid: tuple[int, int, int], merge: int, step: float) -> Tensor:
-    """(3, t*h*w/merge^2) float32 positions of a visual medium from 0; `step` is the time between frames."""
-    t, h, w = grid[0], grid[1] // merge, grid[2] // merge
-    time = (torch.arange(t).float() * step).view(t, 1, 1).expand(t, h, w)
+def grid_positions(grid: tuple[int, int, int], tokens: Tokens, seconds: float = 1.0) -> Tensor:
+    """(3, t*h*w/merge^2) float32 positions of a visual medium from 0, `seconds` from one of its frames to the next."""
+    t, h, w = grid[0], grid[1] // tokens.merge, grid[2] // tokens.merge
+    if tokens.whole:
+        times = (torch.arange(t) * torch.tensor(seconds) * tokens.per_second).floor()
+    else:
+        times = torch.arange(t).float() * (seconds * tokens.per_second)
+    time = times.view(t, 1, 1).expand(t, h, w)
     height = torch.arange(h).float().view(1, h, 1).expand(t, h, w)
     width = torch.arange(w).float().view(1, 1, w).expand(t, h, w)
     return torch.stack([axis.flatten() for axis in (time, height, width)])
@@ -80,20 +89,28 @@ def sample_positions(ids: Tensor, tokens: Tokens, media: MediaCursor) -> Tensor:
             continue
         kind = int(ids[start + 1]) if start + 1 < len(ids) else -1
         both = kind == tokens.audio_start  # vision_start, audio_start: a video with its sound
-        lead = start - done + (2 if both else 1)
-        pieces.append(_run(lead, reached))
-        reached += lead
-        done += lead
+        pieces.append(_run(start - done, reached))
+        reached += start - done
+        ends = _ends(both, tokens)  # the tokens on either side of the medium
+        pieces.append(ends + reached)
+        reached += float(ends.max()) + 1
+        done = start + ends.shape[1]
         placed, behind = _medium(ids, start, done, kind, both, tokens, media)
         pieces.append(placed + reached)
         done += placed.shape[1]
         reached += behind
-        tail = 2 if both else 1
-        pieces.append(_run(tail, reached))
-        reached += tail
-        done += tail
+        pieces.append(ends + reached)
+        reached += float(ends.max()) + 1
+        done += ends.shape[1]
     pieces.append(_run(len(ids) - done, reached))
     return torch.cat(pieces, dim=1)
+
+
+def _ends(both: bool, tokens: Tokens) -> Tensor:
+    """(3, 1 or 2) positions from 0 of the tokens that begin, or end, a medium; two where a video has its sound."""
+    if both and tokens.whole:
+        return torch.zeros(3, 2)
+    return _run(2 if both else 1, 0.0)
 
 
 def _medium(
@@ -102,16 +119,16 @@ def _medium(
     """((3, n) positions from 0 of the medium at `done`, how far what follows is from its first position)."""
     if both:
         grid, seconds = media.take("video")
-        seen = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
+        seen = grid_positions(grid, tokens, seconds)
         heard = _run(media.take("audio"), 0.0)
         return _beside(ids[done : done + seen.shape[1] + heard.shape[1]], seen, heard, tokens)
     if int(ids[start]) == tokens.audio_start:
         placed = _run(media.take("audio"), 0.0)
     elif kind == tokens.image:
-        placed = grid_positions(media.take("image"), tokens.merge, tokens.per_second)
+        placed = grid_positions(media.take("image"), tokens)
     elif kind == tokens.video:
         grid, seconds = media.take("video")
-        placed = grid_positions(grid, tokens.merge, seconds * tokens.per_second)
+        placed = grid_positions(grid, tokens, seconds)
     else:
         raise ValueError(f"token {start} starts a visual medium, but token {kind} follows it")
     return placed, float(placed.max()) + 1

@@ -1,23 +1,24 @@
-"""Qwen3-Omni's step: where its towers' embeddings go, and time-aligned positions."""
+"""The step of thinkers, which see and hear: where their towers' embeddings go, and time-aligned positions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from zoo.errors import UserError
-from zoo.models.qwen3_omni.positions import MediaCursor, Tokens, sample_positions
-from zoo.nn.towers.audio import audio_tokens
 from zoo.packing import PackedLayout
-from zoo.steps import MediaStream
-from zoo.steps.media import clips
+from zoo.steps.media import MediaStream, clips
+from zoo.steps.timed_positions import MediaCursor, Tokens, sample_positions
 from zoo.steps.vision import VisionStep
 
 
-class Qwen3OmniStep(VisionStep):
-    """Adds sound, and positions on its clock; `config` is a Qwen3OmniConfig."""
+class OmniStep(VisionStep):
+    """Adds sound, and positions on its clock; `config` is a zoo.nn.omni.OmniConfig."""
+
+    whole_positions: ClassVar[bool] = False  # as `zoo.steps.timed_positions.Tokens.whole` says
 
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """The vision tower takes images, then videos; the audio tower clips and soundtracks."""
@@ -27,8 +28,7 @@ class Qwen3OmniStep(VisionStep):
         """Images, then frames of videos; clips and soundtracks."""
         streams = dict(super().media_streams(media))
         if "feature_lens" in media:
-            n_window = self.config.thinker.audio_config.n_window
-            streams["audio"] = (clips(media, lambda frames: audio_tokens(frames, n_window)),)
+            streams["audio"] = (clips(media, self.config.audio_tokens),)
         return streams
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
@@ -58,6 +58,7 @@ class Qwen3OmniStep(VisionStep):
             audio_start=thinker.audio_start_token_id,
             merge=thinker.vision_config.spatial_merge_size,
             per_second=thinker.position_id_per_seconds,
+            whole=self.whole_positions,
         )
 
     def _cursor(self, media: Mapping[str, Tensor]) -> MediaCursor:
@@ -66,9 +67,8 @@ class Qwen3OmniStep(VisionStep):
 
         seconds = media["video_second_per_grid"].tolist() if "video_second_per_grid" in media else []
         frames = media["feature_lens"].tolist() if "feature_lens" in media else []
-        n_window = self.config.thinker.audio_config.n_window
         return MediaCursor(
             images=grids("image_grid_thw"),
             videos=list(zip(grids("video_grid_thw"), seconds, strict=True)),
-            audios=[audio_tokens(n, n_window) for n in frames],
+            audios=[self.config.audio_tokens(n) for n in frames],
         )

@@ -1,0 +1,172 @@
+"""Samples that worker processes encode: the same ones, in the same order, whatever becomes of the processes."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
+from zoo.data.loading import encoding_workers
+from zoo.data.loading.encoding_workers import RowToEncode
+from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.processors.augment import Augment
+from zoo.data.sample import MicroBatch
+from zoo.data.sources.rows import RowError
+
+COUNT = 2
+
+
+@pytest.fixture(scope="module")
+def rows(media: Path) -> Path:
+    """Rows whose sizes follow from headers, many times over, and two that can't be used."""
+    known = [line for line in (media / "rows.jsonl").read_text().splitlines() if "mp4" not in line]
+    lines = known * 20
+    (media / "broken.png").write_bytes((media / "a.png").read_bytes()[:200])
+    bad = {"messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "7"}]}
+    lines[5:5] = [json.dumps({**bad, "images": ["broken.png"]}), json.dumps({**bad, "images": ["none.png"]})]
+    (media / "many.jsonl").write_text("\n".join(lines) + "\n")
+    return media / "many.jsonl"
+
+
+def source(rows: Path, processor: Any, workers: int, **data: Any) -> SampleSource:
+    settings = DataConfig(on_error="skip", cache_mb=0, **data)
+    return SampleSource.open([str(rows)], processor, settings, budget=512, workers=workers)
+
+
+def loader(rows: Path, processor: Any, workers: int) -> BatchLoader:
+    recipe = Recipe(
+        packing=PackingConfig(budget=512), train=TrainConfig(global_batch=2), data=DataConfig(lookahead=8)
+    )
+    return BatchLoader(source(rows, processor, workers), recipe, prefetch=False)
+
+
+def same(mine: list[MicroBatch], others: list[MicroBatch]) -> bool:
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, dict):
+            return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
+        return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+    pairs = zip(mine, others, strict=True)
+    return all(equal(getattr(a, f.name), getattr(b, f.name)) for a, b in pairs for f in fields(MicroBatch))
+
+
+def started(workers: encoding_workers.EncodingWorkers) -> None:
+    """Wait until all processes are ready."""
+    end = time.monotonic() + 120
+    while len(workers._sockets) < COUNT and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(workers._sockets) == COUNT
+
+
+@pytest.fixture(scope="module")
+def wanted(rows: Path, processor: Any) -> list[list[MicroBatch]]:
+    """Six steps without workers."""
+    plain = loader(rows, processor, 0)
+    return [plain.next_step() for _ in range(6)]
+
+
+@pytest.fixture
+def working(rows: Path, processor: Any) -> Iterator[BatchLoader]:
+    """A loader whose workers are up, with a step behind it."""
+    made = loader(rows, processor, COUNT)
+    assert made.next_step() and made.source.workers is not None  # encoded here: no worker is up so early
+    started(made.source.workers)
+    yield made
+    made.close()
+
+
+def test_steps_are_those_without_workers_and_workers_make_them(
+    working: BatchLoader, wanted: list[list[MicroBatch]], rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, bad rows left out; steps planned ahead are resumed to the sample; and nothing stays behind."""
+    workers = working.source.workers
+    assert workers is not None and workers._process is not None
+    process, here = workers._process, []
+    encode = type(working.source.encoder).encode
+    monkeypatch.setattr(
+        type(working.source.encoder),
+        "encode",
+        lambda *given: (here.append(given[1].source), encode(*given))[1],
+    )
+    for step in wanted[1:4]:
+        end = time.monotonic() + 60
+        while (workers._queue or any(workers._sockets.values())) and time.monotonic() < end:
+            time.sleep(0.02)  # else this process helps
+        assert same(working.next_step(), step)
+    media = {row.source for row in working.source.rows if row.media}
+    made = sum(source in media for step in wanted[1:4] for batch in step for source in batch.sources)
+    helped = len(media.intersection(here))  # those that came in when bad rows were found
+    assert made > 20 and helped < made / 4, "rows with media are the workers'"
+    assert working.source.counts == {"corrupt_media": 1, "missing_file": 1}
+    state = working.state_dict()
+    again = loader(rows, working.source.processor, 0)
+    again.load_state_dict(state)
+    assert same(again.next_step(), wanted[4]) and same(working.next_step(), wanted[4])
+    working.close()
+    assert process.poll() is not None and not _alive(process.pid)
+    assert same(working.next_step(), wanted[5]), "encoded here from then on"
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_change_nothing(working: BatchLoader, wanted: list[list[MicroBatch]]) -> None:
+    workers = working.source.workers
+    assert workers is not None and workers._process is not None
+    os.killpg(workers._process.pid, signal.SIGKILL)
+    assert all(same(working.next_step(), step) for step in wanted[1:])
+    assert not workers._sockets
+
+
+@pytest.mark.slow
+def test_random_changes_are_those_of_the_row(rows: Path, processor: Any) -> None:
+    """Under data.augment too, a sample follows from its row and seed alone, and an error comes as it is."""
+    plain, other = (source(rows, processor, count, max_frames=3) for count in (0, COUNT))
+    workers = other.workers
+    assert workers is not None
+    number = next(i for i, row in enumerate(plain.rows) if row.kind == "multi_image")
+    jobs = [RowToEncode(i, plain.rows.row(i), Augment(0.7, seed)) for i, seed in ((number, 3), (5, 4))]
+    workers.begin(jobs)
+    started(workers)
+    workers.begin(jobs)
+    wanted = plain.encoder.encode(jobs[0].row, Augment(0.7, 3))
+    while (found := workers.take(number)) is None:
+        workers.begin(jobs)
+    assert torch.equal(found.media["pixel_values"], wanted.media["pixel_values"])
+    assert torch.equal(found.input_ids, wanted.input_ids)
+    with pytest.raises(RowError, match=r"many.jsonl:6: .*broken.png"):
+        while workers.take(5) is None:
+            workers.begin(jobs)
+    other.close()
+
+
+def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default as many as decode, where there is a GPU."""
+    data = DataConfig(workers=3)
+    assert encoding_workers.count_for(data, 1) == 0
+    assert encoding_workers.count_for(replace(data, encode_in_workers=True), 1) == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert encoding_workers.count_for(data, 1) == 3
+    assert encoding_workers.count_for(replace(data, encode_in_workers=False), 1) == 0
+    assert encoding_workers.count_for(replace(data, workers=0), 1) == 0

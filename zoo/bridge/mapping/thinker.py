@@ -1,0 +1,32 @@
+"""What tables of whole models share of which the thinker is trained: its names when it is alone, and config.json of an export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+# Names as transformers saves a thinker by itself -> those of the whole model.
+THINKER_ALONE = {name: f"thinker.{name}" for name in ("model.", "lm_head.", "visual.", "audio_tower.")}
+
+
+def whole_config(kind: str, architecture: str) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
+    """A bridge's `export_config`: the whole model's config.json, of model_type `kind` and that class.
+
+    A thinker's own config is wrapped, as only the whole model reads `thinker.` names and ours are the published ones; the
+    special token ids outside the thinker then have HF's defaults. Without a talker in the weights, HF must not build one
+    (enable_audio_output).
+    """
+
+    def export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        if config.get("model_type") == f"{kind}_thinker":
+            thinker = {key: value for key, value in config.items() if key != "architectures"}
+            config = {"model_type": kind, "thinker_config": thinker}
+        speaks = any(name.startswith("talker.") for name in names)
+        return {**config, "architectures": [architecture], "enable_audio_output": speaks}
+
+    return export_config
+
+
+def module_names(thinker: str) -> Callable[[Mapping[str, Any]], Mapping[str, str]]:
+    """A bridge's `module_names`: a thinker by itself, of model_type `thinker`, has no name."""
+    return lambda config: {"thinker.": ""} if config.get("model_type") == thinker else {}
