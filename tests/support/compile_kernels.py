@@ -101,6 +101,9 @@ def main() -> dict[str, int | str]:
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
     both_ways(lambda x: rotate(x, angles, angles), (TOKENS, 16, 128))
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))
+    both_ways(
+        lambda x: rotate_qkv(x, torch.zeros(TOKENS, 72), torch.zeros(TOKENS, 72), 96), (TOKENS, 3, 16, 72)
+    )
     both_ways(lambda x: cross_entropy(x, positions[:300], None), (300, 151_936))
     for size in (TOKENS * 16, TOKENS):  # whose ends lie on whole vectors, or not
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):

@@ -187,6 +187,11 @@ def main() -> None:
             lambda x: (turned(x[:, 0], angles), turned(x[:, 1], angles), x[:, 2] * 1.0),
             torch.randn(9, 3, 5, 16),
         ),
+        "rotate_qkv, padded": error(
+            lambda x: rotate_qkv(x, cos, sin, 24),
+            lambda x: tuple(F.pad(one, (0, 8)) for one in (turned(x[:, 0], angles), turned(x[:, 1], angles), x[:, 2])),
+            torch.randn(9, 3, 5, 16),
+        ),
         "cross_entropy": error(
             lambda x: cross_entropy(x * 1.0, targets),
             lambda x: F.cross_entropy(x, targets, reduction="none"),

@@ -16,7 +16,8 @@ from zoo.doctor.inputs import BOUNDS, row_shape, spans
 from zoo.doctor.measure import Check, Trial
 from zoo.doctor.sequence_checks import DELTA_RULE_BOUNDS, DeltaRuleSizes, delta_rule_trial
 from zoo.nn.decoder import gated_delta_net
-from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.decoder.attention import SeqParams, has_flash4, varlen_attention
+from zoo.nn.kernels import widths
 from zoo.packing import PackedLayout
 
 LENGTHS = (1098, 771, 1300)  # the row with which both were found
@@ -35,6 +36,9 @@ def known_wrong_checks(device: torch.device, groups: Any) -> Iterator[Check]:
             yield _te_attention(groups, layout, heads, kv_heads, width)
     if importlib.util.find_spec("fla") is not None:
         yield _delta_rule(layout)
+    if has_flash4(torch.empty(0, 128, device=device)):
+        for width in (72, 96):
+            yield _flash4(PackedLayout.from_lengths(LENGTHS).to(device), width)
 
 
 def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, width: int) -> Check:
@@ -77,6 +81,27 @@ def _te_attention(groups: Any, layout: PackedLayout, heads: int, kv_heads: int, 
     return Check(
         f"te_attention_{width}", "TEDotProductAttention", shape, "bf16", BOUNDS["bf16"], fix, prepare
     )
+
+
+def _flash4(layout: PackedLayout, width: int) -> Check:
+    """A tower's attention at a width of its own, to which nothing is padded."""
+    heads = 16
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with patch.dict(widths.FLASH4_WIDTHS, {width: width}):
+            return varlen_attention(q, k, v, layout.cu_seqlens, layout.max_seqlen, width**-0.5, causal=False)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return references.attention(q, k, v, spans(layout), width**-0.5, causal=False)
+
+    def prepare() -> Trial:
+        where: dict[str, Any] = {"device": layout.cu_seqlens.device, "dtype": torch.bfloat16}
+        given = {name: torch.randn(layout.total, heads, width, **where) for name in "qkv"}
+        return Trial(run, exact, given)
+
+    shape = f"{heads} heads x {width}, {row_shape(layout)}"
+    fix = "zoo pads heads of 72 and 80 to 96"
+    return Check(f"flash4_{width}", "FlashAttention 4", shape, "bf16", BOUNDS["bf16"], fix, prepare)
 
 
 def _delta_rule(layout: PackedLayout) -> Check:

@@ -21,7 +21,7 @@ from zoo.nn.towers import attention as tower_attention
     ("takes", "yes", "no"),
     [
         (widths.flash_takes, (8, 24, 72, 256), (0, 4, 20, 33, 264)),
-        (widths.flash4_takes, (64, 128, 256), (24, 72, 96, 192)),
+        (widths.flash4_width, (64, 72, 96, 128, 256), (24, 112, 192)),
         (widths.te_attention_takes, (24, 64, 128), (20, 136, 256)),
         (widths.grouped_takes, (8, 96, 768), (0, 14, 20, 100)),
     ],

@@ -30,7 +30,7 @@ from zoo.nn.decoder.cache import DecodeCache
 from zoo.nn.decoder.rotary import apply_rotary
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
-from zoo.nn.kernels.widths import flash4_takes, flash_takes
+from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
 
 
@@ -195,7 +195,7 @@ def has_flash(x: Tensor) -> bool:
 
 def has_flash4(x: Tensor) -> bool:
     """Whether FlashAttention 4 is installed and right for x (..., D): on Hopper, at the widths it was checked at."""
-    return flash4_takes(x.shape[-1]) and _flash4_there(x.device)
+    return flash4_width(x.shape[-1]) is not None and _flash4_there(x.device)
 
 
 @lru_cache(maxsize=8)
@@ -227,6 +227,9 @@ def varlen_attention(
     if has_flash4(q):
         from flash_attn.cute.interface import flash_attn_varlen_func
 
+        head = q.shape[-1]
+        if (wider := flash4_width(head)) is not None and wider > head:
+            q, k, v = (F.pad(x, (0, wider - head)) for x in (q, k, v))
         out = flash_attn_varlen_func(
             q,
             k,
@@ -239,7 +242,7 @@ def varlen_attention(
             causal=causal,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return out[0] if isinstance(out, tuple) else out
+        return (out[0] if isinstance(out, tuple) else out)[..., :head]
     from torch.nn.attention.varlen import varlen_attn
 
     how: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}

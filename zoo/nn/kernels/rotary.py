@@ -73,23 +73,27 @@ class _Rotary(torch.autograd.Function):
 
 class _QKV(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, padded: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         tokens, _, heads, width = qkv.shape
-        out = torch.empty(3, tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
+        ctx.width = width
+        make = torch.empty if padded == width else torch.zeros
+        out = make(3, tokens, heads, padded, dtype=qkv.dtype, device=qkv.device)
         for part in range(3):
             _launch(qkv[:, part], cos, sin, out[part], 1, heads if part < 2 else 0)
         return out[0], out[1], out[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        tokens, heads, width = grads[0].shape
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        tokens, heads, _ = grads[0].shape
         cos, sin = ctx.saved_tensors
-        out = torch.empty(tokens, 3, heads, width, dtype=grads[0].dtype, device=grads[0].device)
+        out = torch.empty(tokens, 3, heads, ctx.width, dtype=grads[0].dtype, device=grads[0].device)
         for part, grad in enumerate(grads):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            _launch(grad, cos, sin, out[:, part], -1, heads if part < 2 else 0)
-        return out, None, None
+            _launch(grad[..., : ctx.width], cos, sin, out[:, part], -1, heads if part < 2 else 0)
+        return out, None, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -99,7 +103,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-def rotate_qkv(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(T, 3, H, D) -> queries and keys turned, and values, each (T, H, D) dense; cos and sin (T, R) as in `rotate`."""
-    out: tuple[Tensor, Tensor, Tensor] = _QKV.apply(qkv, cos.contiguous(), sin.contiguous())
+def rotate_qkv(
+    qkv: Tensor, cos: Tensor, sin: Tensor, padded: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, 3, H, D) -> queries and keys turned, and values, each (T, H, D) dense; cos and sin (T, R) as in `rotate`.
+
+    `padded`: width of the heads that are returned, at least D; zeros fill it.
+    """
+    wide = padded or qkv.shape[-1]
+    out: tuple[Tensor, Tensor, Tensor] = _QKV.apply(qkv, cos.contiguous(), sin.contiguous(), wide)
     return out

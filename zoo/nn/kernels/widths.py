@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 ROW = 8  # elements of half precision in 16 bytes
-FLASH4_WIDTHS = (64, 128, 256)  # of heads at which FlashAttention 4 was checked, forward and gradients
+# Width of heads -> that at which FlashAttention 4 takes them, where it was checked, forward and gradients. At 72 and 80 themselves
+# its release 4.0.0b36 gives wrong gradients of queries (relative error 1.4, H200): they are padded with zeros.
+FLASH4_WIDTHS = {64: 64, 72: 96, 80: 96, 96: 96, 128: 128, 256: 256}
 # The widest head whose gradients Transformer Engine's fused attention has been seen to get right in packed rows. At 256
 # they are wrong by 0.2 to 1e5 times their size, the output being right (TE 2.20.2, cuDNN 9.14, H200): `zoo doctor
 # --known-wrong` tries it.
@@ -26,9 +28,9 @@ def flash_takes(head: int) -> bool:
     return _rows(head) and head <= 256
 
 
-def flash4_takes(head: int) -> bool:
-    """FlashAttention 4; at width 72 its release 4.0.0b36 gives wrong gradients of queries (relative error 1.3, H200)."""
-    return head in FLASH4_WIDTHS
+def flash4_width(head: int) -> int | None:
+    """The width to which heads of this one are padded for FlashAttention 4; None where it does not take them."""
+    return FLASH4_WIDTHS.get(head)
 
 
 def te_attention_takes(head: int) -> bool:

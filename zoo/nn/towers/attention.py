@@ -23,10 +23,10 @@ from transformers import AttentionInterface
 from transformers.activations import GELUTanh
 
 from zoo.errors import UserError
-from zoo.nn.decoder.attention import has_flash, sdpa, varlen_attention
+from zoo.nn.decoder.attention import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
-from zoo.nn.kernels.widths import flash_takes
+from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
 
 NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
@@ -89,9 +89,14 @@ def _attend(
     from zoo.nn.kernels.rotary import rotate_qkv
 
     qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
-    query, key, value = rotate_qkv(qkv, *(angles.float() for angles in position_embeddings))
+    head = qkv.shape[-1]
+    padded = (
+        flash4_width(head) if has_flash4(qkv) else None
+    )  # here: it would take another pass over all three
+    cos, sin = (angles.float() for angles in position_embeddings)
+    query, key, value = rotate_qkv(qkv, cos, sin, padded)
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
-    return self.proj(attended.flatten(1))
+    return self.proj(attended[..., :head].flatten(1))
 
 
 def _block(
