@@ -74,6 +74,20 @@ def check_tools(row: Row, text: str) -> None:
             raise RowError(row.source, "labels", said)
 
 
+def check_said(row: Row, text: str) -> None:
+    """That a chat template has written what system and user say, which templates of speech recognition may not.
+
+    Raises:
+        RowError: it has not ("labels").
+    """
+    for role, said in row.messages:
+        pieces = PLACEHOLDER.split(said)[::2] if role in ("system", "user") else ()
+        missing = next((piece.strip() for piece in pieces if piece.strip() not in text), None)
+        if missing is not None:
+            said = f"the chat template leaves out what the {role} says: {missing[:40]!r}; leave it out of the row, too, or use a template that writes it."
+            raise RowError(row.source, "labels", said)
+
+
 def call_begins(body: str, content: str, names: Sequence[str]) -> int:
     """Where an answer with tool calls begins in the turn that a template writes.
 

@@ -28,6 +28,7 @@ from zoo.data.processors.answers import AnswerFinder, ChatMarkers
 from zoo.data.processors.augment import Augment, augmented
 from zoo.data.processors.chat import (
     chat_messages,
+    check_said,
     check_tools,
     tools_of,
     wants_thoughts,
@@ -368,6 +369,7 @@ class Processor:
             text = self._render(messages, **options)
         else:
             text, answers = plain_turns.write(partial(self._render, **options), messages, self.markers.end)
+        check_said(row, text)
         check_tools(row, text)
         return text, answers
 

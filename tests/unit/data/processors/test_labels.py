@@ -175,7 +175,7 @@ def test_a_template_with_other_words_is_refused() -> None:
     with pytest.raises(
         RowError, match=r"x:1: the chat template writes 'no' where the row says 'Four\.'"
     ) as caught:
-        encode(processor, conversation(["Four."]))
+        encode(processor, conversation(["Four."], system=None, question="no"))
     assert caught.value.cause == "labels"
 
 

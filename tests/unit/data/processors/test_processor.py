@@ -190,7 +190,7 @@ def test_a_template_that_drops_answers_is_noticed(processor, rows):
     template = processor.hf.chat_template
     try:
         processor.hf.chat_template = template.replace(
-            "for message in messages", "for message in messages[-1:]"
+            "for message in messages", "for message in messages if message is not sameas messages[1]"
         )
         with pytest.raises(RowError, match="1 answers found in the tokens but 2 in the row"):
             encode(processor, rows["turns"])
