@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 
@@ -11,6 +13,9 @@ class Qwen35VLConfig(FamilyConfig):
 
     title = "Qwen3.5-VL"
     kinds = ("qwen3_5", "qwen3_5_moe")
+    not_built: ClassVar[dict[str, str]] = {
+        "qwen4_exp": "four residual streams with learnt mixing, embeddings of n-grams, and attention to the tokens that an indexer chooses"
+    }
     traits = ("qk_norm", "output_gate", "zero_centered")
     mrope_section = (11, 11, 10)
     partial_rotary = True

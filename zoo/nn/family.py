@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +40,9 @@ class FamilyConfig:
         tuple[str, ...]
     ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
+    not_built: ClassVar[
+        Mapping[str, str]
+    ] = {}  # a model_type close to these -> what it has that this decoder has not, for messages
     further: ClassVar[tuple[str, ...]] = (
         "head_dim",
     )  # keys of a decoder that are read though its class has none
@@ -60,6 +64,8 @@ class FamilyConfig:
 
         check_arch(arch)
         kind = arch.get("model_type")
+        if kind in cls.not_built:
+            raise UserError(refusal(str(kind), cls.not_built[str(kind)]))
         if kind not in cls.kinds:
             wanted = " or ".join(map(repr, cls.kinds))
             raise UserError(f"model_type {kind!r} is not {cls.title}; wanted {wanted}")
@@ -174,6 +180,11 @@ class FamilyConfig:
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0
+
+
+def refusal(kind: str, lack: str) -> str:
+    """What is said of a `model_type` in a family's `not_built`."""
+    return f"model_type {kind!r} can't be trained here: it has {lack}, which zoo's decoder has not"
 
 
 def tower_config(part: Any) -> Any:

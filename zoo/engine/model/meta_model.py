@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,8 @@ from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, world
 from zoo.engine.megatron import private
 from zoo.engine.model import build
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
+from zoo.nn.family import refusal
 from zoo.registry import ModelFamily, families
 
 
@@ -35,15 +37,23 @@ class MetaModel:
 
 
 def family_of(arch: Mapping[str, Any]) -> ModelFamily:
-    """The family that has a config.json's model_type; UserError, which names the known types, where none has."""
-    kinds = {}
+    """The family that has a config.json's model_type; UserError, which says what is missing or is near, where none has."""
+    kinds: dict[str, ModelFamily] = {}
+    lacks: dict[str, str] = {}
     for family in families().values():
-        for kind in family.load("config").kinds:
-            kinds[kind] = family
-    kind = arch.get("model_type")
-    if kind not in kinds:
-        raise UserError(f"model_type {kind!r}: no family has it; wanted one of {', '.join(sorted(kinds))}")
-    return kinds[kind]
+        config = family.load("config")
+        kinds |= dict.fromkeys(config.kinds, family)
+        lacks |= config.not_built
+    kind = str(arch.get("model_type"))
+    if kind in kinds:
+        return kinds[kind]
+    if kind in lacks:
+        raise UserError(refusal(kind, lacks[kind]))
+    near = get_close_matches(kind, kinds, n=3)
+    families_of = f"nearest: {', '.join(near)}" if near else f"wanted one of {', '.join(sorted(kinds))}"
+    raise UserError(
+        f"model_type {printable(kind, 60)!r}: no family has it; {families_of}; docs/add-a-family.md says how to add one"
+    )
 
 
 def published_names(reader: SafetensorsFolder, arch: Mapping[str, Any]) -> list[str]:
