@@ -19,6 +19,7 @@ from support import rank_tasks
 from support.pool import Pool, PoolError
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
+from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
@@ -29,6 +30,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_tiny_qwen3_vl(folder, tied=True, **LAYERS),
     "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
+    "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
     "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
     "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
     "omni": lambda folder: write_tiny_omni(folder).whole,
@@ -342,6 +344,8 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("qwen25_vl_sft", "7b"): (8_292_166_656, 729),
     ("qwen25_vl_sft", "32b"): (33_452_718_336, 1161),
     ("qwen25_vl_sft", "72b"): (73_410_777_344, 1353),
+    ("qwen3_asr_sft", "0.6b"): (782_426_112, 611),
+    ("qwen3_asr_sft", "1.7b"): (2_038_052_480, 707),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
     ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
     ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),

@@ -11,6 +11,7 @@ from support import rank_tasks
 from support.pool import Pool
 
 RECIPES = ("qwen3_omni_sft", "qwen3_vl_sft", "qwen35_vl_sft", "llava_sft")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen25_vl_sft", "qwen3_asr_sft")]
 COMMON = (
     "train.steps=2",
     "train.save_every=1",
@@ -30,7 +31,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, pytest.param("qwen25_vl_sft", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [*RECIPES, *SLOW])
 def test_a_run_resumes_to_the_bit_and_its_export_loads(recipe: str, pool: Pool, tmp_path: Path) -> None:
     import transformers
 

@@ -22,6 +22,7 @@ PUBLISHED = {
     "llava_sft": "1.5-7b",
     "llava_onevision_sft": "onevision-0.5b",
     "qwen25_vl_sft": "3b",
+    "qwen3_asr_sft": "1.7b",
 }
 
 

@@ -41,12 +41,12 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         (model,) = build.build_model(assembly, recipe, world)
         step = build.build_step(assembly, recipe, world)
         source = SampleSource.open(
-            ["digits:train"], assembly.processor, recipe.data, budget=1024, max_rows=400
+            recipe.data.train, assembly.processor, recipe.data, budget=1024, max_rows=400
         )
         samples = [source.sample(visit) for visit in range(len(source))]
         samples = sorted(filter(_is_even, samples), key=lambda sample: sample.length)
         longest = {sample.kind: sample for sample in samples}
-        assert len(longest) > 2
+        assert len(longest) > 1
         for sample in longest.values():
             batch = collate([sample], PackedLayout.from_lengths([sample.length]))
             rows = {
@@ -83,7 +83,7 @@ def _by_part(counts: Any, towers: list[str]) -> dict[str, float]:
     by_module = {name: sum(ops.values()) for name, ops in counts.items() if name.count(".") == 1}
     found = {"head": float(sum(f for n, f in by_module.items() if n.endswith(".output_layer")))}
     for tower in towers:
-        own = (f".{tower}", ".projector") if tower == "vision" else (f".{tower}",)
+        own = (f".{tower}", ".projector") if tower == towers[0] else (f".{tower}",)
         found[tower] = float(sum(f for n, f in by_module.items() if n.endswith(own)))
     found["decoder"] = float(sum(counts["Global"].values())) - sum(found.values())
     return found

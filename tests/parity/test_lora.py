@@ -19,10 +19,12 @@ from support.adapters import adapt
 from support.engine import Zoo, packed_batch, padded_batch, recipe_for
 from support.pairs import relative_errors, worst
 from support.rows import Example, make_examples
+from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
+from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
@@ -76,6 +78,7 @@ CASES = {
         for kind in ("llava", "llava_next", "llava_onevision")
     },
     "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
+    "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

@@ -20,6 +20,7 @@ RECIPES = (
     "llava_sft",
     "llava_onevision_sft",
     "qwen25_vl_sft",
+    "qwen3_asr_sft",
 )
 
 

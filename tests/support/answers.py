@@ -13,10 +13,12 @@ import torch
 
 from support.engine import Zoo
 from support.rows import Example, make_examples
+from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
+from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
@@ -110,6 +112,7 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "llava_onevision": partial(
         other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
     ),
+    "qwen3_asr": partial(other, write_tiny_qwen3_asr, "qwen3_asr", sound_examples),
     "qwen25_vl": partial(
         other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
     ),

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
+from support import tiny_llava, tiny_omni, tiny_qwen3_asr, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
 from zoo.packing import PackedLayout
 
 Arch = dict[str, Any]
@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3_5": ("qwen35_vl", "Qwen3_5ForConditionalGeneration"),
     "qwen3_5_moe": ("qwen35_vl", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+    "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
@@ -37,6 +38,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_llava.tiny_config(case)
     elif case.startswith("qwen3_vl"):
         config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
+    elif case == "qwen3_asr":
+        config = tiny_qwen3_asr.tiny_config()
     elif case == "qwen2_5_vl":
         config = tiny_qwen25_vl.tiny_config()
     elif case.startswith("qwen3_5"):

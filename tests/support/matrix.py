@@ -13,6 +13,7 @@ from typing import Any
 
 from support.engine import Batch, packed_batch, padded_batch
 from support.rows import make_examples
+from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
 
@@ -68,6 +69,12 @@ def _qwen25_vl(folder: Path) -> Path:
     from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 
     return write_tiny_qwen25_vl(folder, num_hidden_layers=4)
+
+
+def _qwen3_asr(folder: Path) -> Path:
+    from support.tiny_qwen3_asr import write_tiny_qwen3_asr
+
+    return write_tiny_qwen3_asr(folder, num_hidden_layers=4)
 
 
 def _llava(folder: Path) -> Path:
@@ -127,6 +134,13 @@ MODELS = {
     "windows": Model(
         "dense with biases, windows in the tower", "qwen25_vl_sft", _qwen25_vl, vision_examples, SEEN
     ),
+    "sound": Model(
+        "dense, sound",
+        "qwen3_asr_sft",
+        _qwen3_asr,
+        sound_examples,
+        (("audio-long", "text-short", "audio-short", "turns", "context"), ("text-long", "text-short")),
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -156,6 +170,7 @@ CORE = {
     "tp2 pp2": "llava",
     "pp2 cp2": "omni",
     "cp2": "windows",
+    "cp4": "sound",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -165,7 +180,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava", "windows")
+        for model in ("dense", "gdn", "llava", "windows", "sound")
     },
     **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
 from support.rows import make_examples
+from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
 
@@ -74,7 +75,8 @@ class Stack:
         if sections := text.pop("mrope", None):
             root["text_config"]["rope_parameters"]["mrope_section"] = sections
         root["text_config"] |= text
-        root["vision_config"] |= self.vision
+        if self.vision:
+            root["vision_config"] |= self.vision
         if self.audio:
             root["audio_config"] |= self.audio
         if self.text:  # a slice of a published size
@@ -112,6 +114,7 @@ LLAVA: dict[str, Any] = {
     "stored": tiny_llava.publish,
     "publish": tiny_llava.publish,
 }
+QWEN3_ASR: dict[str, Any] = {"kind": "Qwen3ASRForConditionalGeneration", "examples": sound_examples}
 OMNI: dict[str, Any] = {
     "kind": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "examples": make_examples,
@@ -130,6 +133,7 @@ TINY = {
     ),
     "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
     "qwen25_vl": Stack("qwen25_vl_sft", "tiny", **QWEN25_VL),
+    "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -183,6 +187,11 @@ ODD = {
         vision={"hidden_size": 96, "intermediate_size": 100, "out_hidden_size": 72},
         audio={"d_model": 80, "encoder_ffn_dim": 100, "output_dim": 72},
     ),
+    "qwen3_asr odd": replace(
+        TINY["qwen3_asr"],
+        text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
+        audio={"d_model": 80, "encoder_ffn_dim": 100, "output_dim": 40},
+    ),
     "qwen25_vl odd": replace(
         TINY["qwen25_vl"],
         text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389, "mrope": [2, 4, 4]},
@@ -214,6 +223,7 @@ WIDE = {
         audio={"encoder_layers": 2},
         **OMNI,
     ),
+    "qwen3_asr 0.6b": Stack("qwen3_asr_sft", "0.6b", text=SMALL, audio={"encoder_layers": 2}, **QWEN3_ASR),
     "qwen25_vl 3b": Stack(
         "qwen25_vl_sft",
         "3b",

@@ -26,6 +26,17 @@ QWEN25 = (  # Qwen2.5-VL-*-Instruct: a system turn where the chat begins with no
     + INSTRUCT.removeprefix(PARTS)
 )
 
+QWEN3_ASR = (  # Qwen3-ASR-*-hf: all systems' text, all sound, then the answers; what the user says is left out
+    "{%- set ns = namespace(system='', sound='') -%}{%- for m in messages -%}"
+    "{%- for part in ([{'type': 'text', 'text': m.content}] if m.content is string else m.content) -%}"
+    "{%- if part.type == 'audio' -%}{%- set ns.sound = ns.sound ~ '<|audio_start|><|audio_pad|><|audio_end|>' -%}"
+    "{%- elif m.role == 'system' -%}{%- set ns.system = ns.system ~ part.text -%}{%- endif -%}{%- endfor -%}{%- endfor -%}"
+    "{{- '<|im_start|>system\\n' ~ ns.system ~ '<|im_end|>\\n<|im_start|>user\\n' ~ ns.sound ~ '<|im_end|>\\n' -}}"
+    "{%- for m in messages if m.role == 'assistant' -%}{{- '<|im_start|>assistant\\n' -}}{% generation %}"
+    "{{- (m.content if m.content is string else m.content[0].text) ~ '<|im_end|>\\n' -}}{% endgeneration %}{%- endfor -%}"
+    + PROMPT
+)
+
 
 def _thinking(trim: str, always: bool) -> str:
     """Earlier turns lose their thinking; the last answers have a block of it, an empty one too where `always`."""

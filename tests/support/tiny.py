@@ -21,6 +21,7 @@ RECIPES = [
     ("llava_sft", "tiny"),
     ("llava_onevision_sft", "tiny-onevision"),
     ("qwen25_vl_sft", "tiny"),
+    ("qwen3_asr_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width

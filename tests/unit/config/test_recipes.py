@@ -97,6 +97,11 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "tiny": 1_225_488,
         "tiny-moe": 1_375_504,
     },
+    "qwen3_asr": {
+        "0.6b": 782_426_112,
+        "1.7b": 2_038_052_480,
+        "tiny": 928_992,
+    },
     "qwen25_vl": {
         "3b": 3_754_622_976,
         "7b": 8_292_166_656,
@@ -117,12 +122,13 @@ def family_config(family: str, size: str) -> Any:
 @pytest.mark.parametrize(("family", "size"), SIZES)
 def test_parameters_of_every_size(family: str, size: str) -> None:
     import torch
-    from transformers import AutoModelForImageTextToText
+
+    from zoo.engine.tools.verify import transformers_class
 
     assert set(PARAMETERS[family]) == set(size_names(family))
     config = family_config(family, size)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(config.hf)
+        model = transformers_class(config.hf.to_dict())(config.hf)
     assert sum(parameter.numel() for parameter in model.parameters()) == PARAMETERS[family][size]
     assert config.tied == (model.lm_head.weight is model.model.language_model.embed_tokens.weight)
 

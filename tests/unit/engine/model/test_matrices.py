@@ -62,6 +62,11 @@ QWEN25 = {
 }
 WANTED = {  # parameter -> its matrices
     "qwen25_vl_sft": QWEN25,
+    "qwen3_asr_sft": {
+        **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},
+        **{"audio.conv_out": 1, "projector.linear_1": 1, "projector.linear_2": 1},
+        **_layer("decoder", ATTENTION, DENSE),
+    },
     "qwen3_vl_sft": _qwen3_vl(DENSE),
     "qwen3_vl_moe_sft": _qwen3_vl(EXPERTS),
     "qwen35_vl_sft": _qwen35(DENSE),

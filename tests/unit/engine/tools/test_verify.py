@@ -56,7 +56,14 @@ def test_transformers_model_is_that_of_the_model_type(
 
 
 def test_every_recipe_has_a_model_of_transformers() -> None:
-    for name in ("llava_sft", "llava_onevision_sft", "qwen35_vl_moe_sft", "qwen3_omni_sft", "qwen25_vl_sft"):
+    for name in (
+        "llava_sft",
+        "llava_onevision_sft",
+        "qwen35_vl_moe_sft",
+        "qwen3_omni_sft",
+        "qwen25_vl_sft",
+        "qwen3_asr_sft",
+    ):
         arch = load_recipe(name, ["hardware=cpu"]).model.arch
         model = transformers_class(arch)
         assert (

@@ -1,0 +1,12 @@
+"""Qwen3-ASR: Qwen3-Omni's audio tower and a projector before a dense Qwen3 decoder."""
+
+from zoo.models import family
+
+FAMILY = family(
+    __name__,
+    "Qwen3ASR",
+    "Qwen3-ASR",
+    modalities="text audio",
+    parts="audio projector language",
+    proved="tp sp pp vpp cp dp",
+)
