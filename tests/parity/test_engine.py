@@ -96,8 +96,11 @@ def test_adapters_are_merged_or_by_themselves(name: str, tmp_path: Path) -> None
         "packing.budget=4096",
     )
     with zoo.Engine.open(engine_recipe(folder, model, *lora)) as engine:
+        plain = engine.logprobs(batch)
         for _ in range(2):
             engine.train_step(batch, grpo)
+        with engine.without_adapters():
+            assert torch.equal(engine.logprobs(batch), plain)
         merged = dict(engine.hf_weights())
         tensors, config = engine.adapter_weights()
         adapter = {key: tensor.clone() for key, tensor in tensors}

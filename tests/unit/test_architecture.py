@@ -32,6 +32,7 @@ ROOMS = {
     "bench": "packing nn data bridge config engine",
     "inspection": "packing steps data config registry engine",
     "runs": "config engine",
+    "integrations": "bridge config engine",
     "recipes": "",
     "models": "packing steps nn data bridge config registry",
     "bridges": "bridge config models",  # of models: its own family
@@ -56,7 +57,7 @@ INNER = {
         "train": "megatron distributed model optimizer callbacks checkpoint planning generate report watchdog",
         "launch": "distributed planning report watchdog train",
         "tools": "distributed model checkpoint generate scores report watchdog train launch",
-        "loops": "distributed model optimizer checkpoint planning train launch",
+        "loops": "distributed model optimizer checkpoint generate planning train launch",
     },
     "data": {
         "sources": "",

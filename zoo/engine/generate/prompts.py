@@ -5,6 +5,7 @@ A thinking model's empty block before an answer belongs to the prompt, as it car
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,3 +84,17 @@ def _without_answer(row: Row) -> tuple[Row, str | None]:
 def most_positions(config: Any) -> int:
     """Positions that a family's model was made for."""
     return int(getattr(config.text, "max_position_embeddings", None) or 2**31)
+
+
+def ends_with_question(row: Mapping[str, Any]) -> bool:
+    """Whether a row as a dict has no answer of its own."""
+    messages = row.get("messages")
+    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "user"
+
+
+def with_stand_in(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with an answer, which readers of rows want."""
+    if not ends_with_question(row):
+        return dict(row)
+    return {**row, "messages": [*row["messages"], {"role": "assistant", "content": STAND_IN}]}

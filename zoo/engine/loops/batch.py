@@ -18,6 +18,10 @@ MASKS = ("loss_mask", "response_mask")  # two names for the same
 MEDIA = ("media", "multi_modal_inputs")  # the same
 
 
+class Prepared(dict[str, Tensor]):
+    """Media of a row that are the step's tensors already, as zoo's own processor made them."""
+
+
 @dataclass(frozen=True)
 class Sparse:
     """Layers with experts of a model: how many, how many experts they have, and how many a token takes."""
@@ -215,7 +219,10 @@ def _media(batch: Mapping[str, Any], processor: Any, rows: int) -> tuple[Mapping
             f"the batch's {name} is {seen}; wanted a list of {rows}, for each row what the Hugging Face processor returned of "
             "its media, or None"
         )
-    return tuple(processor.media_tensors(features) if features else {} for features in given)
+    return tuple(
+        features if isinstance(features, Prepared) else processor.media_tensors(features) if features else {}
+        for features in given
+    )
 
 
 def _experts(batch: Mapping[str, Any], ids: Tensor, sparse: Sparse | None) -> Tensor | None:

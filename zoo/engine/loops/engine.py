@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zoo.bridge.weight_stream import BUCKET
-from zoo.config.derived import data_parallel
-from zoo.config.schema import Recipe
-from zoo.config.validate import validate
+from zoo.data.sources.rows import Row
 from zoo.engine.distributed.determinism import plain_fp32
-from zoo.engine.distributed.object_group import refuse_different
-from zoo.engine.distributed.process_state import untouched
-from zoo.engine.distributed.world import World, groups, settings
-from zoo.engine.launch.core_import import import_core
-from zoo.engine.launch.slurm import join_slurm
-from zoo.engine.loops.batch import Rows, Sparse
-from zoo.engine.loops.memory import KINDS, Kind, Memory, Moved
-from zoo.engine.loops.parts import EngineParts, build_parts
-from zoo.engine.loops.passes import LossFunction, Passes
-from zoo.engine.loops.training import StepOutcome, Training
-from zoo.engine.loops.weights import Weights
-from zoo.engine.planning.plan_process import planned
+from zoo.engine.distributed.world import settings
+from zoo.engine.generate.sampling import Sampling
+from zoo.engine.loops.batch import Rows
+from zoo.engine.loops.generation import Generated, generate
+from zoo.engine.loops.lifecycle import OpenModel
+from zoo.engine.loops.memory import KINDS
+from zoo.engine.loops.passes import LossFunction
+from zoo.engine.loops.training import StepOutcome
 from zoo.errors import UserError
 
 
-class Engine:
+class Engine(OpenModel):
     """A recipe's model for a loop that computes its own losses, such as one of reinforcement learning.
 
         with zoo.Engine.open(recipe) as engine:
@@ -55,7 +44,7 @@ class Engine:
     - Anything else is for the caller's loss: tensors and lists with B entries are handed over row by row.
 
     Routers' auxiliary losses and multi-token prediction are off. Between two calls the process is the caller's: what zoo sets
-    in torch and the environment is undone after each call. One engine can be open at a time.
+    in torch and the environment is undone after each call. Engines that are open together share their process groups.
 
     Attributes:
         recipe: as it was resolved.
@@ -63,73 +52,6 @@ class Engine:
         dp_rank, dp_size: this rank's replica, and how many there are.
         processor: the Hugging Face processor.
     """
-
-    def __init__(self, recipe: Recipe, world: World, parts: EngineParts, stack: ExitStack) -> None:
-        """`open` makes engines."""
-        self.recipe, self.device = recipe, world.device
-        self.dp_rank, self.dp_size = world.dp_rank, world.dp_size
-        self.processor = parts.assembly.processor.hf
-        self._world, self._parts, self._stack = world, parts, stack
-        self._passes: Passes | None = Passes(
-            parts.step, parts.chunks, world, recipe.packing.budget, recipe.packing.align or 1
-        )
-        self._memory, self._weights = Memory(parts), Weights(parts, world)
-        config = parts.chunks[0].config
-        self._sparse: Sparse | None = None
-        if config.num_moe_experts:
-            layers = sum(config.moe_layer_freq)
-            self._sparse = Sparse(layers, config.num_moe_experts, config.moe_router_topk)
-        self._training = Training(recipe, world, parts, self._passes) if parts.optimizer is not None else None
-
-    @classmethod
-    def open(cls, recipe: Recipe, *, train: bool = True) -> Engine:
-        """Start the process groups, build the recipe's model and load its weights. Every rank calls it.
-
-        Args:
-            recipe: as `zoo.load_recipe` gives it; its data and its run folder are not used, unless adapters belong to weights
-                that have no Hugging Face folder: those are written to `base/` in the run folder.
-            train: False leaves gradients and optimizer out, for a model that only gives log-probabilities.
-
-        Raises:
-            UserError: the recipe cannot run on these ranks, another engine is open, or the weights do not fit.
-        """
-        with untouched():
-            import_core()
-            if not dist.is_initialized():
-                join_slurm()
-            size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-            recipe = validate(planned(_for_loops(recipe, size), size), size)
-            stack = ExitStack()
-            with settings(recipe) as device, ExitStack() as failed:
-                failed.enter_context(stack)
-                world = stack.enter_context(groups(recipe, device))
-                refuse_different(recipe)
-                parts = build_parts(recipe, world, stack, train=train)
-                failed.pop_all()
-            return cls(recipe, world, parts, stack)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Free the model and destroy the process groups that zoo made. Every rank calls it; a second call does nothing.
-
-        Tensors that `hf_weights` has handed out stay as they are.
-        """
-        if self._passes is None:
-            return
-        self._passes = self._training = None
-        del self._parts, self._memory, self._weights
-        with settings(self.recipe, self.device):
-            self._stack.close()
-        gc.collect()  # modules, DDP and the optimizer hold one another
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def logprobs(self, batch: Mapping[str, Any], *, temperature: float | Tensor = 1.0) -> Tensor:
         """Log-probability of each token given those before it in its row.
@@ -192,11 +114,55 @@ class Engine:
         with settings(self.recipe, self.device), torch.enable_grad():
             return training.step(rows, loss_fn, loss_scale, entropy=entropy, update=update)
 
-    def update(self) -> tuple[float, bool]:
-        """Update the weights by the gradients that `train_step(..., update=False)` has left; returns their norm and whether they were applied."""
+    def update(self, *, advance: bool = True) -> tuple[float, bool]:
+        """Update the weights by the gradients that `train_step(..., update=False)` has left; returns their norm and whether they were applied.
+
+        `advance=False` leaves the learning rate as it is, for a loop that makes several updates at each of its steps.
+        """
         self._open(*KINDS)
         with settings(self.recipe, self.device):
-            return self._trained().update()
+            return self._trained().update(advance=advance)
+
+    def advance_schedule(self) -> float:
+        """Move the learning rate's schedule by one step, as an update does; returns the rate of the next update."""
+        self._open()
+        return self._trained().advance()
+
+    def clear_gradients(self) -> None:
+        """Make all gradients zero, as each `train_step` does at its beginning."""
+        self._open("gradients")
+        self._trained().clear()
+
+    def generate(
+        self,
+        rows: Sequence[Row | Mapping[str, Any]],
+        *,
+        samples: int = 1,
+        max_new_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        batch: int = 64,
+    ) -> Generated:
+        """Answer rows with the weights as they are now, several times each.
+
+        An inference engine is faster for models of a published size; this one needs none, and takes no memory of its own.
+
+        Args:
+            rows: the same on every rank: rows of a data set, or dicts as in JSONL, whose last answer is left out of the prompt.
+                A replica gets the answers to each `dp_size`-th row.
+            samples: answers to each row, drawn apart from one another.
+            max_new_tokens, temperature, top_p, seed: as `zoo.generate` takes them; another seed gives other draws.
+            batch: most prompts that are answered at once.
+
+        Raises:
+            RowError: a row can't be used (under data.on_error=raise; else it is left out).
+            UserError: the engine is closed, or the model is on the host.
+        """
+        self._open("model")
+        sampling = Sampling(max_new_tokens, temperature, top_p, seed)
+        with settings(self.recipe, self.device), torch.no_grad():
+            return generate(self._parts, self.recipe, self._world, rows, samples, sampling, batch)
 
     def hf_weights(
         self, *, dtype: torch.dtype | None = None, bucket: int = BUCKET
@@ -242,34 +208,6 @@ class Engine:
                 return
             yield item
 
-    def to(self, device: str, *, model: bool = True, optimizer: bool = True, gradients: bool = True) -> Moved:
-        """Move weights, optimizer state and gradients to the host, or back to this rank's device.
-
-        The device's memory is given back while they are on the host, so that an inference engine can have it. Gradients are not
-        copied: they are zero when they are back. On a machine without a GPU, "cuda" means the device all the same.
-
-        Args:
-            device: "cpu" or "cuda".
-            model, optimizer, gradients: what is moved; what is there already stays.
-
-        Returns:
-            Bytes moved, by kind, and seconds.
-
-        Raises:
-            UserError: another device, or the engine is closed.
-        """
-        self._open()
-        if device not in ("cpu", "cuda"):
-            raise UserError(f'engine.to({device!r}): wanted "cpu" or "cuda", which is this rank\'s device')
-        wanted: dict[Kind, bool] = {"model": model, "optimizer": optimizer, "gradients": gradients}
-        with settings(self.recipe, self.device):
-            return self._memory.move(device == "cuda", [kind for kind in KINDS if wanted[kind]])
-
-    def _trained(self) -> Training:
-        if self._training is None:
-            raise UserError("the engine was opened with train=False; open it with train=True to take steps")
-        return self._training
-
     def logprobs_and_routing(
         self, batch: Mapping[str, Any], *, temperature: float | Tensor = 1.0
     ) -> tuple[Tensor, Tensor]:
@@ -298,23 +236,3 @@ class Engine:
         passes, rows = self._open("model"), self._read(batch, temperature)
         with settings(self.recipe, self.device):
             return passes.values(rows, entropy=entropy)
-
-    def _open(self, *kinds: Kind, call: str = "this call") -> Passes:
-        """The passes of an open engine, of which these kinds are on the device."""
-        if self._passes is None:
-            raise UserError("the engine is closed; open another one with zoo.Engine.open(recipe)")
-        self._memory.refuse_away(kinds, call)
-        return self._passes
-
-
-def _for_loops(recipe: Recipe, ranks: int) -> Recipe:
-    """The recipe without losses that are not the caller's, and with a batch that fits any layout."""
-    replicas = max(1, data_parallel(recipe, ranks))
-    return recipe.replace(
-        {
-            "train.mtp_loss": 0.0,
-            "train.aux_loss": 0.0,
-            "train.z_loss": 0.0,
-            "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
-        }
-    )

@@ -65,11 +65,13 @@ class Training:
         sums = self._sums(found)
         loss = sums.pop("loss", 0.0)
         norm, applied = self.update(loss) if update else (None, False)
-        lr = self.parts.scheduler.get_lr({})
-        return StepOutcome(loss, tokens, count, sums, norm, applied, lr)
+        return StepOutcome(loss, tokens, count, sums, norm, applied, self.learning_rate)
 
-    def update(self, loss: float = 0.0) -> tuple[float, bool]:
-        """Update the weights by the gradients at hand, unless these or the loss are not finite; gradients are zero afterwards."""
+    def update(self, loss: float = 0.0, *, advance: bool = True) -> tuple[float, bool]:
+        """Update the weights by the gradients at hand, unless these or the loss are not finite; gradients are zero afterwards.
+
+        `advance`: the schedule moves by one before.
+        """
         applied = False
 
         def good(norm: float) -> bool:
@@ -77,9 +79,20 @@ class Training:
             applied = math.isfinite(norm) and math.isfinite(loss)
             return applied
 
-        norm = step_if(self.parts.optimizer, self.parts.scheduler, good)
+        norm = step_if(self.parts.optimizer, self.parts.scheduler if advance else None, good)
         self.clear()
         return norm, applied
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next update, as the schedule stands."""
+        rate: float = self.parts.scheduler.get_lr({})
+        return rate
+
+    def advance(self) -> float:
+        """Move the schedule by one; the learning rate that it gives now."""
+        self.parts.scheduler.step(increment=1)
+        return self.learning_rate
 
     def clear(self) -> None:
         """Make all gradients zero."""

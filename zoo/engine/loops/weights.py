@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +37,18 @@ class Weights:
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) of the adapters alone."""
         return lora_files.gathered(self._held())
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Passes inside the block add nothing of the adapters."""
+        held = [(one.adapter, one.adapter.lowrank) for one in self._held().held]
+        try:
+            for adapter, lowrank in held:
+                adapter.lowrank = replace(lowrank, scale=0.0)
+            yield
+        finally:
+            for adapter, lowrank in held:
+                adapter.lowrank = lowrank
 
     def _held(self) -> lora.Adapters:
         if self.parts.adapters is None:

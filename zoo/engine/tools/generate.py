@@ -26,7 +26,7 @@ from zoo.data.sources.rows import MEDIA, make_row
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
-from zoo.engine.generate.prompts import STAND_IN
+from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand_in
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
@@ -92,8 +92,8 @@ def generate(
             spec = str(given)
         else:
             assert given is not None
-            asked = [number for number, row in enumerate(given) if _ends_with_question(row)]
-            spec = written_rows([_with_stand_in(row) for row in given], Path(folder))
+            asked = [number for number, row in enumerate(given) if ends_with_question(row)]
+            spec = written_rows([with_stand_in(row) for row in given], Path(folder))
         locate_rows(spec, "rows")
         options = {"sampling": asdict(sampling), "batch": batch, "unanswered": asked, "max_rows": max_rows}
         task, ranks = "zoo.engine.tools.generate:generate_here", world_size(recipe)
@@ -141,7 +141,7 @@ class Chat:
         row = {
             name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())
         }
-        whole = make_row(_with_stand_in(row), "", Access(Path(), outside=True))
+        whole = make_row(with_stand_in(row), "", Access(Path(), outside=True))
         prompt = self._answering.prompt(whole, answered=False)
         (tokens,) = self._answering.decoding.answer([prompt.sample], [len(row["messages"])])
         answer: str = self._answering.result(prompt, tokens)["text"]
@@ -166,16 +166,3 @@ def prompt_row(text: str, files: Mapping[str, Paths]) -> dict[str, Any]:
     marks = "".join(f"<{kind}>" * len(paths) for kind, paths in named.items())
     media = {MEDIA[kind]: [str(Path(path).absolute()) for path in paths] for kind, paths in named.items()}
     return {"messages": [{"role": "user", "content": marks + text}], **media}
-
-
-def _ends_with_question(row: Mapping[str, Any]) -> bool:
-    messages = row.get("messages")
-    last = messages[-1] if isinstance(messages, list | tuple) and messages else None
-    return isinstance(last, Mapping) and last.get("role") == "user"
-
-
-def _with_stand_in(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with an answer, which readers of rows want."""
-    if not _ends_with_question(row):
-        return dict(row)
-    return {**row, "messages": [*row["messages"], {"role": "assistant", "content": STAND_IN}]}

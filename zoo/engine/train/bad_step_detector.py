@@ -149,10 +149,10 @@ class BadStepDetector:
         self._window = deque(state.get("window", []), maxlen=WINDOW)
 
 
-def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> float:
+def step_if(optimizer: Any, scheduler: Any | None, good: Callable[[float], bool]) -> float:
     """megatron-core's optimizer step, part by part; the update is made only where the gradient's norm is `good`.
 
-    The schedule moves by one before an update. Without an update, weights, optimizer state and schedule stay as they
+    The schedule, where it is given, moves by one before an update. Without an update, weights, optimizer state and schedule stay as they
     were: the schedule counts updates, not steps.
 
     Returns:
@@ -161,7 +161,8 @@ def step_if(optimizer: Any, scheduler: Any, good: Callable[[float], bool]) -> fl
     adamw.prepare(optimizer)
     norm = float(optimizer.get_grad_norm())
     if good(norm):
-        scheduler.step(increment=1)
+        if scheduler is not None:
+            scheduler.step(increment=1)
         adamw.clip(optimizer, norm)
         optimizer.step_with_ready_grads()
     return norm

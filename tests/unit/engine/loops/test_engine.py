@@ -151,6 +151,49 @@ def test_a_closed_engine_holds_no_memory(engine: Any) -> None:
     assert all(torch.equal(tensor, copies[name]) for name, tensor in kept.items())
 
 
+def test_answers_are_a_batch_to_learn_from(engine: Any) -> None:
+    rows = [{"messages": [{"role": "user", "content": f"Say {digit}"}]} for digit in (3, 7)]
+    rows[0]["messages"].append({"role": "assistant", "content": "3"})
+    options = {"samples": 3, "max_new_tokens": 4}
+    found = engine.generate(rows, seed=1, **options)
+    assert [one["reference"] for one in found.answers] == ["3"] * 3 + [None] * 3
+    said = [one["token_ids"] for one in found.answers]
+    assert [engine.generate(rows, seed=seed, **options).answers == found.answers for seed in (1, 2)] == [
+        True,
+        False,
+    ]
+    assert len({tuple(tokens) for tokens in said}) > 2, "draws are apart"
+    for ids, mask, tokens in zip(found.batch["input_ids"], found.batch["loss_mask"], said, strict=True):
+        kept = ids[mask].tolist()
+        assert kept == tokens[: len(kept)]
+    for _ in range(30):  # what the first answer says becomes likely
+        engine.train_step(
+            found.batch, lambda logprobs, batch: -logprobs[batch["input_ids"][:, -1] >= 0][0].sum()
+        )
+    after = engine.generate(rows[:1], temperature=0.0, max_new_tokens=4).answers[0]
+    kept = found.batch["input_ids"][0][found.batch["loss_mask"][0]].tolist()
+    assert after["token_ids"][: len(kept)] == kept
+
+
+def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
+    batch = text_batch()
+    engine.train_step(batch, likelihood)
+    folder = engine.save(tmp_path / "saved", 5)
+    assert folder.name == "iter_5"
+    engine.train_step(batch, likelihood)
+    wanted = engine.logprobs(batch)
+    with zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", [*TINY, "run.seed=3"]), beside=engine) as other:
+        assert not torch.allclose(other.logprobs(batch), wanted)
+        assert other.load(tmp_path / "saved") == 5
+        other.train_step(batch, likelihood)
+        assert torch.equal(other.logprobs(batch), wanted)
+        with pytest.raises(UserError, match="no checkpoint"):
+            other.load(tmp_path)
+        engine.close()
+        assert torch.equal(other.logprobs(batch), wanted), "groups last as long as any engine does"
+    assert not dist.is_initialized()
+
+
 def test_groups_of_the_caller_stay(engine: Any) -> None:
     engine.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,77 @@
+"""An engine's checkpoints: those of a run, in a folder that every verb of zoo takes for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import save_recipe
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import integrity, sharded, snapshot
+from zoo.engine.checkpoint.contents import Trainable
+from zoo.engine.checkpoint.selection import choose
+from zoo.engine.checkpoint.storage.host_copy import HostCopy
+from zoo.engine.checkpoint.writer import Channel, Order, write
+from zoo.engine.distributed.object_group import agreed
+from zoo.engine.distributed.world import TIMEOUT, World
+from zoo.engine.loops.parts import EngineParts
+from zoo.engine.optimizer.adamw import allocate_state
+from zoo.errors import UserError
+
+
+class Checkpoints:
+    """Saves and loads weights, optimizer state and schedule of an engine; every rank makes the same calls."""
+
+    def __init__(self, recipe: Recipe, world: World, parts: EngineParts) -> None:
+        self.recipe, self.world, self.parts = recipe, world, parts
+        self._copied = HostCopy(world.device)
+        self._channel: Channel | None = None
+        self._files = integrity.Kept(parts.assembly.save_files)
+
+    def save(self, folder: Path, step: int) -> Path:
+        """Write `checkpoints/iter_{step}` in the folder, and wait until the disk has it; returns its path."""
+        trainable = self._trainable("save")
+        if self._channel is None:
+            self._channel = Channel(TIMEOUT)
+        agreed(lambda: self._begin(folder))
+        allocate_state(trainable.optimizer)
+        state: dict[str, Any] = {
+            "step": step,
+            "model": sharded.describe(self.recipe, self.parts.assembly.config.hf),
+            "weights": sharded.origin(self.recipe),
+            "ranks": self.world.size,
+            "scheduler": trainable.scheduler.state_dict(),
+            "optimizer": True,
+        }
+        order = Order(folder, state, self.recipe, self._files)
+        try:
+            write(snapshot.take(trainable, self.world, self._copied), order, self._channel)
+        finally:
+            self._copied.release()
+        return order.target
+
+    def load(self, folder: Path) -> int:
+        """Load the newest whole checkpoint, under whatever layout it was saved; returns its step."""
+        trainable = self._trainable("load")
+        chosen = choose(folder).folder
+        if chosen is None:
+            raise UserError(f"{folder} has no checkpoint; engine.save writes one")
+        state = agreed(lambda: sharded.read_state(chosen))
+        model = sharded.describe(self.recipe, self.parts.assembly.config.hf)
+        if state["model"] != model:
+            raise UserError(f"{chosen} is of another model than the engine's; wanted one that it has saved")
+        allocate_state(trainable.optimizer)
+        sharded.load(trainable, chosen, self.world, state["ranks"])
+        return int(state["step"])
+
+    def _begin(self, folder: Path) -> None:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        save_recipe(self.recipe, folder / "config.yaml")
+
+    def _trainable(self, call: str) -> Trainable:
+        parts = self.parts
+        if parts.optimizer is None:
+            raise UserError(
+                f"engine.{call}: the engine was opened with train=False, and has no state to {call}"
+            )
+        return Trainable(parts.chunks, parts.optimizer, parts.scheduler, parts.adapters)

@@ -1,0 +1,103 @@
+"""Answers that an engine samples, as a batch that it can be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.config.schema import Recipe
+from zoo.data.loading.bad_rows import BadRows
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, make_row
+from zoo.engine.distributed.world import World
+from zoo.engine.generate.answering import Answering
+from zoo.engine.generate.decoding import Decoding
+from zoo.engine.generate.prompts import Prompt, ends_with_question, with_stand_in
+from zoo.engine.generate.sampling import Sampling, end_tokens
+from zoo.engine.loops.batch import Prepared
+from zoo.engine.loops.parts import EngineParts
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What `zoo.Engine.generate` gives: B answers of this rank's replica, those to one row side by side.
+
+    Attributes:
+        batch: for `logprobs` and `train_step`: `input_ids` (B, T) int64 and `attention_mask` (B, T) bool, padded on the right,
+            `loss_mask` (B, T) bool, True on the answers' tokens, and `media`. On the host. From a token on that would stand for a
+            medium, an answer is left out of it.
+        answers: dicts as `zoo.generate` returns them: `text`, `reference` (the row's own answer, or None), `token_ids`, ...
+    """
+
+    batch: dict[str, Any]
+    answers: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Sampled(Answering):
+    """Answers rows of which several are the same object, whose prompt is made once."""
+
+    made: dict[int, Prompt] = field(default_factory=dict)
+
+    def prompt(self, row: Row, answered: bool = True) -> Prompt:
+        if id(row) not in self.made:
+            self.made[id(row)] = super().prompt(row, answered)
+        return self.made[id(row)]
+
+
+def generate(
+    parts: EngineParts,
+    recipe: Recipe,
+    world: World,
+    rows: Sequence[Row | Mapping[str, Any]],
+    samples: int,
+    sampling: Sampling,
+    batch: int,
+) -> Generated:
+    """`samples` answers to each row; the arguments of `zoo.Engine.generate`."""
+    asked = [row if isinstance(row, Row) else _row(row) for row in rows]
+    assembly = parts.assembly
+    for chunk in parts.chunks:
+        chunk.eval()
+    ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
+    decoding = Decoding(assembly, parts.chunks, recipe, world, sampling, ends)
+    answering = _Sampled(decoding, batch, BadRows(recipe.data))
+    every = [row for row in asked for _ in range(samples)]
+    open_ones = {at for at, row in enumerate(rows) if not isinstance(row, Row) and ends_with_question(row)}
+    unanswered = frozenset(number for number in range(len(every)) if number // samples in open_ones)
+    found = answering.all(every, range(len(every)), unanswered)
+    mine = [number for number in found if number // samples % world.dp_size == world.dp_rank]
+    prompts = [answering.prompt(every[number]) for number in mine]
+    answers = [found[number] for number in mine]
+    said = [_spoken(one["token_ids"], assembly.processor.media_ids) for one in answers]
+    return Generated(_batch(prompts, said, assembly.processor.pad_id), answers)
+
+
+def _row(item: Mapping[str, Any]) -> Row:
+    return make_row(with_stand_in(item), "", Access(Path(), outside=True))
+
+
+def _spoken(tokens: Sequence[int], media: Container[int]) -> list[int]:
+    """An answer's tokens before the first one that would stand for a medium, which there is none of."""
+    return list(takewhile(lambda token: token not in media, tokens))
+
+
+def _batch(prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], pad: int) -> dict[str, Any]:
+    """Prompts and answers in rows (B, T), padded on the right."""
+    pairs = [
+        (prompt.sample.input_ids, torch.tensor(tokens, dtype=torch.int64))
+        for prompt, tokens in zip(prompts, answers, strict=True)
+    ]
+    shape = (len(pairs), max((len(asked) + len(said) for asked, said in pairs), default=0))
+    ids, real, chosen = torch.full(shape, pad), torch.zeros(shape).bool(), torch.zeros(shape).bool()
+    for row, (asked, said) in enumerate(pairs):
+        end = len(asked) + len(said)
+        ids[row, :end], real[row, :end], chosen[row, len(asked) : end] = torch.cat([asked, said]), True, True
+    media: list[Mapping[str, Tensor]] = [Prepared(prompt.sample.media) for prompt in prompts]
+    return {"input_ids": ids, "attention_mask": real, "loss_mask": chosen, "media": media}

@@ -1,0 +1,1 @@
+"""zoo inside of frameworks that others have written; each file needs its framework installed."""
