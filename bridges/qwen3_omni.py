@@ -35,6 +35,6 @@ BRIDGE = Bridge(
     ),
     carry=("talker.{rest}", "code2wav.{rest}"),
     dialects=(THINKER_ALONE,),
-    export_config=whole_config("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration"),
+    export_config=whole_config("qwen3_omni_moe", *["Qwen3OmniMoeForConditionalGeneration"] * 2),
     module_names=module_names("qwen3_omni_moe_thinker"),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import RotaryShape
 from zoo.nn.towers.windows import check_windows, window_cost
 from zoo.packing.cost import TowerCost
 
@@ -17,6 +16,7 @@ class Qwen25VLConfig(FamilyConfig):
     traits = ("qkv_bias",)
     further = ()  # its heads are as wide as the hidden size says, whatever head_dim a file has
     mrope_section = (16, 24, 24)
+    mrope_interleaved = False
 
     def check(self) -> None:
         """UserError for heads that do not divide the hidden size, and for windows smaller than an embedding's patches."""
@@ -27,13 +27,6 @@ class Qwen25VLConfig(FamilyConfig):
                 f"{text.hidden_size}"
             )
         check_windows(self.vision)
-
-    @property
-    def rotary(self) -> RotaryShape:
-        """Multimodal rotary embedding of whole heads: time has the first frequencies, then height, then width."""
-        rope = self.text.rope_parameters
-        sections = list(rope.get("mrope_section", self.mrope_section))
-        return RotaryShape(float(rope["rope_theta"]), sections, interleaved=False)
 
     def tower_costs(self) -> dict[str, TowerCost]:
         """Cost of the vision tower, a row being a patch."""

@@ -21,6 +21,7 @@ from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_omni import load_thinker, write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 
@@ -31,6 +32,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
+    "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
     "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
     "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
     "omni": lambda folder: write_tiny_omni(folder).whole,
@@ -319,6 +321,31 @@ def test_a_cast_is_written_and_said(
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_what_speaks_is_carried_through_with_its_file_of_speakers(
+    call: Callable[..., Any], tmp_path: Path
+) -> None:
+    """transformers' class of the whole model loads from that file what it has no tensors for; zoo does not open it."""
+
+    def add_talker(found: dict[str, torch.Tensor]) -> None:
+        found["talker.model.norm.weight"] = torch.rand(5, dtype=torch.bfloat16)
+        found["token2wav.code2wav_bigvgan_model.conv_pre.bias"] = torch.rand(3)
+
+    written = write_tiny_qwen25_omni(tmp_path / "silent", whole=True, **LAYERS)
+    source = spoilt(written, tmp_path / "talking", add_talker)
+    (source / "spk_dict.pt").write_bytes(b"not a pickle")
+    call("convert", source, tmp_path / "zoo", quiet=True)
+    call("convert", tmp_path / "zoo", tmp_path / "hf", quiet=True)
+    same(tensors(tmp_path / "hf"), tensors(source))
+    assert (tmp_path / "hf" / "spk_dict.pt").read_bytes() == b"not a pickle"
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["enable_audio_output"] and config["architectures"] == [
+        "Qwen2_5OmniForConditionalGeneration"
+    ]
+    model = load_thinker(tmp_path / "hf")
+    wanted = tensors(written)
+    assert all(torch.equal(x, wanted[f"thinker.{name}"]) for name, x in model.state_dict().items())
+
+
 def test_killed_at_any_moment_it_leaves_nothing_that_loads_or_the_whole(tmp_path: Path) -> None:
     """50 kills; in every other one there is a former result, which stays until the new one is whole."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 4_000}
@@ -346,6 +373,8 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("qwen25_vl_sft", "72b"): (73_410_777_344, 1353),
     ("qwen3_asr_sft", "0.6b"): (782_426_112, 611),
     ("qwen3_asr_sft", "1.7b"): (2_038_052_480, 707),
+    ("qwen25_omni_sft", "3b"): (4_703_464_448, 1442),
+    ("qwen25_omni_sft", "7b"): (8_931_813_888, 1346),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
     ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
     ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),

@@ -23,6 +23,7 @@ PUBLISHED = {
     "llava_onevision_sft": "onevision-0.5b",
     "qwen25_vl_sft": "3b",
     "qwen3_asr_sft": "1.7b",
+    "qwen25_omni_sft": "3b",
 }
 
 

@@ -26,6 +26,7 @@ from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
@@ -79,6 +80,7 @@ CASES = {
     },
     "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
     "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
+    "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

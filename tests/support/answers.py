@@ -20,6 +20,7 @@ from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
@@ -113,6 +114,7 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
         other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples
     ),
     "qwen3_asr": partial(other, write_tiny_qwen3_asr, "qwen3_asr", sound_examples),
+    "qwen25_omni": partial(other, write_tiny_qwen25_omni, "qwen25_omni", make_examples),
     "qwen25_vl": partial(
         other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
     ),

@@ -11,7 +11,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from support import tiny_llava, tiny_omni, tiny_qwen3_asr, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
+from support import (
+    tiny_llava,
+    tiny_omni,
+    tiny_qwen3_asr,
+    tiny_qwen3_vl,
+    tiny_qwen25_omni,
+    tiny_qwen25_vl,
+    tiny_qwen35,
+)
 from zoo.packing import PackedLayout
 
 Arch = dict[str, Any]
@@ -25,6 +33,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3_5_moe": ("qwen35_vl", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
     "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
+    "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
@@ -42,6 +51,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_qwen3_asr.tiny_config()
     elif case == "qwen2_5_vl":
         config = tiny_qwen25_vl.tiny_config()
+    elif case == "qwen2_5_omni_thinker":
+        config = tiny_qwen25_omni.thinker_config()
     elif case.startswith("qwen3_5"):
         config = tiny_qwen35.tiny_config(moe=case.endswith("moe"), mtp=1)
     else:
@@ -73,7 +84,8 @@ def changed(arch: Arch, part: str, key: str, value: Any) -> Arch:
     """The arch with another value; of a key with a second name, that name goes."""
     arch = copy.deepcopy(arch)
     place = arch[part] if part else arch
-    for alias in ({"num_experts", "num_local_experts"}, {"image_token_id", "image_token_index"}):
+    media = ({f"{kind}_token_id", f"{kind}_token_index"} for kind in ("image", "video", "audio"))
+    for alias in ({"num_experts", "num_local_experts"}, *media):
         for name in alias if key in alias else ():
             place.pop(name, None)
     place[key] = value

@@ -77,6 +77,12 @@ def _qwen3_asr(folder: Path) -> Path:
     return write_tiny_qwen3_asr(folder, num_hidden_layers=4)
 
 
+def _qwen25_omni(folder: Path) -> Path:
+    from support.tiny_qwen25_omni import write_tiny_qwen25_omni
+
+    return write_tiny_qwen25_omni(folder, num_hidden_layers=4)
+
+
 def _llava(folder: Path) -> Path:
     from support.tiny_llava import write_tiny_llava
 
@@ -141,6 +147,9 @@ MODELS = {
         sound_examples,
         (("audio-long", "text-short", "audio-short", "turns", "context"), ("text-long", "text-short")),
     ),
+    "windows omni": Model(
+        "dense with biases, windows, audio", "qwen25_omni_sft", _qwen25_omni, make_examples, HEARD
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -171,6 +180,7 @@ CORE = {
     "pp2 cp2": "omni",
     "cp2": "windows",
     "cp4": "sound",
+    "tp2": "windows omni",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -180,7 +190,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava", "windows", "sound")
+        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound")
     },
     **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
+from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen25_omni, tiny_qwen25_vl, tiny_qwen35
 from support.rows import make_examples
 from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
@@ -120,6 +120,11 @@ OMNI: dict[str, Any] = {
     "examples": make_examples,
     "publish": _experts_apart,
 }
+QWEN25_OMNI: dict[str, Any] = {
+    "kind": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "examples": make_examples,
+    "publish": tiny_qwen25_omni.published,
+}
 
 TINY = {
     "qwen3_vl": Stack("qwen3_vl_sft", "tiny", **QWEN3_VL),
@@ -134,6 +139,7 @@ TINY = {
     "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
     "qwen25_vl": Stack("qwen25_vl_sft", "tiny", **QWEN25_VL),
     "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
+    "qwen25_omni": Stack("qwen25_omni_sft", "tiny", **QWEN25_OMNI),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -197,6 +203,12 @@ ODD = {
         text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389, "mrope": [2, 4, 4]},
         vision={**_TOWER_20, "out_hidden_size": 80},
     ),
+    "qwen25_omni odd": replace(
+        TINY["qwen25_omni"],
+        text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389, "mrope": [2, 4, 4]},
+        vision={**_TOWER_20, "out_hidden_size": 80},
+        audio={"d_model": 88, "encoder_ffn_dim": 100, "output_dim": 80},
+    ),
 }
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
@@ -230,6 +242,14 @@ WIDE = {
         text=SMALL,
         vision={"depth": 2, "fullatt_block_indexes": [1]},
         **QWEN25_VL,
+    ),
+    "qwen25_omni 3b": Stack(
+        "qwen25_omni_sft",
+        "3b",
+        text=SMALL,
+        vision={"depth": 2, "fullatt_block_indexes": [1]},
+        audio={"encoder_layers": 2},
+        **QWEN25_OMNI,
     ),
     "llava onevision-0.5b": Stack(
         "llava_onevision_sft",

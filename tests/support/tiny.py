@@ -22,6 +22,7 @@ RECIPES = [
     ("llava_onevision_sft", "tiny-onevision"),
     ("qwen25_vl_sft", "tiny"),
     ("qwen3_asr_sft", "tiny"),
+    ("qwen25_omni_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width

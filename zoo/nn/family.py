@@ -47,6 +47,7 @@ class FamilyConfig:
         "head_dim",
     )  # keys of a decoder that are read though its class has none
     mrope_section: ClassVar[tuple[int, ...]]  # where a config has none, as in transformers
+    mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
     partial_rotary: ClassVar[bool] = (
         False  # whether transformers rotates a part of each head where a config says so
     )
@@ -147,12 +148,12 @@ class FamilyConfig:
 
     @property
     def rotary(self) -> RotaryShape:
-        """Interleaved multimodal rotary embedding, of the part of each head that the config says."""
+        """Multimodal rotary embedding, of the part of each head that the config says."""
         rope = self.text.rope_parameters
         return RotaryShape(
             float(rope["rope_theta"]),
             list(rope.get("mrope_section", self.mrope_section)),
-            interleaved=True,
+            interleaved=self.mrope_interleaved,
             fraction=float(rope.get("partial_rotary_factor", 1.0)) if self.partial_rotary else 1.0,
         )
 

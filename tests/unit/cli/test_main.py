@@ -78,7 +78,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}"),
         (
             ["train", "qwen3_omni_stf"],
-            "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft, qwen3_omni_dpo, qwen3_omni_lora",
+            "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft, qwen25_omni_sft, qwen3_omni_dpo",
         ),
         (["train", "mine.yaml"], "recipe=mine.yaml: no such file; recipes by name: zoo list"),
         (

@@ -141,6 +141,33 @@ def test_tiny_sizes_have_the_ids_of_the_bundled_tokenizer(family: str, size: str
     assert hf.text_config.vocab_size == len(processor.tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("size", "thinker", "whole"),
+    [
+        ("3b", 4_703_464_448, 5_537_120_640),
+        ("7b", 8_931_813_888, 10_732_225_408),
+        ("tiny", 1_256_128, 1_256_128),
+    ],
+)
+def test_parameters_of_a_thinker(size: str, thinker: int, whole: int) -> None:
+    import torch
+    from transformers import Qwen2_5OmniForConditionalGeneration
+
+    config = family_config("qwen25_omni", size)
+    with torch.device("meta"):
+        model = Qwen2_5OmniForConditionalGeneration(config.hf)
+    assert sum(parameter.numel() for parameter in model.thinker.parameters()) == thinker
+    assert sum(parameter.numel() for parameter in model.parameters()) == whole
+    assert not config.tied
+
+
+def test_the_tiny_thinker_has_the_ids_of_the_bundled_tokenizer() -> None:
+    config = family_config("qwen25_omni", "tiny")
+    processor = get_family("qwen25_omni").load("processor")(config.hf)
+    assert {key: getattr(config.root, key) for key in processor.token_ids} == processor.token_ids
+    assert config.text.vocab_size == len(processor.tokenizer)
+
+
 @pytest.mark.parametrize("size", PARAMETERS["qwen35_vl"])
 def test_qwen35_vl_layers(size: str) -> None:
     text = family_config("qwen35_vl", size).text

@@ -51,7 +51,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
         _batch([with_pixels(samples[i], config) for i in rows], config, setting.width, dtype) for rows in bins
     ]
     startup.mark("data")
-    model = _model(recipe, config.hf, device, dtype)
+    model = _model(recipe, config.root, device, dtype)
     startup.mark("model")
     accepted = inspect.signature(model.forward).parameters
     optimizer = torch.optim.AdamW(

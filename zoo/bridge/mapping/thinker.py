@@ -9,12 +9,14 @@ from typing import Any
 THINKER_ALONE = {name: f"thinker.{name}" for name in ("model.", "lm_head.", "visual.", "audio_tower.")}
 
 
-def whole_config(kind: str, architecture: str) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
-    """A bridge's `export_config`: the whole model's config.json, of model_type `kind` and that class.
+def whole_config(
+    kind: str, speaking: str, silent: str
+) -> Callable[[dict[str, Any], Collection[str]], dict[str, Any]]:
+    """A bridge's `export_config`: the whole model's config.json, of model_type `kind`.
 
-    A thinker's own config is wrapped, as only the whole model reads `thinker.` names and ours are the published ones; the
-    special token ids outside the thinker then have HF's defaults. Without a talker in the weights, HF must not build one
-    (enable_audio_output).
+    A thinker's own config is wrapped, as ours are the published names, which begin with `thinker.`; the special token ids
+    outside the thinker then have HF's defaults. `speaking` and `silent` are the classes of `architectures` with a talker in the
+    weights and without one, when HF must not build one either (enable_audio_output).
     """
 
     def export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
@@ -22,7 +24,7 @@ def whole_config(kind: str, architecture: str) -> Callable[[dict[str, Any], Coll
             thinker = {key: value for key, value in config.items() if key != "architectures"}
             config = {"model_type": kind, "thinker_config": thinker}
         speaks = any(name.startswith("talker.") for name in names)
-        return {**config, "architectures": [architecture], "enable_audio_output": speaks}
+        return {**config, "architectures": [speaking if speaks else silent], "enable_audio_output": speaks}
 
     return export_config
 

@@ -58,6 +58,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("n_window", "n_window_infer"), (1, 2**16)),
     "conv_chunksize": (1, 2**31),
     "position_id_per_seconds": (1, 2**16),
+    "seconds_per_chunk": (1, 2**16),
     "tokens_per_second": (1, 2**16),
     "window_size": (1, SIDE),
     **dict.fromkeys(("num_code_groups", "num_quantizers"), (1, 2**10)),

@@ -276,10 +276,14 @@ def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bo
 
 
 def transformers_class(arch: Mapping[str, Any]) -> Any:
-    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read."""
+    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
+
+    Of a whole model that is the thinker, which its class loads alone.
+    """
     import transformers
 
     config = transformers.CONFIG_MAPPING[arch["model_type"]]
+    config = getattr(config, "sub_configs", {}).get("thinker_config", config)
     return getattr(transformers, f"{config.__name__.removesuffix('Config')}ForConditionalGeneration")
 
 

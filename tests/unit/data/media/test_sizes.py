@@ -18,10 +18,11 @@ from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
-FAMILIES = ("timestamped", "omni", "qwen25_vl", "llava", "llava_next", "llava_onevision")
+FAMILIES = ("timestamped", "omni", "qwen25_omni", "qwen25_vl", "llava", "llava_next", "llava_onevision")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -30,6 +31,8 @@ def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
         return TimestampedProcessor.build(VISION)
     if request.param == "qwen25_vl":
         return build_qwen25(VISION)
+    if request.param == "qwen25_omni":
+        return build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}})
     return build_omni(arch) if request.param == "omni" else build_llava(tiny_config(request.param))
 
 

@@ -20,6 +20,7 @@ from zoo.data.sources.rows import Row, RowError
 from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
@@ -53,6 +54,12 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
         same,
     ),
     "qwen25_vl": (lambda: with_template(build_qwen25(VISION), templates.QWEN25), same),
+    "qwen25_omni": (
+        lambda: with_template(
+            build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}}), templates.QWEN25
+        ),
+        same,
+    ),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN35), str.strip),
     "qwen3.8": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN38), str.strip),

@@ -22,6 +22,7 @@ from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
+from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
@@ -29,13 +30,19 @@ HOW: dict[str, Any] = {"video_fps": 2.0, "max_frames": 8}
 
 
 @pytest.fixture(
-    scope="module", params=["timestamped", "omni", pytest.param("qwen25_vl", marks=pytest.mark.slow)]
+    scope="module",
+    params=[
+        "timestamped",
+        "omni",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen25_vl", "qwen25_omni")),
+    ],
 )
 def processor(request: pytest.FixtureRequest, arch: dict) -> Processor:
     builders = {
         "timestamped": lambda: TimestampedProcessor.build(VISION),
         "omni": lambda: build_omni(arch),
         "qwen25_vl": lambda: build_qwen25(VISION),
+        "qwen25_omni": lambda: build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}}),
     }
     built = builders[request.param]()
     built.hf.image_processor.size["longest_edge"] = 16_777_216  # as published

@@ -60,6 +60,14 @@ QWEN25 = {
     "vision.merger.mlp.N": 1,
     **_layer("decoder", ATTENTION, DENSE),
 }
+WINDOWED = {f"vision.blocks.N.{name}": 1 for name in (*(f"attn.{part}" for part in "qkv"), *GATED[1:])}
+QWEN25_OMNI = {
+    **WINDOWED,
+    "vision.merger.mlp.N": 1,
+    **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},
+    **dict.fromkeys(("audio.proj", "audio.audio_bos_eos_token"), 1),  # the second is not trained
+    **_layer("decoder", ATTENTION, DENSE),
+}
 WANTED = {  # parameter -> its matrices
     "qwen25_vl_sft": QWEN25,
     "qwen3_asr_sft": {
@@ -67,6 +75,7 @@ WANTED = {  # parameter -> its matrices
         **{"audio.conv_out": 1, "projector.linear_1": 1, "projector.linear_2": 1},
         **_layer("decoder", ATTENTION, DENSE),
     },
+    "qwen25_omni_sft": QWEN25_OMNI,
     "qwen3_vl_sft": _qwen3_vl(DENSE),
     "qwen3_vl_moe_sft": _qwen3_vl(EXPERTS),
     "qwen35_vl_sft": _qwen35(DENSE),

@@ -11,6 +11,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
+from zoo.config.files import recipe_names
 from zoo.engine.tools.verify import transformers_class, verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -56,20 +57,11 @@ def test_transformers_model_is_that_of_the_model_type(
 
 
 def test_every_recipe_has_a_model_of_transformers() -> None:
-    for name in (
-        "llava_sft",
-        "llava_onevision_sft",
-        "qwen35_vl_moe_sft",
-        "qwen3_omni_sft",
-        "qwen25_vl_sft",
-        "qwen3_asr_sft",
-    ):
+    for name in recipe_names():
         arch = load_recipe(name, ["hardware=cpu"]).model.arch
         model = transformers_class(arch)
-        assert (
-            issubclass(model, transformers.GenerationMixin)
-            and model.config_class.model_type == arch["model_type"]
-        )
+        kind = arch.get("thinker_config", arch)["model_type"]
+        assert issubclass(model, transformers.GenerationMixin) and model.config_class.model_type == kind
 
 
 def test_score_takes_its_rows_as_verify_does(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

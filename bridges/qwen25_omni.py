@@ -1,0 +1,36 @@
+"""Qwen2.5-Omni: the thinker's parameters <-> published names (Qwen/Qwen2.5-Omni-7B).
+
+Read: full checkpoints (`thinker.` prefix) and thinker-only ones (none). Written: the hub's names. The talker and token2wav are
+not trained and are carried through, with the file of speakers that transformers wants beside them.
+"""
+
+from __future__ import annotations
+
+from zoo.bridge.mapping.rules import rule
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp, qkv_bias
+from zoo.bridge.mapping.table import Bridge
+from zoo.bridge.mapping.thinker import THINKER_ALONE, module_names, whole_config
+
+_ZOO = "decoder.layers.{layer}"
+_HF = "thinker.model.layers.{layer}"
+
+BRIDGE = Bridge(
+    name="qwen25_omni",
+    rules=(
+        *decoder_ends("thinker.model", head="thinker.lm_head.weight"),
+        *attention_layer(_ZOO, _HF),
+        qkv_bias(_ZOO, _HF),
+        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        rule("vision.{rest}", "thinker.visual.{rest}"),
+        rule("audio.{rest}", "thinker.audio_tower.{rest}"),
+    ),
+    carry=("talker.{rest}", "token2wav.{rest}"),
+    carry_files=("spk_dict.pt",),
+    dialects=(THINKER_ALONE,),
+    export_config=whole_config(
+        "qwen2_5_omni",
+        "Qwen2_5OmniForConditionalGeneration",
+        "Qwen2_5OmniThinkerForConditionalGeneration",  # the other one wants a file of speakers
+    ),
+    module_names=module_names("qwen2_5_omni_thinker"),
+)

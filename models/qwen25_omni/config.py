@@ -1,0 +1,56 @@
+"""Qwen2.5-Omni's architecture, as transformers describes it."""
+
+from __future__ import annotations
+
+from zoo.errors import UserError
+from zoo.nn.omni import OmniConfig
+from zoo.nn.towers.windows import check_windows, window_cost
+from zoo.packing.cost import TowerCost
+
+
+class Qwen25OmniConfig(OmniConfig):
+    """A `transformers.Qwen2_5OmniConfig` (the whole model, talker included) read for training the thinker."""
+
+    title = "Qwen2.5-Omni"
+    kinds = ("qwen2_5_omni", "qwen2_5_omni_thinker")
+    traits = ("qkv_bias",)
+    mrope_section = (16, 24, 24)
+    mrope_interleaved = False
+
+    def check(self) -> None:
+        """UserError for towers that transformers can't build, or whose media can't be cut into their windows."""
+        check_windows(self.vision)
+        audio = self.thinker.audio_config
+        if audio.d_model % 2 or audio.d_model < 4:
+            raise UserError(f"audio_config.d_model is {audio.d_model}; wanted an even number from 4 on")
+        if audio.max_source_positions < audio.n_window:
+            raise UserError(
+                f"audio_config.max_source_positions is {audio.max_source_positions}; wanted n_window {audio.n_window} or "
+                "more, the states of a chunk"
+            )
+
+    def audio_tokens(self, frames: int) -> int:
+        """Embeddings of a clip: 25 a second."""
+        from zoo.models.qwen25_omni.audio import audio_tokens
+
+        return audio_tokens(frames)
+
+    def tower_costs(self) -> dict[str, TowerCost]:
+        """The vision tower, a row of which is a patch, and the audio tower, a row of which is a mel frame."""
+        audio = self.thinker.audio_config
+        width, layers, mel = audio.d_model, audio.encoder_layers, audio.num_mel_bins
+        convolutions = (
+            6.0 * mel * width + 3.0 * width**2
+        )  # of a frame; the second has a state for two of them
+        state = layers * (8.0 * width**2 + 4.0 * width * audio.encoder_ffn_dim) + width * audio.output_dim
+        kept = layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width
+        cost = TowerCost(
+            per_row=convolutions + state / 2,
+            per_pair=width * layers,
+            rows_per_token=4.0,
+            window=2 * audio.n_window,
+            kept=mel + 3.0 * width + kept / 2,
+            piece=2 * audio.n_window,
+            attended=layers * width / 2,
+        )
+        return {"vision": window_cost(self.vision), "audio": cost}

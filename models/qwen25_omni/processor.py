@@ -1,0 +1,60 @@
+"""Qwen2.5-Omni's processor: images, videos, speech and videos with their sound, as the thinker's towers take them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from zoo.data.errors import RowError
+from zoo.data.processors import sound, vision
+from zoo.models.qwen25_omni.audio import audio_tokens
+
+
+def build_processor(arch_config: Any, source: str | None = None) -> Qwen25OmniProcessor:
+    """The processor of a run.
+
+    Args:
+        arch_config: the architecture as Hugging Face writes it (a dict or a config object), whole or its thinker_config.
+        source: a Hugging Face folder with the processor's files; None makes one from the bundled tokenizer, whose
+            smallest picture is one token.
+
+    Raises:
+        ConfigError: no processor in `source`, one of another family, or one that doesn't fit the architecture.
+    """
+    thinker = vision.config_field(arch_config, "thinker_config", arch_config)
+    clock = {
+        "position_id_per_seconds": vision.config_field(thinker, "position_id_per_seconds", 25),
+        "seconds_per_chunk": float(vision.config_field(thinker, "seconds_per_chunk", 2)),
+    }
+    hf = sound.OmniProcessor.load(thinker, source, "Qwen2_5OmniProcessor")
+    return Qwen25OmniProcessor(hf, audio_tokens, clock)
+
+
+class Qwen25OmniProcessor(sound.OmniProcessor):
+    """`Processor` around transformers' Qwen2_5OmniProcessor."""
+
+    def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
+        """Sound is padded to the row's longest, and by so much more that no frame's window reaches over the end.
+
+        transformers pads each clip to the feature extractor's longest, 300 seconds of published ones, and cuts what is longer
+        without a word. Frames are the same.
+        """
+        hears = self.hf.feature_extractor
+        hop = hears.hop_length
+        longest = max(len(heard) for heard in sounds)
+        return {"max_length": (-(-longest // hop) + -(-hears.n_fft // hop)) * hop, "truncation": False}
+
+    def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The towers' tensors; RowError for a clip too short for a token."""
+        media = super().media_tensors(features)
+        for number, frames in enumerate(media["feature_lens"].tolist() if "feature_lens" in media else ()):
+            if not audio_tokens(frames):
+                reason = f"sound {number} of the row is under 30 ms long, too short for a token."
+                raise RowError("", "corrupt_media", reason)
+        return media
+
+    def mel_frames(self, samples: Sequence[int]) -> list[int]:
+        """Mel frames of a row's sounds with so many samples, the last frame begun counted."""
+        return [-(-count // self.hf.feature_extractor.hop_length) for count in samples]

@@ -1,0 +1,20 @@
+"""Qwen2.5-Omni's step: frames at whole positions, and the windows of the vision tower, which the host works out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zoo.nn.towers.windows import window_inputs
+from zoo.steps.omni import OmniStep
+
+
+class Qwen25OmniStep(OmniStep):
+    """Positions on the clock of `position_id_per_seconds`; `config` is a Qwen25OmniConfig."""
+
+    whole_positions = True
+
+    def tower_inputs(self, media: Mapping[str, Tensor]) -> Mapping[str, Tensor | int]:
+        """Bounds of the frames and of the windows, places of the patches, and the order that puts windows together."""
+        return window_inputs(self.config.vision, media)
