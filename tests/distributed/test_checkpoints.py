@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import rank_tasks
 from support.pool import Pool, PoolError
+from support.tiny_gemma3 import write_tiny_gemma3
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
@@ -30,6 +31,9 @@ LAYERS = {"num_hidden_layers": 4}
 CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen3_vl": lambda folder: write_tiny_qwen3_vl(folder, tied=True, **LAYERS),
     "qwen3_vl experts": lambda folder: write_tiny_qwen3_vl(folder, moe=True, **LAYERS),
+    "gemma3": lambda folder: write_tiny_gemma3(
+        folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
     "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
@@ -375,6 +379,9 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("qwen3_asr_sft", "1.7b"): (2_038_052_480, 707),
     ("qwen25_omni_sft", "3b"): (4_703_464_448, 1442),
     ("qwen25_omni_sft", "7b"): (8_931_813_888, 1346),
+    ("gemma3_sft", "4b"): (4_300_079_472, 883),
+    ("gemma3_sft", "12b"): (12_187_325_040, 1065),
+    ("gemma3_sft", "27b"): (27_432_406_640, 1247),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
     ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
     ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),

@@ -13,7 +13,7 @@ from support.pool import Pool
 RECIPES = ("qwen3_omni_sft", "qwen3_vl_sft", "qwen35_vl_sft", "llava_sft")
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen25_vl_sft", "qwen25_omni_sft", "qwen3_asr_sft")
+    for name in ("qwen25_vl_sft", "qwen25_omni_sft", "qwen3_asr_sft", "gemma3_sft")
 ]
 COMMON = (
     "train.steps=2",

@@ -62,7 +62,7 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
             counted = _by_part(forward.get_flop_counts(), list(assembly.config.tower_costs()))
             cost = model_cost(assembly.config, assembly.config.mtp_layers(recipe))
             # The CPU computes all pairs of a causal layer, the model needs those that look back.
-            pairs = cost.decoder.per_pair * sample.length**2
+            pairs = (cost.decoder.per_pair + sum(cost.decoder.windows.values())) * sample.length**2
             causal = cost.decoder.flops(sample.length) - cost.decoder.per_token * sample.length
             parts = cost.parts(sample.length, sample.num_labels, rows)
             parts["decoder"] += pairs - causal

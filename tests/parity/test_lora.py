@@ -22,6 +22,7 @@ from support.rows import Example, make_examples
 from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
+from support.tiny_gemma3 import write_tiny_gemma3
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
@@ -81,6 +82,7 @@ CASES = {
     "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
     "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
     "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
+    "gemma3": Case("gemma3_sft", write_tiny_gemma3, tile_examples, TILED),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

@@ -16,6 +16,7 @@ from support.rows import Example, make_examples
 from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
+from support.tiny_gemma3 import write_tiny_gemma3
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
@@ -109,6 +110,7 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "qwen3_vl": partial(other, write_tiny_qwen3_vl, "qwen3_vl", vision_examples),
     "qwen3_vl moe": partial(other, partial(write_tiny_qwen3_vl, moe=True), "qwen3_vl", vision_examples),
     "qwen35_vl moe": partial(other, partial(write_tiny_qwen35, moe=True), "qwen35_vl", vision_examples),
+    "gemma3": partial(other, write_tiny_gemma3, "gemma3", tile_examples),
     "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
     "llava_onevision": partial(
         other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples

@@ -99,6 +99,7 @@ def main() -> dict[str, int | str]:
     both_ways(gated, *((TOKENS, 2048),) * 2)
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
+    both_ways(lambda x: swiglu(x, gelu=True), (TOKENS, 2 * 10240))
     both_ways(lambda x: rotate(x, angles, angles), (TOKENS, 16, 128))
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))
     both_ways(

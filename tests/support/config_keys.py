@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from support import (
+    tiny_gemma3,
     tiny_llava,
     tiny_omni,
     tiny_qwen3_asr,
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3_omni_moe_thinker": ("qwen3_omni", "Qwen3OmniMoeThinkerForConditionalGeneration"),
     "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
     "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    "gemma3": ("gemma3", "Gemma3ForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
@@ -49,6 +51,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
     elif case == "qwen3_asr":
         config = tiny_qwen3_asr.tiny_config()
+    elif case == "gemma3":
+        config = tiny_gemma3.tiny_config()
     elif case == "qwen2_5_vl":
         config = tiny_qwen25_vl.tiny_config()
     elif case == "qwen2_5_omni_thinker":
@@ -111,6 +115,8 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     decoder = transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits)
     plain = {k: v for k, v in vars(decoder).items() if isinstance(v, int | float | str | list | None)}
     found: dict[str, Any] = {f"decoder.{k}": v for k, v in plain.items()}
+    found |= {"local rotary": config.local_rotary, "window": decoder.window_size}
+    found |= {"activation": decoder.activation_func, "softmax scale": decoder.softmax_scale}
     found |= {"rotary": config.rotary, "tied": config.tied, "vocabulary": config.text.vocab_size}
     found |= {"deepstack": config._deepstack, "std": config.text.initializer_range}
     found |= {"costs": config.tower_costs(), "step": _step(family, config)}

@@ -175,6 +175,10 @@ def main() -> None:
         ),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),
         "swiglu with weights": error(swiglu, swiglu_plain, torch.randn(5, 2 * 300), torch.rand(5)),
+        "geglu": error(
+            lambda x: swiglu(x, gelu=True), lambda x: F.gelu(x[..., :300], approximate="tanh") * x[..., 300:],
+            3 * torch.randn(5, 2 * 300),
+        ),
         "gated, strided": error(
             lambda x, g: gated(x, g[:, :40]), lambda x, g: x * g[:, :40].sigmoid(), torch.randn(211, 40), torch.randn(211, 60)
         ),

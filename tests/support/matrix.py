@@ -83,6 +83,12 @@ def _qwen25_omni(folder: Path) -> Path:
     return write_tiny_qwen25_omni(folder, num_hidden_layers=4)
 
 
+def _gemma3(folder: Path) -> Path:
+    from support.tiny_gemma3 import FULL, SLIDING, write_tiny_gemma3
+
+    return write_tiny_gemma3(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
+
+
 def _llava(folder: Path) -> Path:
     from support.tiny_llava import write_tiny_llava
 
@@ -150,6 +156,13 @@ MODELS = {
     "windows omni": Model(
         "dense with biases, windows, audio", "qwen25_omni_sft", _qwen25_omni, make_examples, HEARD
     ),
+    "two-way": Model(
+        "dense, sliding layers, two-way attention in images",
+        "gemma3_sft",
+        _gemma3,
+        tile_examples,
+        (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -178,9 +191,10 @@ CORE = {
     "cp2 ep2": "mtp",
     "tp2 pp2": "llava",
     "pp2 cp2": "omni",
-    "cp2": "windows",
     "cp4": "sound",
     "tp2": "windows omni",
+    "tp2 sp": "windows",
+    "cp2": "two-way",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -190,7 +204,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound")
+        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way")
     },
     **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
 }

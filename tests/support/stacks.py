@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support import tiny, tiny_llava, tiny_qwen3_vl, tiny_qwen25_omni, tiny_qwen25_vl, tiny_qwen35
+from support import (
+    tiny,
+    tiny_gemma3,
+    tiny_llava,
+    tiny_qwen3_vl,
+    tiny_qwen25_omni,
+    tiny_qwen25_vl,
+    tiny_qwen35,
+)
 from support.rows import make_examples
 from support.sound_rows import sound_examples
 from support.tile_rows import tile_examples
@@ -115,6 +123,13 @@ LLAVA: dict[str, Any] = {
     "publish": tiny_llava.publish,
 }
 QWEN3_ASR: dict[str, Any] = {"kind": "Qwen3ASRForConditionalGeneration", "examples": sound_examples}
+GEMMA3: dict[str, Any] = {
+    "kind": "Gemma3ForConditionalGeneration",
+    "examples": tile_examples,
+    "randomise": tiny_gemma3.randomise,
+    "stored": tiny_gemma3.publish,
+    "publish": tiny_gemma3.publish,
+}
 OMNI: dict[str, Any] = {
     "kind": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "examples": make_examples,
@@ -140,6 +155,7 @@ TINY = {
     "qwen25_vl": Stack("qwen25_vl_sft", "tiny", **QWEN25_VL),
     "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
     "qwen25_omni": Stack("qwen25_omni_sft", "tiny", **QWEN25_OMNI),
+    "gemma3": Stack("gemma3_sft", "tiny", **GEMMA3),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -209,6 +225,11 @@ ODD = {
         vision={**_TOWER_20, "out_hidden_size": 80},
         audio={"d_model": 88, "encoder_ffn_dim": 100, "output_dim": 80},
     ),
+    "gemma3 odd": replace(
+        TINY["gemma3"],
+        text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
+        vision={"hidden_size": 80, "intermediate_size": 100},
+    ),
 }
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
@@ -250,6 +271,13 @@ WIDE = {
         vision={"depth": 2, "fullatt_block_indexes": [1]},
         audio={"encoder_layers": 2},
         **QWEN25_OMNI,
+    ),
+    "gemma3 4b": Stack(
+        "gemma3_sft",
+        "4b",
+        text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
+        vision={"num_hidden_layers": 2},
+        **GEMMA3,
     ),
     "llava onevision-0.5b": Stack(
         "llava_onevision_sft",

@@ -37,6 +37,15 @@ QWEN3_ASR = (  # Qwen3-ASR-*-hf: all systems' text, all sound, then the answers;
     + PROMPT
 )
 
+GEMMA3 = (  # gemma-3-*-it, with the bundled turn markers: the system turn opens the user's, answers are trimmed
+    "{%- macro said(content) -%}{%- if content is string -%}{{- content | trim -}}{%- else -%}"
+    "{%- for part in content -%}{%- if part.type == 'image' -%}{{- '<|vision_start|>' -}}"
+    "{%- else -%}{{- part.text | trim -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{%- set system = said(messages[0].content) ~ '\\n\\n' if messages[0].role == 'system' else '' -%}"
+    "{%- for m in messages if m.role != 'system' -%}{{- '<|im_start|>' ~ m.role ~ '\\n' -}}"
+    "{{- (system if loop.first else '') ~ said(m.content) ~ '<|im_end|>\\n' -}}{%- endfor -%}" + PROMPT
+)
+
 
 def _thinking(trim: str, always: bool) -> str:
     """Earlier turns lose their thinking; the last answers have a block of it, an empty one too where `always`."""

@@ -23,6 +23,7 @@ RECIPES = [
     ("qwen25_vl_sft", "tiny"),
     ("qwen3_asr_sft", "tiny"),
     ("qwen25_omni_sft", "tiny"),
+    ("gemma3_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width

@@ -15,6 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
+from zoo.nn.decoder.attention import attention_window
 from zoo.nn.inputs import Stage
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
@@ -63,10 +64,13 @@ class Subject:
         """fp32 or bf16."""
         return "bf16" if self.dtype == torch.bfloat16 else "fp32"
 
-    def layer(self, *, linear: bool = False, sparse: bool = False) -> Any:
-        """A decoder layer with linear attention, with experts or, with neither, with softmax attention; or None."""
+    def layer(self, *, linear: bool = False, sparse: bool = False, windowed: bool = False) -> Any:
+        """A decoder layer with linear attention, with experts, or with a window; with none of them, with softmax attention to all."""
         for layer in self.model.decoder.layers:
-            if linear:
+            short = attention_window(self.config, layer.layer_number) is not None
+            if windowed or short:
+                found = windowed and short
+            elif linear:
                 found = hasattr(layer.self_attention, "in_proj")
             else:
                 found = (
@@ -109,20 +113,24 @@ def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     linear = config.linear_attention_freq or [0] * config.num_layers
     assert isinstance(sparse, list) and isinstance(linear, list)
-    kinds = sorted(set(zip(sparse, linear, strict=True)))
+    windowed = config.window_attn_skip_freq or [0] * config.num_layers
+    assert isinstance(windowed, list)
+    kinds = sorted(set(zip(sparse, linear, windowed, strict=True)))
     local.num_layers, local.mtp_num_layers = len(kinds), None
     if config.num_moe_experts:
         assert config.moe_ffn_hidden_size is not None
         local.num_moe_experts = min(MOST_EXPERTS, config.num_moe_experts // parallel.ep)
         local.moe_router_topk = min(config.moe_router_topk, local.num_moe_experts)
         local.moe_ffn_hidden_size = config.moe_ffn_hidden_size // parallel.etp
-        local.moe_layer_freq = [sparse for sparse, _ in kinds]
+        local.moe_layer_freq = [sparse for sparse, *_ in kinds]
     if config.linear_attention_freq:
         shares = parallel.tp * parallel.cp
         assert config.linear_num_key_heads is not None and config.linear_num_value_heads is not None
         local.linear_num_key_heads = config.linear_num_key_heads // shares
         local.linear_num_value_heads = config.linear_num_value_heads // shares
-        local.linear_attention_freq = [linear for _, linear in kinds]
+        local.linear_attention_freq = [linear for _, linear, _ in kinds]
+    if config.window_attn_skip_freq:
+        local.window_attn_skip_freq = [short for *_, short in kinds]
     return local
 
 

@@ -24,19 +24,35 @@ def by_segment(function: Callable[..., Tensor], spans: Spans, *rows: Tensor) -> 
     return torch.cat([*pieces, pieces[-1].new_zeros(total - at, *pieces[-1].shape[1:])])
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, causal: bool) -> Tensor:
-    """softmax(q k^T scale) v within each segment: q (T, H, D), k and v (T, G, D) -> (T, H, D)."""
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Spans,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    runs: Spans = (),
+) -> Tensor:
+    """softmax(q k^T scale) v within each segment: q (T, H, D), k and v (T, G, D) -> (T, H, D).
 
-    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    A token sees the `window` tokens up to itself, all where that is None; those of one of `runs` see it to its end.
+    """
+    ends = torch.arange(len(q), device=q.device)
+    for start, stop in runs:
+        ends[start:stop] = stop - 1
+
+    def one(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, own: Tensor) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         if causal:
-            later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
+            scores = scores.masked_fill(own > ends[:, None], -torch.inf)
+        if window is not None:
+            scores = scores.masked_fill(own <= own[:, None] - window, -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
-    return by_segment(one, spans, q, k, v)
+    return by_segment(one, spans, q, k, v, ends, torch.arange(len(q), device=q.device))
 
 
 def convolution(x: Tensor, weight: Tensor, spans: Spans) -> Tensor:

@@ -24,9 +24,10 @@ from zoo.doctor.inputs import (
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder import gated_delta_net
-from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.decoder.attention import SeqParams, attention_window
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
+from zoo.packing.blocks import Blocks
 
 DELTA_RULE_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # a chain of products, each rounded
 
@@ -51,7 +52,7 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
     sizes = f"{config.num_attention_heads} heads / {config.num_query_groups} KV x {config.kv_channels}"
     fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
 
-    def check(name: str, shape: str, prepare: Callable[[Subject, Any], Trial]) -> Check:
+    def check(name: str, shape: str, prepare: Callable[[Subject, Any], Trial], chosen: Any = layer) -> Check:
         precision = subject.precision
         return Check(
             name,
@@ -60,7 +61,7 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
             precision,
             BOUNDS[precision],
             fix,
-            lambda: prepare(subject, layer.self_attention),
+            lambda: prepare(subject, chosen.self_attention),
         )
 
     both = (
@@ -68,6 +69,38 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
         check("attention_padded", f"{sizes}, 4 padded rows", _padded_attention),
     )
     yield from both if subject.recipe.packing.mode == "thd" else reversed(both)
+    short = subject.layer(windowed=True)
+    if short is not None:
+        seen = f"window of {attention_window(config, short.layer_number)}, two-way runs"
+        yield check("attention_window", f"{sizes}, {row_shape(layout)}, {seen}", _windowed_attention, short)
+
+
+def _windowed_attention(subject: Subject, module: Any) -> Trial:
+    """A quarter of each segment, but 256 tokens at most, sees itself both ways, as an image does."""
+    heads, groups, width = _attention_sizes(subject)
+    layout = row_layout(subject).to(subject.device)
+    q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
+    middles = [(start + (stop - start) // 2, (stop - start) // 4) for start, stop in spans(layout)]
+    runs = tuple((first, first + min(256, count)) for first, count in middles if count)
+    params = SeqParams.of(layout, None, Blocks(runs))
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = module.core_attention(
+            q, k, v, None, attn_mask_type=module.attn_mask_type, packed_seq_params=params
+        )
+        return out.reshape(layout.total, heads, width)
+
+    def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        window = attention_window(subject.config, module.layer_number)
+        scale = _scale(subject, width)
+        return references.attention(q, k, v, spans(layout), scale, True, window, runs)
+
+    return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
+
+
+def _scale(subject: Subject, width: int) -> float:
+    scale = subject.config.softmax_scale
+    return width**-0.5 if scale is None else scale
 
 
 def core_name(core: Any, subject: Subject) -> str:
@@ -99,7 +132,7 @@ def _packed_attention(subject: Subject, module: Any) -> Trial:
         return out.reshape(layout.total, heads, width)
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return references.attention(q, k, v, spans(layout), width**-0.5, causal=True)
+        return references.attention(q, k, v, spans(layout), _scale(subject, width), causal=True)
 
     return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real_tokens(layout, subject.device))
 
@@ -121,7 +154,7 @@ def _padded_attention(subject: Subject, module: Any) -> Trial:
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
         each = [(row * tokens, row * tokens + n) for row, n in enumerate(lengths)]
-        out = references.attention(q, k, v, each, width**-0.5, causal=True)
+        out = references.attention(q, k, v, each, _scale(subject, width), causal=True)
         return out.unflatten(0, (rows, tokens)).transpose(0, 1)
 
     return Trial(run, exact, {"q": q, "k": k, "v": v}, real=real)

@@ -13,7 +13,7 @@ from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, MOST_TOKENS, fused_name, ra
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention import output_gate
-from zoo.nn.decoder.mlp import swiglu
+from zoo.nn.decoder.mlp import glu
 from zoo.nn.decoder.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.kernels.widths import grouped_takes
 
@@ -175,7 +175,7 @@ def _rotary(subject: Subject) -> Iterator[Check]:
             return apply_rotary(x[:, None], *turn)[:, 0]
 
         def exact(x: Tensor) -> Tensor:
-            return references.rotary(x, positions[:, 0], axes, shape.base)
+            return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base)
 
         return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
 
@@ -185,17 +185,17 @@ def _rotary(subject: Subject) -> Iterator[Check]:
 
 
 def _swiglu(subject: Subject) -> Check:
-    """The dense MLP's SwiGLU, each row times a probability as in an expert."""
-    rows, width = _rows(subject), subject.config.ffn_hidden_size
+    """The dense MLP's gated unit, each row times a probability as in an expert."""
+    rows, width, activation = _rows(subject), subject.config.ffn_hidden_size, subject.config.activation_func
     assert width is not None
 
     def prepare() -> Trial:
         def exact(x: Tensor, probs: Tensor) -> Tensor:
             gate, up = x.chunk(2, dim=-1)
-            return torch.nn.functional.silu(gate) * up * probs[:, None]
+            return activation(gate) * up * probs[:, None]
 
         given = {"x": randn(subject, rows, 2 * width), "probs": torch.rand(rows, device=subject.device)}
-        return Trial(swiglu, exact, given)
+        return Trial(lambda x, probs: glu(x, activation, probs), exact, given)
 
     bound = BOUNDS[subject.precision]
     return Check(

@@ -27,6 +27,7 @@ from torch import Tensor
 from zoo.config.checks.engine import TE_IN_FP32
 from zoo.errors import ConfigError
 from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
+from zoo.nn.decoder.block import SandwichLayer
 from zoo.nn.decoder.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
@@ -145,9 +146,13 @@ def add_residual(training: bool, fused: bool) -> Any:
 
 
 def core_attention(config: TransformerConfig, backend: BackendSpecProvider) -> type:
-    """The backend's core attention, or PyTorch's where Transformer Engine does not take heads of this width."""
+    """The backend's core attention, or PyTorch's where Transformer Engine does not take heads of this width, or windows.
+
+    A decoder with windows may also have runs of tokens that see one another both ways, which Transformer Engine doesn't know.
+    """
     assert config.kv_channels is not None
-    if isinstance(backend, TEBackend) and not te_attention_takes(config.kv_channels):
+    taken = te_attention_takes(config.kv_channels) and config.window_size is None
+    if isinstance(backend, TEBackend) and not taken:
         return VarlenCoreAttention
     found: type = backend.core_attention()
     return found
@@ -183,7 +188,10 @@ def linear_attention(backend: BackendSpecProvider) -> ModuleSpec:
 def decoder_layer(
     config: TransformerConfig, backend: BackendSpecProvider, *, experts: bool, linear: bool = False
 ) -> ModuleSpec:
-    """One pre-norm decoder layer: (`linear`) attention, then an MLP or (with `experts`) an MoE layer."""
+    """One pre-norm decoder layer: (`linear`) attention, then an MLP or (with `experts`) an MoE layer.
+
+    Where the config says so, there is a norm behind each of the two as well.
+    """
     norm = backend.layer_norm(rms_norm=True, has_residual=True)
     attention = linear_attention(backend) if linear else self_attention(config, backend)
     dense = MLPSubmodules(
@@ -195,7 +203,7 @@ def decoder_layer(
         parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared, router=Router)
         mlp = partial(MoELayer, submodules=parts)
     return ModuleSpec(
-        module=TransformerLayer,
+        module=SandwichLayer if getattr(config, "sandwich_norms", False) else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=attention,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.errors import UserError
-from zoo.nn.decoder.config import normalised
+from zoo.nn.decoder.config import activation, normalised
+from zoo.nn.decoder.mlp import ACTIVATIONS
+from zoo.nn.inputs import RotaryShape
 
 DROPOUTS = ("attention_dropout", "dropout", "activation_dropout")
 
@@ -22,14 +24,16 @@ def check_decoder(config: Any) -> None:
         raise UserError(
             f"text_config.num_key_value_heads is {groups}; wanted a divisor of num_attention_heads {heads}"
         )
-    _check_layers(text)
+    _check_layers(config)
     _check_experts(text)
     _check_rotary(config)
 
 
 def _refuse_unbuilt(text: Any) -> None:
+    if activation(text) not in ACTIVATIONS:
+        key = "hidden_activation" if hasattr(text, "hidden_activation") else "hidden_act"
+        raise UserError(f"text_config.{key} is {activation(text)!r}; wanted {' or '.join(ACTIVATIONS)}")
     wanted = (
-        ("hidden_act", getattr(text, "hidden_act", "silu"), "silu"),
         ("attention_bias", bool(getattr(text, "attention_bias", False)), False),
         ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
         ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
@@ -48,9 +52,11 @@ def _refuse_dropout(where: str, part: Any) -> None:
             )
 
 
-def _check_layers(text: Any) -> None:
+def _check_layers(config: Any) -> None:
+    text = config.text
     kinds = list(getattr(text, "layer_types", None) or [])
     built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
+    built |= {"sliding_attention"} if config.sliding else set()
     for kind in sorted(set(kinds) - built):
         raise UserError(f"text_config.layer_types has {kind!r}; wanted {' or '.join(sorted(built))}")
     if kinds and len(kinds) != text.num_hidden_layers:
@@ -58,6 +64,8 @@ def _check_layers(text: Any) -> None:
             f"text_config.layer_types has {len(kinds)} entries; wanted one for each of num_hidden_layers "
             f"{text.num_hidden_layers}"
         )
+    if "sliding_attention" in kinds and not text.sliding_window:
+        raise UserError(f"text_config.sliding_window is {text.sliding_window}; wanted 1 or more tokens")
     if "linear_attention" in kinds and text.linear_num_value_heads % text.linear_num_key_heads:
         raise UserError(
             f"text_config.linear_num_value_heads is {text.linear_num_value_heads}; wanted a multiple of "
@@ -88,20 +96,35 @@ def _check_experts(text: Any) -> None:
 
 def _check_rotary(config: Any) -> None:
     text, rope = config.text, config.text.rope_parameters
-    if any(isinstance(value, dict) for value in rope.values()):
+    if config.sliding:
+        for kind in ("full_attention", "sliding_attention"):
+            _check_angles(f"rope_parameters.{kind}", rope[kind], ("default", "linear"))
+    elif any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
             "text_config.rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
             "for all of them"
         )
-    if rope.get("rope_type", "default") != "default":
-        raise UserError(
-            f"text_config.rope_parameters.rope_type is {rope['rope_type']!r}; this decoder has 'default' only"
-        )
-    if rope.get("rope_theta") is None:
-        raise UserError("text_config.rope_parameters.rope_theta is null; wanted a number")
+    else:
+        _check_angles("rope_parameters", rope, ("default",))
     if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
         raise UserError("text_config.rope_parameters.mrope_section is null; wanted a list of 3 numbers")
-    shape = config.rotary
+    for shape in filter(None, (config.rotary, config.local_rotary)):
+        _check_shape(text, shape)
+
+
+def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
+    kind = rope.get("rope_type", "default")
+    if kind not in built:
+        raise UserError(
+            f"text_config.{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only"
+        )
+    if rope.get("rope_theta") is None:
+        raise UserError(f"text_config.{where}.rope_theta is null; wanted a number")
+    if kind == "linear" and rope.get("factor") is None:
+        raise UserError(f"text_config.{where}.factor is null; wanted a number")
+
+
+def _check_shape(text: Any, shape: RotaryShape) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = int(head * shape.fraction)
     if width < 2 or width % 2:

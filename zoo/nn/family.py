@@ -36,6 +36,7 @@ class FamilyConfig:
     hf: Any
 
     title: ClassVar[str]  # the family's, for messages
+    sliding: ClassVar[bool] = False  # whether layers may see a window, with rotary angles of their own
     traits: ClassVar[
         tuple[str, ...]
     ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
@@ -156,6 +157,11 @@ class FamilyConfig:
             interleaved=self.mrope_interleaved,
             fraction=float(rope.get("partial_rotary_factor", 1.0)) if self.partial_rotary else 1.0,
         )
+
+    @property
+    def local_rotary(self) -> RotaryShape | None:
+        """Rotary embedding of layers that see a window; None: that of all layers."""
+        return None
 
     def tower_costs(self) -> dict[str, TowerCost]:
         """What towers cost by name, a row being a patch: of a vision tower whose mergers make one embedding of a square.

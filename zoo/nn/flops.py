@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zoo.nn.decoder.config import windowed_layers
 from zoo.nn.decoder.gated_delta_net import CHUNK
 from zoo.nn.family import FamilyConfig
 from zoo.packing.cost import DecoderCost, ModelCost
@@ -14,13 +15,16 @@ def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     text = config.text
     kinds = layer_kinds(text)
     layers = [_layer(config, *kind) for kind in kinds]
+    windowed = windowed_layers(text) or [False] * len(layers)
+    near = sum(layer.per_pair for layer, short in zip(layers, windowed, strict=True) if short)
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
     ahead = [_layer(config, False, kinds[-1][1])] * mtp_layers
     joined = 4.0 * text.hidden_size**2 * mtp_layers
     return ModelCost(
         decoder=DecoderCost(
             per_token=sum(layer.per_token for layer in (*layers, *ahead)) + joined,
-            per_pair=sum(layer.per_pair for layer in (*layers, *ahead)),
+            per_pair=sum(layer.per_pair for layer in (*layers, *ahead)) - near,
+            windows={text.sliding_window: near} if near else {},
         ),
         head=2.0 * text.hidden_size * text.vocab_size * (1 + mtp_layers),
         towers=config.tower_costs(),

@@ -70,3 +70,4 @@ class RotaryShape:
     sections: list[int] | None = None
     interleaved: bool = False
     fraction: float = 1.0  # share of a head's width that is rotated
+    factor: float = 1.0  # positions are divided by it

@@ -59,11 +59,15 @@ class MultimodalModel(LanguageModule):
         towers: Mapping[str, torch.nn.Module],
         tied: bool = False,
         deepstack_layers: Mapping[str, int] | None = None,
+        local_rotary: RotaryShape | None = None,
+        embedding_scale: float = 1.0,
+        logit_softcap: float | None = None,
     ) -> None:
         """`towers` are kept as attributes under their names, on the first stage only.
 
         `deepstack_layers`: by the name of a tower, decoder layers that its features are added after; one tower may have
-        any. ValueError for more.
+        any. ValueError for more. `local_rotary`: of layers that see a window, where these have their own; `embedding_scale`:
+        factor of tokens' embeddings; `logit_softcap`: c of c tanh(logits / c).
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
@@ -82,8 +86,9 @@ class MultimodalModel(LanguageModule):
         self.vocab_size = vocab_size
         self.input_tensor: Tensor | None = None
         assert config.kv_channels is not None
-        width = int(config.kv_channels * rotary.fraction)
-        self.rotary = Rotary(width, rotary.base, rotary.sections, rotary.interleaved)
+        self.rotary = Rotary.of(config.kv_channels, rotary)
+        self.local_rotary = None if local_rotary is None else Rotary.of(config.kv_channels, local_rotary)
+        self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         self.groups = groups
         if stage.first or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
@@ -168,11 +173,12 @@ class MultimodalModel(LanguageModule):
         else:
             hidden, deepstack, ahead = self._receive(inputs)
         rotary = self.rotary(inputs.positions)
+        local = None if self.local_rotary is None else self.local_rotary(inputs.positions)
         mask = self._local_mask(inputs.padding_mask)
         routing = inputs.routing
         if routing is not None and self.config.sequence_parallel:
             routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing)
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
             sent = _join(hidden, (*features, *ahead))
@@ -189,7 +195,7 @@ class MultimodalModel(LanguageModule):
         """Negative log likelihoods of each depth's targets; `media`: each depth's embeddings of media."""
         losses = []
         for depth, (ahead, values) in enumerate(zip(inputs.ahead, media, strict=True)):
-            embedded = self.embedding(input_ids=ahead.input_ids, position_ids=None)
+            embedded = self._embedded(ahead.input_ids)
             rows = [placement.rows for placement in ahead.placements.values()]
             if rows:
                 embedded = _put_rows(embedded, _to(torch.cat(rows), embedded), values)
@@ -207,9 +213,17 @@ class MultimodalModel(LanguageModule):
             return mask
         return mask.chunk(self.tp_group.size(), dim=1)[self.tp_group.rank()]
 
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """(T, B, hidden) embeddings of tokens (B, T)."""
+        hidden: Tensor = self.embedding(input_ids=ids, position_ids=None)
+        if self.embedding_scale == 1.0:
+            return hidden
+        # In the weights' precision, as in transformers: sqrt(3072) is 55.5 in bf16.
+        return hidden * torch.tensor(self.embedding_scale, dtype=hidden.dtype).item()
+
     def _embed(self, inputs: ModelInputs) -> tuple[Tensor, Deepstack | None, tuple[Tensor, ...]]:
         """Hidden states, deepstack features, and each depth's embeddings of media for multi-token prediction."""
-        hidden = self.embedding(input_ids=inputs.input_ids, position_ids=None)
+        hidden = self._embedded(inputs.input_ids)
         encoded = self.encode(inputs.media) if inputs.media else {}
         for name, longest in inputs.shared.items():
             encoded[name] = self._gather(name, encoded.get(name), longest, hidden)
@@ -315,16 +329,14 @@ class MultimodalModel(LanguageModule):
         )
         if targets is None:
             states = hidden if rows is None else hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-            logits, _ = self.output_layer(states, weight=weight)
+            logits = self._logits(states, weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return logits.transpose(0, 1) if rows is None else logits
         assert rows is not None
         count = rows.shape[0]
         if count == 0:  # the head runs all the same: its gradient is waited for
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
-        logits, _ = self.output_layer(
-            hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight=weight
-        )
+        logits = self._logits(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight)
         logits, beside = _at_temperature(logits, wanted, count), None
         if wanted is not None and wanted.count_correct:
             beside = most_likely(logits, self.tp_group) == targets
@@ -333,6 +345,12 @@ class MultimodalModel(LanguageModule):
         loss = cross_entropy(logits, targets, self.tp_group)
         out = loss if beside is None else torch.stack((loss, beside.to(loss.dtype)))
         return out if count else out[..., :0] + out.sum() * 0.0
+
+    def _logits(self, states: Tensor, weight: Tensor | None) -> Tensor:
+        """(..., vocab/tp) of states (..., hidden)."""
+        logits: Tensor = self.output_layer(states, weight=weight)[0]
+        cap = self.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _at_temperature(logits: Tensor, wanted: ModelInputs | None, count: int) -> Tensor:

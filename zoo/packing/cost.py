@@ -3,7 +3,7 @@
 A multiplication and its addition count as two FLOPs, products of matrices alone are counted. Training takes three
 times as many (the backward pass has two products for each of the forward pass), a part that is computed again in the
 backward pass one time more; `train_factor` says it. A causal layer counts the pairs it needs, n (n + 1) / 2 of a sample of n
-tokens, and no padding: kernels that skip neither do more.
+tokens, and no padding: kernels that skip neither do more. Tokens that an image's other tokens see ahead of them are not counted.
 
 The numbers of an architecture come from `zoo.nn.flops.model_cost`; the arithmetic here takes a microsecond a sample, so
 that a packer can weigh samples by it.
@@ -21,10 +21,15 @@ class DecoderCost:
 
     per_token: float  # FLOPs of a token: projections, MLP, the experts it goes to, recurrent state
     per_pair: float  # FLOPs of a pair of tokens one of which attends to the other
+    windows: Mapping[int, float] = field(default_factory=dict)  # the same of layers whose tokens see so many
 
     def flops(self, length: int) -> float:
         """Forward FLOPs of a sample of `length` tokens."""
-        return self.per_token * length + self.per_pair * length * (length + 1) / 2
+        total = self.per_token * length + self.per_pair * length * (length + 1) / 2
+        for window, per_pair in self.windows.items():
+            seen = min(window, length)
+            total += per_pair * (seen * (seen + 1) / 2 + (length - seen) * seen)
+        return total
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,10 @@ class Kept:
         """Bytes of the input of a norm, and without a kernel for it the normalised values, for a weight that is trained."""
         return count * width * (1 if self.fused else 2 - self.frozen) * self.size
 
+    def _norms(self) -> float:
+        """The norm before attention or MLP, and the one behind it where a family has both."""
+        return (1 + ("sandwich_norms" in self.traits)) * self.norm(self.shared, self.text.hidden_size)
+
     def _into_linear(self) -> float:
         """What the first projection after a norm keeps."""
         return self.shared * self.text.hidden_size * self.size
@@ -109,7 +113,7 @@ class Kept:
             if self._indexed(self.row.lengths):
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
         kept += self._dropped(text.hidden_size + queries)
-        return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
+        return self._norms() + self._into_linear() + kept
 
     def _dropped(self, widths: float) -> float:
         """Inputs of adapted linears of so much width, kept once more where adapters drop out some of them."""
@@ -155,7 +159,7 @@ class Kept:
     def _mlp(self, width: float) -> float:
         inner = self.tokens * self._swiglu * width / self.recipe.parallel.tp * self.size
         inner += self._dropped(self.text.hidden_size + width / self.recipe.parallel.tp)
-        return self.norm(self.shared, self.text.hidden_size) + self._into_linear() + inner
+        return self._norms() + self._into_linear() + inner
 
     @property
     def _swiglu(self) -> int:

@@ -29,6 +29,7 @@ from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.decoder.router import Routing
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
+from zoo.packing.blocks import Blocks
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_values, sum_over_context
@@ -68,7 +69,7 @@ class LossInputs:
 class PackedStep:
     """One step of a family: subclass and override the stages that differ.
 
-    Those are `positions`, `tower_tokens`, `media_streams`, `tower_inputs`, and `expand` where placeholders come as one
+    Those are `positions`, `tower_tokens`, `media_streams`, `tower_inputs`, `two_way_tokens`, and `expand` where placeholders come as one
     token each.
     """
 
@@ -245,6 +246,10 @@ class PackedStep:
         """(A, 1, T) positions of the packed row (1, T), starting again in each segment. Plain by default."""
         return layout.positions[None]
 
+    def two_way_tokens(self, ids: Tensor) -> Tensor | None:
+        """(R, T) bool, the tokens whose runs attend to one another both ways; None: attention is causal. `ids` as it."""
+        return None
+
     def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
         """Tower name -> token ids of its placeholders, in the order in which it encodes their media."""
         return {}
@@ -314,8 +319,17 @@ class PackedStep:
             "input_ids": self._move(mine.take(parts.input_ids)),
             "positions": self._move(mine.positions()),
             "padding_mask": self._move(mine.take(parts.padding_mask)) if has_padding else None,
-            "seq_params": None if padded else SeqParams.of(parts.layout.to(self.device), self.cp_group),
+            "seq_params": self._seq_params(parts, padded),
         }
+
+    def _seq_params(self, parts: Parts, padded: bool) -> SeqParams | None:
+        """Offsets of the packed row, and the runs that attend to one another both ways; None where there is neither."""
+        two_way, blocks = self.two_way_tokens(parts.input_ids), None
+        if two_way is not None:
+            blocks = Blocks.of(two_way & ~parts.padding_mask, parts.token_index)
+        if padded:
+            return SeqParams(qkv_format="sbhd", blocks=blocks) if blocks and blocks.spans else None
+        return SeqParams.of(parts.layout.to(self.device), self.cp_group, blocks)
 
     def _shard_media(
         self, parts: Parts, mine: ContextShard, media: Mapping[str, Tensor]

@@ -109,6 +109,12 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "72b": 73_410_777_344,
         "tiny": 1_029_184,
     },
+    "gemma3": {
+        "4b": 4_300_079_472,
+        "12b": 12_187_325_040,
+        "27b": 27_432_406_640,
+        "tiny": 805_248,
+    },
 }
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
 

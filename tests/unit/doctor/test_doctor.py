@@ -110,12 +110,14 @@ def test_te_is_not_given_heads_it_gets_wrong() -> None:
         def core_attention(self) -> type:
             return str
 
-    for width, backend, wanted in (
-        (256, Named(), attention.VarlenCoreAttention),
-        (128, Named(), str),
-        (256, TorchBackend(), attention.VarlenCoreAttention),
+    for width, window, backend, wanted in (
+        (256, None, Named(), attention.VarlenCoreAttention),
+        (128, None, Named(), str),
+        (128, (9, 0), Named(), attention.VarlenCoreAttention),
+        (256, None, TorchBackend(), attention.VarlenCoreAttention),
     ):
-        assert core_attention(SimpleNamespace(kv_channels=width), backend) is wanted  # type: ignore[arg-type]
+        config: Any = SimpleNamespace(kv_channels=width, window_size=window)
+        assert core_attention(config, backend) is wanted
 
 
 def test_pytorch_s_message_stands_for_a_cudnn_it_was_not_built_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,13 @@ from zoo.nn.towers.attention import tower_attention, use_varlen_attention
 
 X = torch.zeros(4, 1, 2, 8)
 MASK = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
-CONFIG: Any = SimpleNamespace(kv_channels=8, context_parallel_size=1, attention_dropout=0.0, window_size=None)
+CONFIG: Any = SimpleNamespace(
+    kv_channels=8,
+    context_parallel_size=1,
+    attention_dropout=0.0,
+    window_size=None,
+    window_attn_skip_freq=None,
+)
 
 
 def core(**changes: Any) -> VarlenCoreAttention:
@@ -57,7 +63,7 @@ ASKED = [
     (lambda: core(attn_mask_type=AttnMaskType.no_mask), "attn_mask_type"),
     (lambda: core(attention_type="cross"), "cross"),
     (lambda: core(attention_dropout=0.1), "attention_dropout"),
-    (lambda: core(config=SimpleNamespace(**{**vars(CONFIG), "window_size": (4, 0)})), "window_size"),
+    (lambda: core(config=SimpleNamespace(**{**vars(CONFIG), "window_size": (4, 1)})), "window_size"),
     (lambda: towers(dropout=0.1), "dropout"),
     (lambda: towers(attention_mask=MASK), "attention_mask"),
     (lambda: towers(cu_seq_lens_k=torch.tensor([0, 2, 4])), "cu_seq_lens_k"),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from zoo.errors import ConfigError
 from zoo.nn import backend
-from zoo.nn.decoder import attention, gated_delta_net, mlp
+from zoo.nn.decoder import gated_delta_net, mlp, varlen
 from zoo.nn.decoder.attention import VarlenCoreAttention
 from zoo.nn.kernels import widths
 from zoo.nn.towers import attention as tower_attention
@@ -78,7 +78,7 @@ def decoder(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     sizes = {
         "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 32, "ffn_hidden_size": 256,
         "tensor_model_parallel_size": 1, "attention_output_gate": False, "moe_shared_expert_intermediate_size": None,
-        "linear_attention_freq": None, "params_dtype": dtype,
+        "linear_attention_freq": None, "params_dtype": dtype, "window_size": None, "window_attn_skip_freq": None,
     }  # fmt: skip
     return SimpleNamespace(**{**sizes, **changes})
 
@@ -124,7 +124,7 @@ def test_heads_that_transformer_engine_does_not_take_are_pytorchs(width: int) ->
 
 def test_attention_asks_for_the_width() -> None:
     for width, takes in ((20, False), (24, True), (264, False)):
-        assert attention.has_flash(OnGpu(5, 2, width)) is takes  # type: ignore[arg-type]
+        assert varlen.has_flash(OnGpu(5, 2, width)) is takes  # type: ignore[arg-type]
 
 
 def test_the_delta_rule_asks_for_both_widths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ COUNTS = ("1", "2", "4", "8", "2x8", "8x8")
 FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omni": "qwen3_omni_sft"}
 FAMILIES |= {"llava": "llava_sft", "qwen25_vl": "qwen25_vl_sft", "qwen3_asr": "qwen3_asr_sft"}
 FAMILIES |= {"qwen25_omni": "qwen25_omni_sft"}
+FAMILIES |= {"gemma3": "gemma3_sft"}
 SIZES = [
     (recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size
 ]

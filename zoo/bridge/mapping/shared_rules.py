@@ -22,8 +22,13 @@ def decoder_ends(hf: str, head: str) -> tuple[Rule, ...]:
     )
 
 
-def attention_layer(zoo: str, hf: str, qkv: Transform | None = None) -> tuple[Rule, ...]:
-    """A layer's norms and its attention with QK norm; `qkv` joins queries, keys and values, by default ungated."""
+def attention_layer(
+    zoo: str, hf: str, qkv: Transform | None = None, *, sandwich: bool = False
+) -> tuple[Rule, ...]:
+    """A layer's norms and its attention with QK norm; `qkv` joins queries, keys and values, by default ungated.
+
+    `sandwich`: with norms behind attention and MLP too, as Gemma names the four.
+    """
     parts = [f"{hf}.self_attn.{part}_proj.weight" for part in "qkv"]
     attention = f"{zoo}.self_attention"
     return (
@@ -32,7 +37,7 @@ def attention_layer(zoo: str, hf: str, qkv: Transform | None = None) -> tuple[Ru
         rule(f"{attention}.linear_proj.weight", f"{hf}.self_attn.o_proj.weight", shard="tp1"),
         rule(f"{attention}.q_layernorm.weight", f"{hf}.self_attn.q_norm.weight"),
         rule(f"{attention}.k_layernorm.weight", f"{hf}.self_attn.k_norm.weight"),
-        rule(f"{zoo}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),
+        *_further_norms(zoo, hf, sandwich),
     )
 
 
@@ -40,6 +45,18 @@ def qkv_bias(zoo: str, hf: str) -> Rule:
     """Biases of a layer's queries, keys and values."""
     biases = (f"{hf}.self_attn.{part}_proj.bias" for part in "qkv")
     return rule(f"{zoo}.self_attention.linear_qkv.bias", *biases, transform=QKV(), shard="tp0")
+
+
+def _further_norms(zoo: str, hf: str, sandwich: bool) -> tuple[Rule, ...]:
+    """The norms of a layer but the first."""
+    if not sandwich:
+        return (rule(f"{zoo}.pre_mlp_layernorm.weight", f"{hf}.post_attention_layernorm.weight"),)
+    names = {
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "pre_mlp_layernorm": "pre_feedforward_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    }
+    return tuple(rule(f"{zoo}.{ours}.weight", f"{hf}.{theirs}.weight") for ours, theirs in names.items())
 
 
 def dense_mlp(zoo: str, hf: str) -> tuple[Rule, ...]:

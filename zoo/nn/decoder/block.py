@@ -9,15 +9,21 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core import tensor_parallel
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from zoo.nn.decoder.attention import attention_window
+from zoo.nn.decoder.norm import RMSNorm
 from zoo.nn.decoder.router import Routing
+
+Angles = tuple[Tensor, Tensor]  # cos and sin (T, B, 1, D)
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,27 @@ def add_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
     """hidden (T, B, C) with values (N, C) added at flattened rows (N,)."""
     flat = hidden.reshape(-1, hidden.shape[-1])
     return flat.index_add(0, rows, values.to(flat.dtype)).view(hidden.shape)
+
+
+class SandwichLayer(TransformerLayer):
+    """mcore's layer with a norm behind attention and one behind the MLP, before what they give is added (Gemma 2 and later)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        width, eps = self.config.hidden_size, self.config.layernorm_epsilon
+        self.post_self_attn_layernorm = RMSNorm(self.config, width, eps)
+        self.post_mlp_layernorm = RMSNorm(self.config, width, eps)
+        self.self_attn_bda = partial(_add_normed, self.post_self_attn_layernorm)
+        self.mlp_bda = partial(_add_normed, self.post_mlp_layernorm)
+
+
+def _add_normed(norm: RMSNorm, training: bool, fused: bool) -> Any:
+    """mcore's bias, dropout and residual: here the norm and the sum."""
+
+    def add(out_and_bias: tuple[Tensor, None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + norm(out_and_bias[0])
+
+    return add
 
 
 def run_layer(
@@ -89,10 +116,16 @@ class Decoder(TransformerBlock):
         padding_mask: Tensor | None,
         deepstack: Deepstack | None,
         routing: Routing | None = None,
+        local_rotary: Angles | None = None,
     ) -> Tensor:
-        """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding."""
+        """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding.
+
+        `local_rotary`: the angles of layers that see a window, where these have their own.
+        """
         for layer in self.layers:
-            hidden = run_layer(layer, hidden, rotary, seq_params, padding_mask, routing)
+            local = local_rotary is not None and attention_window(self.config, layer.layer_number)
+            angles = local_rotary if local and local_rotary else rotary
+            hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing)
             features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
             if deepstack and features is not None:
                 hidden = add_rows(hidden, deepstack.rows, features)

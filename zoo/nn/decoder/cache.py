@@ -65,10 +65,19 @@ class DecodeCache:
             kept[:, :, : rows.shape[2]] = rows
             store[layer] = kept
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
         """Attention of the next token of each sequence to all before it and to itself, (T, H, D).
 
-        query (T, H, D), key and value (T, G, D): rows behind the first S are padding, and get zeros.
+        query (T, H, D), key and value (T, G, D): rows behind the first S are padding, and get zeros. `scale`: of the
+        products, None: 1 / sqrt(D); `window`: the most keys that are seen, the token's own included, None: all.
         """
         assert self.lengths is not None
         count, place = self.sequences, self.lengths.view(-1, 1, 1, 1)
@@ -77,10 +86,15 @@ class DecodeCache:
             width = (count, kept.shape[1], 1, kept.shape[3])
             kept.scatter_(2, place.expand(width), given[:count].unsqueeze(2).to(kept.dtype))
         seen = self.longest + 1
-        mask = torch.arange(seen, device=key.device) <= place  # (S, 1, 1, seen)
+        tokens = torch.arange(seen, device=key.device)
+        mask = tokens <= place  # (S, 1, 1, seen)
+        if window is not None:
+            mask = mask & (tokens > place - window)
         # The heads that share a key are queries of one head: no key is repeated.
         heads = query[:count].unflatten(1, (keys.shape[1], -1))
-        out = F.scaled_dot_product_attention(heads, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask)
+        out = F.scaled_dot_product_attention(
+            heads, keys[:, :, :seen], values[:, :, :seen], attn_mask=mask, scale=scale
+        )
         return F.pad(out.flatten(1, 2), (0, 0, 0, 0, 0, len(query) - count))
 
     def keep_inputs(self, layer: int, inputs: Tensor, taps: int, layout: PackedLayout) -> None:

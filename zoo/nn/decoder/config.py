@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.derived import stage_layers
 from zoo.config.schema import Recipe
 from zoo.errors import UserError
+from zoo.nn.decoder.mlp import ACTIVATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # By `engine.recompute`. Selective: MLP and experts, which keep most of what a layer keeps where attention stores no
@@ -33,6 +33,7 @@ def transformer_config(
     output_gate: bool = False,
     zero_centered: bool = False,
     qkv_bias: bool = False,
+    sandwich_norms: bool = False,
     mtp_layers: int = 0,
 ) -> TransformerConfig:
     """The decoder of a Hugging Face text config (`hidden_size`, `num_hidden_layers`, ...) under a recipe.
@@ -40,7 +41,7 @@ def transformer_config(
     Sizes come from `text`, everything about execution from `recipe`, which has been validated. What follows
     is what a family has and its configs don't say: `qk_norm`, RMSNorm of queries and keys per head; `output_gate`,
     a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `qkv_bias`, a bias to
-    queries, keys and values; `mtp_layers`, layers that predict further tokens.
+    queries, keys and values; `sandwich_norms`, norms behind attention and MLP too; `mtp_layers`, layers that predict further tokens.
 
     What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
     that a sample could reach.
@@ -58,7 +59,7 @@ def transformer_config(
         or text.moe_intermediate_size,  # all layers sparse
         normalization="RMSNorm",
         layernorm_epsilon=text.rms_norm_eps,
-        activation_func=F.silu,
+        activation_func=ACTIVATIONS[activation(text)],
         gated_linear_unit=True,
         add_bias_linear=False,
         add_qkv_bias=qkv_bias,
@@ -74,6 +75,8 @@ def transformer_config(
         **(FP8 if recipe.engine.fp8 else {}),
         **_expert_settings(text, recipe),
         **_linear_attention_settings(text),
+        **_window_settings(text),
+        softmax_scale=_softmax_scale(text),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -98,6 +101,7 @@ def transformer_config(
         apply_rope_fusion=False,
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
+    config.sandwich_norms = sandwich_norms  # for zoo.nn.backend
     return config
 
 
@@ -112,6 +116,30 @@ def _stages(recipe: Recipe, layers: int, mtp_layers: int) -> list[list[str]] | N
     return stages
 
 
+def activation(text: Any) -> str:
+    """transformers' name of the MLP's activation function, which Gemma has under a key of its own."""
+    return str(getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", "silu"))
+
+
+def windowed_layers(text: Any) -> list[bool]:
+    """Whether each layer's attention sees a window alone."""
+    return [kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or ()]
+
+
+def _window_settings(text: Any) -> dict[str, Any]:
+    """The window of sliding layers, and which these are; empty for a decoder without any."""
+    windowed = windowed_layers(text)
+    if not any(windowed):
+        return {}
+    return {"window_size": (text.sliding_window - 1, 0), "window_attn_skip_freq": list(map(int, windowed))}
+
+
+def _softmax_scale(text: Any) -> float | None:
+    """Factor of the products of queries and keys; None: 1 / sqrt of a head's width."""
+    scalar = getattr(text, "query_pre_attn_scalar", None)
+    return None if scalar is None else float(scalar) ** -0.5
+
+
 def normalised(text: Any) -> bool:
     """Whether the weights of a token's experts sum to one: always, where transformers' config has no key for it."""
     return bool(getattr(text, "norm_topk_prob", True))
@@ -120,6 +148,8 @@ def normalised(text: Any) -> bool:
 def _refuse_short_window(text: Any, recipe: Recipe) -> None:
     """An attention window is none for samples that fit into it, and no sample is longer than the budget."""
     window, budget = getattr(text, "sliding_window", None), recipe.packing.budget
+    if getattr(text, "layer_types", None):  # they say which layers have it
+        return
     if window and window < budget and getattr(text, "use_sliding_window", True):
         raise UserError(
             f"text_config.sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "

@@ -1,4 +1,4 @@
-"""SwiGLU MLPs of a layer (Shazeer 2020): dense, shared by all tokens, and experts as two stacked weights.
+"""Gated MLPs of a layer (SwiGLU or GEGLU, Shazeer 2020): dense, shared by all tokens, and experts as two stacked weights.
 
 Experts are grouped matrix products: one `torch.nn.functional.grouped_mm` a projection on a GPU in half precision, for
 widths that it takes; a loop over the local experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP
@@ -26,19 +26,31 @@ from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import grouped_takes
 
 
-def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """x (..., 2 I), gate half first -> silu(gate) * up (..., I), each row times its `probs` (...,) where given."""
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU by its approximation with tanh (Hendrycks and Gimpel 2016)."""
+    return F.gelu(x, approximate="tanh")
+
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu_pytorch_tanh": gelu_tanh}  # transformers' names
+
+
+def glu(x: Tensor, activation: Activation, probs: Tensor | None = None) -> Tensor:
+    """x (..., 2 I), gate half first -> activation(gate) * up (..., I), each row times its `probs` (...,) where given.
+
+    `activation`: one of ACTIVATIONS.
+    """
     if fused(x):
         from zoo.nn.kernels import swiglu as kernel
 
-        return kernel.swiglu(x, probs)
+        return kernel.swiglu(x, probs, gelu=activation is gelu_tanh)
     gate, up = x.chunk(2, dim=-1)
-    out = F.silu(gate) * up
+    out = activation(gate) * up
     return out if probs is None else (out * probs.unsqueeze(-1)).to(x.dtype)
 
 
 class DenseMLP(MLP):
-    """mcore's MLP of a decoder without biases, with the fused SwiGLU between its linears."""
+    """mcore's MLP of a decoder without biases, with the fused gated unit between its linears."""
 
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **unused: Any
@@ -46,7 +58,7 @@ class DenseMLP(MLP):
         """(T, B, hidden) -> the same, and no bias. `padding_mask` is for routers: here each token goes by itself."""
         refuse_unused("DenseMLP", unused)
         inner, _ = self.linear_fc1(hidden_states)
-        out: tuple[Tensor, Tensor | None] = self.linear_fc2(swiglu(inner))
+        out: tuple[Tensor, Tensor | None] = self.linear_fc2(glu(inner, self.config.activation_func))
         return out
 
 
@@ -55,7 +67,7 @@ class SharedExperts(SharedExpertMLP, DenseMLP):
 
 
 class GroupedExperts(MegatronModule):
-    """SwiGLU experts: `weight1` (E, 2I, hidden), gate half first, and `weight2` (E, hidden, I).
+    """Gated experts: `weight1` (E, 2I, hidden), gate half first, and `weight2` (E, hidden, I).
 
     E is this rank's share of the experts, I its share of an expert's width under expert tensor parallelism.
     """
@@ -106,7 +118,7 @@ class GroupedExperts(MegatronModule):
         """hidden (N, hidden) sorted by expert, tokens_per_expert (E,) int, probs (N,) -> (N, hidden), None."""
         product = _product(tokens_per_expert)
         inner = self._project("weight1", hidden, product)
-        return self._project("weight2", swiglu(inner, probs), product), None
+        return self._project("weight2", glu(inner, self.config.activation_func, probs), product), None
 
     def _project(self, name: str, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""

@@ -10,6 +10,8 @@ parallelism), so nothing here knows of segments, packing or ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,15 +36,26 @@ def axis_of_frequency(sections: list[int], interleaved: bool) -> list[int]:
 class Rotary(torch.nn.Module):
     """Cosines and sines for positions of shape (A, B, T), A axes."""
 
-    def __init__(self, dim: int, base: float, sections: list[int] | None, interleaved: bool) -> None:
-        """`dim`: rotated width D of a head; `base`: theta; `sections`: None for plain one-axis RoPE."""
+    def __init__(
+        self, dim: int, base: float, sections: list[int] | None, interleaved: bool, factor: float = 1.0
+    ) -> None:
+        """`dim`: rotated width D of a head; `base`: theta; `sections`: None for plain one-axis RoPE; `factor`: of positions.
+
+        Positions are divided by `factor` (linear scaling, Chen et al. 2023, arXiv 2306.15595).
+        """
         super().__init__()
         if sections is not None and sum(sections) != dim // 2:
             raise ValueError(f"mrope_section {sections} sums to {sum(sections)}; {dim // 2} is wanted (D/2)")
         # Plain attributes: Float16Module would turn a buffer to bf16, and angles need fp32.
-        self.inverse_frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        self.inverse_frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim) / factor
         axes = [0] * (dim // 2) if sections is None else axis_of_frequency(sections, interleaved)
         self.axes = torch.tensor(axes)
+
+    @classmethod
+    def of(cls, head: int, shape: Any) -> Rotary:
+        """The rotary embedding of heads of that width, by a zoo.nn.inputs.RotaryShape."""
+        width = int(head * shape.fraction)
+        return cls(width, shape.base, shape.sections, shape.interleaved, shape.factor)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(A, B, T) positions, int64 or float32 -> cos and sin, each (T, B, 1, D) float32."""

@@ -1,4 +1,4 @@
-"""SwiGLU: silu(gate) * up (Shazeer 2020), also with a weight for each row, in one pass each way."""
+"""SwiGLU and GEGLU: silu or gelu(gate) * up (Shazeer 2020), also with a weight for each row, in one pass each way."""
 
 from __future__ import annotations
 
@@ -24,14 +24,31 @@ def backward_launch(width: int) -> Launch:
 
 
 @triton.jit
-def _forward(x, probs, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr):
+def _open(gate, GELU: tl.constexpr):
+    """How far a gate is open, where the activation is gate * open; and the slope of what sigmoid is taken of.
+
+    (1 + tanh(u)) / 2 = sigmoid(2 u), with 2 u = 2 sqrt(2 / pi) (gate + 0.044715 gate^3).
+    """
+    if GELU:
+        square = gate * gate
+        open_ = sigmoid(gate * (1.5957691216057308 + 0.07135481627260025 * square))
+        return open_, 1.5957691216057308 + 0.21406444881780076 * square
+    else:
+        return sigmoid(gate), gate * 0.0 + 1.0
+
+
+@triton.jit
+def _forward(
+    x, probs, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, GELU: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     for first in range(0, WIDTH, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < WIDTH
         gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        result = gate * sigmoid(gate) * up
+        open_, _ = _open(gate, GELU)
+        result = gate * open_ * up
         if WEIGHTED:
             result *= tl.load(probs + row).to(tl.float32)
         tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
@@ -39,8 +56,9 @@ def _forward(x, probs, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: 
 
 @triton.jit
 def _backward(
-    grad, x, probs, grad_x, grad_probs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr
-):
+    grad, x, probs, grad_x, grad_probs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    GELU: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, WIDTH, BLOCK):
@@ -49,11 +67,11 @@ def _backward(
         gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
         slope = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        open_ = sigmoid(gate)
+        open_, inner = _open(gate, GELU)
         if WEIGHTED:
             total += slope * gate * open_ * up
             slope *= tl.load(probs + row).to(tl.float32)
-        d_gate = slope * up * open_ * (1.0 + gate * (1.0 - open_))
+        d_gate = slope * up * open_ * (1.0 + gate * (1.0 - open_) * inner)
         d_up = slope * gate * open_
         tl.store(grad_x + row * 2 * WIDTH + column, d_gate.to(grad_x.dtype.element_ty), mask=inside)
         tl.store(grad_x + row * 2 * WIDTH + WIDTH + column, d_up.to(grad_x.dtype.element_ty), mask=inside)
@@ -63,7 +81,7 @@ def _backward(
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, gelu: bool) -> Tensor:
         x = x.contiguous()
         width = x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
@@ -71,13 +89,15 @@ class _SwiGLU(torch.autograd.Function):
         if out.numel():
             launch = forward_launch(width)
             _forward[(out.numel() // width,)](
-                x, probs, out, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None, num_warps=launch.warps
+                x, probs, out, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None, GELU=gelu,
+                num_warps=launch.warps,
             )  # fmt: skip
         ctx.save_for_backward(x, probs)
+        ctx.gelu = gelu
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, probs = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_probs = None if probs is None else torch.empty_like(probs)
@@ -85,12 +105,15 @@ class _SwiGLU(torch.autograd.Function):
             width, launch = grad.shape[-1], backward_launch(grad.shape[-1])
             _backward[(grad.numel() // width,)](
                 grad, x, probs, grad_x, grad_probs, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None,
-                num_warps=launch.warps,
+                GELU=ctx.gelu, num_warps=launch.warps,
             )  # fmt: skip
-        return grad_x, grad_probs
+        return grad_x, grad_probs, None
 
 
-def swiglu(x: Tensor, probs: Tensor | None = None) -> Tensor:
-    """x (..., 2 I), gate half first -> silu(gate) * up (..., I), each row times its `probs` (...,) where given."""
-    out: Tensor = _SwiGLU.apply(x, probs)
+def swiglu(x: Tensor, probs: Tensor | None = None, gelu: bool = False) -> Tensor:
+    """x (..., 2 I), gate half first -> silu(gate) * up (..., I), each row times its `probs` (...,) where given.
+
+    `gelu`: GELU by its approximation with tanh takes SiLU's place.
+    """
+    out: Tensor = _SwiGLU.apply(x, probs, gelu)
     return out

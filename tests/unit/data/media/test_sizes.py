@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from support.tile_rows import draw
+from support.tiny_gemma3 import tiny_config as tiny_gemma3
 from support.tiny_llava import tiny_config
 
 from zoo.data.media import sizes
@@ -16,19 +17,25 @@ from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
+from zoo.models.gemma3.processor import build_processor as build_gemma3
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
 from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
 from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
-FAMILIES = ("timestamped", "omni", "qwen25_omni", "qwen25_vl", "llava", "llava_next", "llava_onevision")
+FAMILIES = (
+    *("timestamped", "omni", "qwen25_omni", "qwen25_vl", "gemma3"),
+    *("llava", "llava_next", "llava_onevision"),
+)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     if request.param == "timestamped":
         return TimestampedProcessor.build(VISION)
+    if request.param == "gemma3":
+        return build_gemma3(tiny_gemma3())
     if request.param == "qwen25_vl":
         return build_qwen25(VISION)
     if request.param == "qwen25_omni":

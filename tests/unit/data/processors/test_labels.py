@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 import pytest
 import torch
-from support import templates
+from support import templates, tiny_gemma3
 from support.tile_rows import draw
 from support.tiny_llava import tiny_config
 from support.tiny_omni import PROCESSOR_ARCH
@@ -17,6 +17,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
+from zoo.models.gemma3.processor import build_processor as build_gemma3
 from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
@@ -36,6 +37,10 @@ def with_template(processor: Any, template: str | None) -> Processor:
 def llava(kind: str, template: str) -> Processor:
     made = with_template(build_llava(tiny_config(kind)), template)
     return LlavaProcessor(made.hf, made.config)
+
+
+def gemma3(template: str) -> Processor:
+    return with_template(build_gemma3(tiny_gemma3.tiny_config()), template)
 
 
 # Family and template -> the processor, and the part of an answer that the template writes.
@@ -60,6 +65,7 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
         ),
         same,
     ),
+    "gemma3": (lambda: gemma3(templates.GEMMA3), str.strip),
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN35), str.strip),
     "qwen3.8": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN38), str.strip),

@@ -68,7 +68,13 @@ QWEN25_OMNI = {
     **dict.fromkeys(("audio.proj", "audio.audio_bos_eos_token"), 1),  # the second is not trained
     **_layer("decoder", ATTENTION, DENSE),
 }
+GEMMA3 = {
+    **CLIP,
+    "projector.mm_input_projection_weight": 1,
+    **_layer("decoder", ATTENTION, DENSE),
+}
 WANTED = {  # parameter -> its matrices
+    "gemma3_sft": GEMMA3,
     "qwen25_vl_sft": QWEN25,
     "qwen3_asr_sft": {
         **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},

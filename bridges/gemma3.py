@@ -1,0 +1,43 @@
+"""Gemma 3: parameters <-> published names (google/gemma-3-4b-it).
+
+Published names are the first ones that transformers gave these models. Those it has in memory today are read as well.
+"""
+
+from __future__ import annotations
+
+from zoo.bridge.mapping.rules import rule
+from zoo.bridge.mapping.shared_rules import attention_layer, decoder_ends, dense_mlp
+from zoo.bridge.mapping.table import Bridge
+
+_ZOO = "decoder.layers.{layer}"
+_HF = "language_model.model.layers.{layer}"
+_TOWER = "vision_tower.vision_model."
+_MODULES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    _TOWER: "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+BRIDGE = Bridge(
+    name="gemma3",
+    rules=(
+        *decoder_ends("language_model.model", head="language_model.lm_head.weight"),
+        *attention_layer(_ZOO, _HF, sandwich=True),
+        *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),
+        rule("vision.{rest}", f"{_TOWER}{{rest}}"),
+        rule("projector.{rest}", "multi_modal_projector.{rest}"),
+    ),
+    dialects=(
+        {
+            "model.language_model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "model.vision_tower.vision_model.": _TOWER,
+            "model.vision_tower.": _TOWER,
+            "vision_tower.vision_model.": _TOWER,
+            "vision_tower.": _TOWER,
+            "model.multi_modal_projector.": "multi_modal_projector.",
+        },
+    ),
+    module_names=lambda config: _MODULES,
+)

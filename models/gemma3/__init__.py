@@ -1,0 +1,12 @@
+"""Gemma 3 with images: sliding and full layers, two-way attention within an image, behind a SigLIP tower."""
+
+from zoo.models import family
+
+FAMILY = family(
+    __name__,
+    "Gemma3",
+    "Gemma 3",
+    modalities="text image",
+    parts="vision projector language",
+    proved="tp sp pp vpp cp dp",
+)

@@ -1,0 +1,361 @@
+"""Attention within the segments of a packed row: causal, and where a layer or a family has them, windows and two-way runs.
+
+A token sees its segment up to itself or, in a run of `zoo.packing.blocks.Blocks`, up to the run's end. Under a window of W
+tokens it sees none further back than the W - 1 before it. On a GPU in half precision this is one varlen call, and a second
+one for the tokens of runs alone, each against the keys up to its run's end. Elsewhere it is masked scaled dot product
+attention, segments side by side where that pays.
+
+Context parallelism gathers keys and values; a rank holds a front and a back chunk of every segment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zoo.nn.kernels.widths import flash4_width, flash_takes
+from zoo.packing import PackedLayout
+from zoo.packing.blocks import Blocks
+from zoo.packing.index import host_to_device, offsets, ragged
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What tokens see of their segment.
+
+    Attributes:
+        window: the most keys that a token sees up to itself, itself included; None: all.
+        blocks: runs of tokens that see one another both ways.
+    """
+
+    window: int | None = None
+    blocks: Blocks = field(default_factory=Blocks)
+
+    def within(self, longest: int) -> Reach:
+        """The same for segments of at most `longest` tokens: a window that none of them outgrows is none."""
+        return Reach(None, self.blocks) if self.window and self.window >= longest else self
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is that of a causal layer."""
+        return self.window is None and not self.blocks.spans
+
+    def first_key(self, start: int, token: int) -> int:
+        """The first key that a token sees of its segment, which begins at `start`."""
+        return start if self.window is None else max(start, token - self.window + 1)
+
+
+CAUSAL = Reach()
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, mask: Tensor | None = None
+) -> Tensor:
+    """Scaled dot product attention on (B, H, T, D) with key and value (B, G, T', D), H a multiple of G."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
+
+
+def has_flash(x: Tensor) -> bool:
+    """Whether PyTorch's varlen flash attention takes x (..., D): GPU, half precision, D a multiple of 8 up to 256."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and flash_takes(x.shape[-1])
+
+
+def has_windows() -> bool:
+    """Whether PyTorch's varlen flash attention takes windows: from 2.11 on."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "window_size" in _arguments(varlen_attn)
+
+
+def has_flash4(x: Tensor) -> bool:
+    """Whether FlashAttention 4 is installed and right for x (..., D): on Hopper, at the widths it was checked at."""
+    return flash4_width(x.shape[-1]) is not None and _flash4_there(x.device)
+
+
+@lru_cache(maxsize=8)
+def _flash4_there(device: torch.device) -> bool:
+    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, of an argument that isn't given
+    return bool(found) and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float,
+    *,
+    causal: bool,
+    window: int | None = None,
+    of_keys: tuple[Tensor, int] | None = None,
+) -> Tensor:
+    """Flash attention of q (T, H, D) against k and v (T', G, D), a GPU in half precision, within segments.
+
+    Segments of q begin at `offsets` (S + 1,), the longest has `longest` tokens; `of_keys` says the same of k and v, where
+    they are cut otherwise. Causal attention and `window`, the most keys up to a query's own, are aligned at a segment's
+    end. FlashAttention 4 where it is installed (twice as fast on Hopper) and there is no window, else PyTorch's.
+    """
+    offsets = offsets.to(torch.int32)
+    key_offsets, longest_key = of_keys or (offsets, longest)
+    if has_flash4(q) and window is None:
+        from flash_attn.cute.interface import flash_attn_varlen_func
+
+        head = q.shape[-1]
+        if (wider := flash4_width(head)) is not None and wider > head:
+            q, k, v = (F.pad(x, (0, wider - head)) for x in (q, k, v))
+        out = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=key_offsets,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest_key,
+            softmax_scale=scale,
+            causal=causal,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return (out[0] if isinstance(out, tuple) else out)[..., :head]
+    from torch.nn.attention.varlen import varlen_attn
+
+    back = -1 if window is None else window - 1
+    how: dict[str, Any] = {"scale": scale, "window_size": (back, 0 if causal else -1)}
+    if "window_size" not in _arguments(varlen_attn):  # PyTorch 2.10, which scales by the width
+        assert window is None, "has_windows says that it takes none"
+        q = q * (scale * math.sqrt(q.shape[-1]))
+        how = {"is_causal": causal}
+    out = varlen_attn(q, k, v, offsets, key_offsets, longest, longest_key, **how)
+    assert isinstance(out, Tensor)
+    return out
+
+
+@lru_cache
+def _arguments(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def segment_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach = CAUSAL
+) -> Tensor:
+    """Attention of (T, H, D) against (T, G, D) within the segments of `layout`.
+
+    Padding stands at segment ends, so the padded offsets give right results for every real token
+    (a causal token looks only back, a run ends with its segment); what a padding token gets is finite and unused.
+    """
+    reach = reach.within(layout.max_seqlen)
+    if _flash_reaches(q, reach):
+        starts, longest = layout.cu_seqlens_padded, layout.max_seqlen
+        out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=reach.window)
+        return _see_runs(out, q, k, v, _runs(layout, reach), scale, reach)
+    if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
+        mask = None if reach.plain else _side_by_side_mask(layout, reach, q)
+        q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
+        return layout.pack(sdpa(q, k, v, scale, causal=mask is None, mask=mask).transpose(1, 2))[0]
+    pieces, start = [], 0
+    for length in layout.padded_lengths:
+        mine, start = slice(start, start + length), start + length
+        span = (mine.start, mine.start, start)
+        pieces.append(_one_segment(q[mine], k[mine], v[mine], scale, _mask(layout, reach, span, length, q)))
+    return torch.cat(pieces)
+
+
+def _flash_reaches(x: Tensor, reach: Reach) -> bool:
+    return has_flash(x) and (reach.window is None or has_windows())
+
+
+def _one_segment(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """(L, H, D) against (L', G, D), L <= L': by `mask` (L, L'), or causal and aligned at the end."""
+    length, prefix = q.shape[0], k.shape[0]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    if mask is None and length == prefix:
+        return sdpa(q, k, v, scale, causal=True)[0].transpose(0, 1)
+    if mask is None:
+        mask = torch.ones(length, prefix, dtype=torch.bool, device=q.device).tril(prefix - length)
+    return sdpa(q, k, v, scale, causal=False, mask=mask)[0].transpose(0, 1)
+
+
+def _side_by_side_mask(layout: PackedLayout, reach: Reach, like: Tensor) -> Tensor:
+    """(S, 1, L, L) in the dtype and on the device of `like`: 0 where a query sees a key, else minus infinity."""
+
+    def make() -> Tensor:
+        ahead = reach.blocks.horizon(layout.total, like.device) - torch.arange(
+            layout.total, device=like.device
+        )
+        own = torch.arange(max(layout.lengths), device=like.device)
+        last = own + layout.unpack(ahead[None])  # (S, L); a row's padding sees itself
+        return _additive(own, last[:, None], own, reach, like)
+
+    return reach.blocks.kept(("rows", reach.window, like.dtype, like.device), make)
+
+
+def _mask(
+    layout: PackedLayout, reach: Reach, span: tuple[int, int, int], length: int, like: Tensor
+) -> Tensor | None:
+    """(L, L') of `length` queries from token span[0] on against the keys [span[1], span[2]) of the row; None: causal."""
+    if reach.plain:
+        return None
+    first, start, stop = span
+
+    def make() -> Tensor:
+        own = torch.arange(first, first + length, device=like.device)
+        last = reach.blocks.horizon(layout.total, like.device)[first : first + length]
+        return _additive(own, last, torch.arange(start, stop, device=like.device), reach, like)
+
+    return reach.blocks.kept((span, length, reach.window, like.dtype, like.device), make)
+
+
+def _additive(own: Tensor, last: Tensor, keys: Tensor, reach: Reach, like: Tensor) -> Tensor:
+    """(..., L, L') of queries at `own` (L,) that see up to `last` (..., L), and of `keys` (L',)."""
+    seen = keys <= last[..., None]
+    if reach.window is not None:
+        seen = seen & (keys > own[:, None] - reach.window)
+    return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
+
+
+def gathered_attention(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, group: Any, reach: Reach = CAUSAL
+) -> Tensor:
+    """Context parallel attention: this rank's queries against the keys and values of all ranks.
+
+    q (T/cp, H, D), k and v (T/cp, G, D) hold this rank's zigzag chunks (`layout.cp_index`). Keys and values
+    are gathered and put back in row order; chunk r of a segment (the front) sees its first r+1 chunks,
+    chunk 2*cp-1-r (the back) its first 2*cp-r, both causal at the end.
+    """
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    size, rank = group.size(), group.rank()
+    whole = gather_from_sequence_parallel_region(torch.cat((k, v), dim=1), group=group)
+    whole = whole.index_select(0, layout.cp_restore_index(size))
+    k, v = whole.split(k.shape[1], dim=1)
+    reach = reach.within(layout.max_seqlen)
+    chunks = _chunks(layout, rank, size)
+    if not _flash_reaches(q, reach):
+        return torch.cat([chunk.masked(q, k, v, layout, scale, reach) for chunk in chunks])
+    spans = [(reach.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
+    lengths = [chunk.stop - chunk.first for chunk in chunks]
+    keys = [stop - start for start, stop in spans]
+    index = host_to_device(ragged(keys, [start for start, _ in spans]), k.device)
+    out = varlen_attention(
+        q,
+        k.index_select(0, index),
+        v.index_select(0, index),
+        host_to_device(offsets(lengths), k.device),
+        max(lengths),
+        scale,
+        causal=True,
+        window=reach.window,
+        of_keys=(host_to_device(offsets(keys), k.device), max(keys)),
+    )
+    runs = [run for chunk in chunks for run in chunk.runs(reach)]
+    return _see_runs(out, q, k, v, runs, scale, reach)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Queries of a rank that are in one run, and the keys that they see."""
+
+    first: int  # the first query among the rank's
+    count: int
+    missing: int  # tokens of the run behind them, which other ranks hold
+    start: int  # keys, in the row
+    stop: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Neighbours [first, stop) of the row that a rank holds from its query `at` on, of a segment that begins at `start`."""
+
+    at: int
+    first: int
+    stop: int
+    start: int
+
+    def runs(self, reach: Reach) -> list[_Run]:
+        """The parts of runs that lie in it."""
+        found = []
+        for begin, end in reach.blocks.within(self.first, self.stop):
+            first, stop = max(begin, self.first), min(end, self.stop)
+            place, key = self.at + first - self.first, reach.first_key(self.start, first)
+            found.append(_Run(place, stop - first, end - stop, key, end))
+        return found
+
+    def masked(
+        self, q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, scale: float, reach: Reach
+    ) -> Tensor:
+        """Its queries against the keys and values of the row."""
+        length = self.stop - self.first
+        start = reach.first_key(self.start, self.first)
+        stop = max([self.stop, *(end for _, end in reach.blocks.within(self.first, self.stop))])
+        mask = _mask(layout, reach, (self.first, start, stop), length, q)
+        return _one_segment(q[self.at : self.at + length], k[start:stop], v[start:stop], scale, mask)
+
+
+def _chunks(layout: PackedLayout, rank: int, size: int) -> list[_Chunk]:
+    """The front and the back chunk of each segment, in the order in which a rank of `size` holds them."""
+    found, at, start = [], 0, 0
+    for length in layout.padded_lengths:
+        chunk = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            first = start + number * chunk
+            found.append(_Chunk(at, first, first + chunk, start))
+            at += chunk
+        start += length
+    return found
+
+
+def _runs(layout: PackedLayout, reach: Reach) -> list[_Run]:
+    """The runs of a row that a rank holds whole."""
+    found, start = [], 0
+    for length in layout.padded_lengths:
+        found += _Chunk(start, start, start + length, start).runs(reach)
+        start += length
+    return found
+
+
+def _see_runs(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[_Run], scale: float, reach: Reach
+) -> Tensor:
+    """`out` (T, H, D) of causal attention with the rows of runs replaced: each sees the keys up to its run's end.
+
+    Flash attention aligns a window at the end of its keys, so queries that other ranks hold are filled in with zeros.
+    """
+    if not runs:
+        return out
+    lengths = [run.count + run.missing for run in runs]
+    keys = [run.stop - run.start for run in runs]
+    rows: list[int] = []
+    kept: list[int] = []
+    at = 0
+    for run, length in zip(runs, lengths, strict=True):
+        rows += [*range(run.first, run.first + run.count), *[len(q)] * run.missing]
+        kept += range(at, at + run.count)
+        at += length
+    place, where = (host_to_device(torch.tensor(x), q.device) for x in (rows, kept))
+    of_keys = host_to_device(ragged(keys, [run.start for run in runs]), q.device)
+    seen = varlen_attention(
+        torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, place),
+        k.index_select(0, of_keys),
+        v.index_select(0, of_keys),
+        host_to_device(offsets(lengths), q.device),
+        max(lengths),
+        scale,
+        causal=False,
+        window=reach.window,
+        of_keys=(host_to_device(offsets(keys), q.device), max(keys)),
+    )
+    return out.index_copy(0, place.index_select(0, where), seen.index_select(0, where))

@@ -1,0 +1,44 @@
+"""What configs share whose decoder has layers that see a window of tokens, and others that see all (Gemma 3 and later)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from zoo.errors import UserError
+from zoo.nn.family import FamilyConfig
+from zoo.nn.inputs import RotaryShape
+
+
+class WindowedConfig(FamilyConfig):
+    """Sliding and full layers, each kind with its rotary embedding; norms, embeddings and queries as Gemma has them."""
+
+    sliding: ClassVar[bool] = True
+    traits: ClassVar[tuple[str, ...]] = ("qk_norm", "zero_centered", "sandwich_norms")
+
+    def check(self) -> None:
+        """UserError for a decoder that is not causal."""
+        if self.text.use_bidirectional_attention:
+            raise UserError(
+                f"text_config.use_bidirectional_attention is {self.text.use_bidirectional_attention!r}: an encoder of text, "
+                "which has no next token to learn; wanted false"
+            )
+
+    @property
+    def rotary(self) -> RotaryShape:
+        """Of layers that see all tokens before."""
+        return _shape(self.text.rope_parameters["full_attention"])
+
+    @property
+    def local_rotary(self) -> RotaryShape:
+        """Of layers that see a window."""
+        return _shape(self.text.rope_parameters["sliding_attention"])
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of tokens' embeddings."""
+        return float(self.text.hidden_size) ** 0.5
+
+
+def _shape(rope: Any) -> RotaryShape:
+    linear = rope.get("rope_type") == "linear"
+    return RotaryShape(float(rope["rope_theta"]), factor=float(rope["factor"]) if linear else 1.0)
