@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
 from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_pairs
@@ -41,8 +43,8 @@ def make_batch(
     samples: Sequence[Sample], mode: str, align: int, pad_to: int | None, pad_id: int
 ) -> MicroBatch:
     """The micro-batch of some samples, in pinned memory where there is a GPU."""
-    segments = [segment for sample in samples for segment in sample.segments]
+    segments, pinned = [one for sample in samples for one in sample.segments], torch.cuda.is_available()
     if mode == "thd":
         layout = PackedLayout.from_lengths([segment.length for segment in segments], align, pad_to)
-        return of_pairs(collate(segments, layout, pad_id), samples).pin()
-    return of_pairs(collate_padded(segments, align, pad_to, pad_id), samples).pin()
+        return of_pairs(collate(segments, layout, pad_id, pinned=pinned), samples).pin()
+    return of_pairs(collate_padded(segments, align, pad_to, pad_id, pinned=pinned), samples).pin()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from zoo.config.entries import MediaLimits
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
@@ -128,6 +130,8 @@ class RowEncoder:
         budget: the most tokens of a sample; None: any number.
         pair_align: rows are preference pairs, and both of their samples are padded to a multiple of this; None: rows are not,
             and of those that have a rejected answer the other one is learnt.
+        media_dtype: dtype of what towers read, float32 tensors of two dims or more: they cast it first of all, and here it
+            is less to copy. None: as the processor gives it.
     """
 
     processor: Processor
@@ -135,6 +139,7 @@ class RowEncoder:
     decoder: Decoder = HERE
     budget: int | None = None
     pair_align: int | None = None
+    media_dtype: torch.dtype | None = None
 
     def measure(self, row: Row) -> SampleSize | None:
         """What `Processor.measure` says, or of a pair both together."""
@@ -165,8 +170,14 @@ class RowEncoder:
         return self.processor.measure(row, decoder=self._decoder(row), **self._how(row))
 
     def _encode(self, row: Row, augment: Augment | None) -> Sample:
-        return self.processor.encode(
+        sample = self.processor.encode(
             row, labels=self.data.labels, decoder=self._decoder(row), augment=augment, **self._how(row)
+        )
+        if self.media_dtype is None:
+            return sample
+        read = {name: x for name, x in sample.media.items() if x.dtype == torch.float32 and x.dim() > 1}
+        return replace(
+            sample, media=sample.media | {name: x.to(self.media_dtype) for name, x in read.items()}
         )
 
     @cached_property

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from zoo.config.entries import MEDIA_KEYS, parse_entry
 from zoo.config.schema import DataConfig
@@ -102,7 +103,7 @@ class SampleSource:
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
             bad_rows: JSONL that bad rows are appended to; see `BadRows`.
-            options: budget, align, augment, blank, seed, decoder, workers, tick and pairs, as `of_rows` takes them.
+            options: budget, align, augment, blank, seed, decoder, workers, tick, pairs and media_dtype, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -139,6 +140,7 @@ class SampleSource:
         workers: int = 0,
         tick: Callable[[], None] = lambda: None,
         pairs: bool = False,
+        media_dtype: torch.dtype | None = None,
     ) -> SampleSource:
         """The samples of rows that are at hand.
 
@@ -156,6 +158,7 @@ class SampleSource:
             workers: processes that make whole samples of rows with media; 0: none.
             tick: called for each row that is measured or encoded.
             pairs: rows are preference pairs, and a sample is both of their conversations.
+            media_dtype: as `RowEncoder` has it.
 
         Raises:
             ConfigError: limits of pixels, for a model whose processor has none.
@@ -167,7 +170,7 @@ class SampleSource:
         variants = (data.augment_variants or VARIANTS) if augment else 1
         return cls(
             rows,
-            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None),
+            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None, media_dtype),
             limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),

@@ -121,6 +121,7 @@ def _torch_settings() -> Callable[[], None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     fill, flags = more.fill_uninitialized_memory, (cudnn.deterministic, cudnn.benchmark)
+    switch = sys.getswitchinterval()
     threads, dtype, gradients = torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
@@ -129,6 +130,7 @@ def _torch_settings() -> Callable[[], None]:
         more.fill_uninitialized_memory = fill
         cudnn.deterministic, cudnn.benchmark = flags
         torch.set_num_threads(threads)
+        sys.setswitchinterval(switch)
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(gradients)
         if device is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from zoo.engine.megatron import compat, cpu_host
 from zoo.errors import UserError
 
 TIMEOUT = timedelta(minutes=30)
+SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
@@ -102,6 +104,8 @@ def settings(recipe: Recipe, device: torch.device | None = None) -> Iterator[tor
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         if not on_cpu:
             torch.cuda.set_device(device)
+            # The thread that prepares batches would wait 5 ms each time that it needs the interpreter.
+            sys.setswitchinterval(SWITCH_SECONDS)
         torch.set_num_threads(cpu_threads(recipe.engine.threads))
         with determinism.plain_fp32():
             yield device

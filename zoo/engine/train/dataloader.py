@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.data.loading import encoding_workers
@@ -116,6 +118,7 @@ def open_data(
         "tick": rows_read,
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
         "pairs": recipe.train.pairs,
+        "media_dtype": torch.bfloat16 if recipe.engine.precision == "bf16" else None,
     }
     source = SampleSource.open(
         settings.train,

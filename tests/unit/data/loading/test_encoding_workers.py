@@ -28,7 +28,7 @@ COUNT = 2
 def rows(media: Path) -> Path:
     """Rows whose sizes follow from headers, many times over, and two that can't be used."""
     known = [line for line in (media / "rows.jsonl").read_text().splitlines() if "mp4" not in line]
-    lines = known * 20
+    lines = known * 12
     (media / "broken.png").write_bytes((media / "a.png").read_bytes()[:200])
     bad = {"messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "7"}]}
     lines[5:5] = [json.dumps({**bad, "images": ["broken.png"]}), json.dumps({**bad, "images": ["none.png"]})]
@@ -36,9 +36,12 @@ def rows(media: Path) -> Path:
     return media / "many.jsonl"
 
 
-def source(rows: Path, processor: Any, workers: int, **data: Any) -> SampleSource:
+def source(
+    rows: Path, processor: Any, workers: int, media_dtype: torch.dtype | None = None, **data: Any
+) -> SampleSource:
     settings = DataConfig(on_error="skip", cache_mb=0, **data)
-    return SampleSource.open([str(rows)], processor, settings, budget=512, workers=workers)
+    options: dict[str, Any] = {"budget": 512, "workers": workers, "media_dtype": media_dtype}
+    return SampleSource.open([str(rows)], processor, settings, **options)
 
 
 def loader(rows: Path, processor: Any, workers: int) -> BatchLoader:
@@ -170,3 +173,18 @@ def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encoding_workers.count_for(data, 1) == 3
     assert encoding_workers.count_for(replace(data, encode_in_workers=False), 1) == 0
     assert encoding_workers.count_for(replace(data, workers=0), 1) == 0
+
+
+def test_towers_inputs_in_half_precision(rows: Path, processor: Any) -> None:
+    """What a tower would cast first of all is cast here, and nothing else."""
+    plain, half = (source(rows, processor, 0, media_dtype=dtype) for dtype in (None, torch.bfloat16))
+    cast = set()
+    for number, row in enumerate(plain.rows):
+        if not row.media or number in (5, 6):
+            continue
+        a, b = plain.encoder.encode(row), half.encoder.encode(row)
+        assert a.media.keys() == b.media.keys() and torch.equal(a.input_ids, b.input_ids)
+        for name, x in a.media.items():
+            assert torch.equal(x.to(b.media[name].dtype), b.media[name])
+            cast |= {name} if b.media[name].dtype == torch.bfloat16 else set()
+    assert cast == {"pixel_values", "input_features"}
