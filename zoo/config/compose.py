@@ -54,7 +54,7 @@ PLANNED_KEYS = {
 
 # What a run that starts from another run's weights takes from its recipe: how much a step and a sample may hold.
 OF_A_RUN = (
-    "packing.budget", "train.global_batch", "nproc_cpu", "engine.precision",
+    "packing.budget", "train.global_batch", "nproc_cpu", "engine.precision", "data.template",
     "data.min_pixels", "data.max_pixels", "data.video_max_pixels", "data.video_fps", "data.max_frames",
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,11 @@ from zoo.data.sources.rows import PLACEHOLDER, Row
 from zoo.errors import ConfigError, UserError
 
 AS_IT_IS = PixelLimits()  # of the processor
+NOT_SET = (
+    "tools",
+    "documents",
+    "add_generation_prompt",
+)  # names that chat templates read of a row or of a call
 
 
 class Sketch(NamedTuple):
@@ -86,6 +92,7 @@ class Processor:
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        self._template: dict[str, Any] = {}
 
     @property
     def pad_id(self) -> int:
@@ -252,6 +259,21 @@ class Processor:
         """The size of an encoded sample."""
         return SampleSize(sample.length, self.tower_rows(sample.media), sample.fit)
 
+    def set_template(self, arguments: Mapping[str, Any]) -> None:
+        """Arguments of the chat template, of every row (data.template).
+
+        Raises:
+            ConfigError: one that the template doesn't read, or that is not for a recipe to set.
+        """
+        own = {*signature(self.hf.apply_chat_template).parameters, "messages", *NOT_SET}
+        for name in arguments:
+            if name in own or not re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)):
+                raise ConfigError(
+                    f"data.template.{name}: the chat template reads no such argument; see the names in the folder's "
+                    "chat_template.jinja, or leave it out."
+                )
+        self._template = dict(arguments)
+
     def check_pixels(self, keys: Sequence[str]) -> None:
         """Refuse settings that need limits of pixels, where the Hugging Face processor has none.
 
@@ -375,7 +397,9 @@ class Processor:
 
     def _render(self, messages: Sequence[dict[str, Any]], **options: Any) -> str:
         """What the chat template writes, without the first token that the tokenizer puts before any text anyway."""
-        text: str = self.hf.apply_chat_template(list(messages), tokenize=False, **options)
+        text: str = self.hf.apply_chat_template(
+            list(messages), tokenize=False, **{**self._template, **options}
+        )
         return text.removeprefix(self._opening)
 
     _wants_thoughts = cached_property(lambda self: wants_thoughts(self._render))

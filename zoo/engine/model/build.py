@@ -54,18 +54,22 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
             (`zoo.engine.checkpoint.selection.repaired_source`).
 
     Raises:
-        UserError: the family, the weights or the architecture is missing.
+        UserError: the family, the weights or the architecture is missing, or data.template names what the chat template
+            doesn't read.
     """
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
     source = source or find_source(recipe)
     if source is not None:
         config = config_class.from_folder(source.files)
-        return Assembly(family, config, build_processor(config.hf, str(source.files)), source)
+        processor = build_processor(config.hf, str(source.files))
+        processor.set_template(recipe.data.template)
+        return Assembly(family, config, processor, source)
     if not recipe.model.arch:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
     config = config_class.from_arch(recipe.model.arch)
     processor = build_processor(config.hf, None)
+    processor.set_template(recipe.data.template)
     return Assembly(family, config.for_processor(processor), processor, None)
 
 

@@ -17,6 +17,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
+from zoo.errors import ConfigError
 from zoo.models.gemma3.processor import build_processor as build_gemma3
 from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
@@ -169,8 +170,25 @@ def test_thinking_stands_once_where_the_template_takes_it_apart_from_the_text() 
     assert text.count("<think>") == text.count("</think>") == 4
     measured = processor.measure(item, video_fps=2.0, max_frames=8)
     assert measured is not None and measured.length == sample.length
-    processor.hf.chat_template = "{%- set reasoning_effort = 'low' -%}" + templates.QWEN38
-    assert "set to low." in processor.tokenizer.decode(encode(processor, item).input_ids)
+
+
+def test_arguments_of_a_template() -> None:
+    processor = FAMILIES["qwen3.8"][0]()
+    item = conversation([THOUGHT, "Four."], system=None)
+    processor.set_template({"reasoning_effort": "low", "preserve_thinking": False})
+    sample = encode(processor, item)
+    text = processor.tokenizer.decode(sample.input_ids)
+    assert (
+        text.startswith("<|im_start|>system\nReasoning effort is set to low.") and text.count("<think>") == 1
+    )
+    measured = processor.measure(item, video_fps=2.0, max_frames=8)
+    assert measured is not None and measured.length == sample.length
+    with pytest.raises(RowError, match="Unexpected reasoning effort"):
+        processor.set_template({"reasoning_effort": "lwo"})
+        encode(processor, item)
+    for name in ("reasoning_efort", "messages", "tools", "tokenize", "add_generation_prompt"):
+        with pytest.raises(ConfigError, match=f"data.template.{name}: the chat template reads no such"):
+            processor.set_template({name: True})
 
 
 def test_a_block_that_the_template_adds_is_not_learnt() -> None:
