@@ -13,6 +13,7 @@ from zoo.data.media.sizes import Headers
 from zoo.data.processors import sound
 from zoo.data.processors.processor import Processor, Sketch
 from zoo.data.processors.vision import MARKERS, config_field, load_processor
+from zoo.data.sources.row_set import ONE_SOUND
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.nn.towers.audio import audio_tokens, tokens_of_chunk
@@ -45,7 +46,7 @@ class Qwen3ASRProcessor(Processor):
         n_window: mel frames of half a chunk of the audio tower.
     """
 
-    modalities = ("text", "audio")
+    modalities = ("text", ONE_SOUND)
 
     def __init__(self, hf: Any, n_window: int) -> None:
         super().__init__(hf, MARKERS)

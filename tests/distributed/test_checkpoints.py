@@ -120,7 +120,7 @@ def test_there_and_back(
     )
     assert found["equal"] and set(found["counts"]) == {"equal"}
     compared = [row["max_difference"] for row in found["rows"] if row["skipped"] is None]
-    assert len(compared) > 100 and max(compared) < LOGPROBS
+    assert len(compared) > 70 and max(compared) < LOGPROBS
     assert (len(compared) < len(found["rows"])) == (name == "omni")  # clips of several lengths in a row
 
 

@@ -139,9 +139,9 @@ def test_keys_named_are_those_of_the_schema(page: Path) -> None:
             ".md",
             ".jsonl",
         ):
-            assert key in keys(Recipe) or key.startswith(("model.arch.", "train.lr_scale.", "data.template.")), (
-                f"{code}: no such key"
-            )
+            assert key in keys(Recipe) or key.startswith(
+                ("model.arch.", "train.lr_scale.", "data.template.")
+            ), f"{code}: no such key"
 
 
 @pages

@@ -27,6 +27,8 @@ from zoo.data.sources.tables import open_table
 from zoo.errors import UserError
 from zoo.files import expanded
 
+ONE_SOUND = "one audio"  # among what a model takes: a sound, but no second one in a row
+
 
 class RowSet(Sequence[Row]):
     """Rows of several tables and streams, by their number over all of them.
@@ -239,9 +241,15 @@ def _own_limits(data: DataConfig, entry: DataEntry) -> MediaLimits | None:
     return MediaLimits.of(data, entry) if given else None
 
 
+def foreign_media(row: Row, taken: Sequence[str]) -> set[str]:
+    """Kinds of media in the row that a model does not take."""
+    foreign = row.media.difference(taken)
+    return foreign - {"audio"} if ONE_SOUND in taken and len(row.audios) == 1 else foreign
+
+
 def check_modalities(row: Row, taken: Sequence[str]) -> None:
     """Raises RowError ("modality") for a row with media that the model does not take."""
-    foreign = row.media.difference(taken)
+    foreign = foreign_media(row, taken)
     if foreign:
         text = f"the row has {' and '.join(sorted(foreign))}, but this model takes {', '.join(taken)}; leave it out."
         raise RowError(row.source, "modality", text)

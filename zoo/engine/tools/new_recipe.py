@@ -15,7 +15,7 @@ from zoo.config.compose import about, load_recipe
 from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.entries import DataEntry
-from zoo.config.files import read_size, recipe_names, root_recipes, size_names
+from zoo.config.files import read_recipe, read_size, recipe_names, root_recipes, size_names
 from zoo.config.hub import asking_the_hub
 from zoo.config.layers.layer import escaped
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
@@ -129,10 +129,11 @@ def look_at_model(given: str, data: FoundData) -> FoundModel:
         )
     arch = _arch_of_hub(given) if place is None else read_arch(place.files, f"model={given}")
     name = _saved_family(place) or family_of(arch).name
-    recipes = [recipe for recipe in root_recipes() if about(recipe)["family"] == name]
+    recipes = [recipe for recipe in recipe_names() if about(recipe)["family"] == name]
+    recipes = [recipe for recipe in recipes if "task" not in read_recipe(recipe).tree]
     fitting = [recipe for recipe in recipes if _kind(recipe) == arch.get("model_type")] or recipes
-    plain = [recipe for recipe in fitting if not load_recipe(recipe).lora.rank]
-    with_adapters = [recipe for recipe in fitting if recipe not in plain]
+    with_adapters = [recipe for recipe in fitting if load_recipe(recipe).lora.rank]
+    plain = [recipe for recipe in fitting if recipe in root_recipes() and recipe not in with_adapters]
     if not plain:
         raise UserError(f"model={given}: no recipe comes with zoo for the family {name}")
     what = f"{families()[name].title}" + (f", {size(_bytes(place))} of weights" if _bytes(place) else "")

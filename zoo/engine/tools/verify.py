@@ -27,6 +27,7 @@ from zoo.bridge.streams import of_expert
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, locate, quantisation, read_arch
 from zoo.data.sources.lines import locate as locate_rows
+from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
 from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched
@@ -326,7 +327,7 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
     found = []
     for row in read_rows(str(rows)):
-        if row.media.difference(processor.modalities):
+        if foreign_media(row, processor.modalities):
             continue
         sample, inputs = processor.encode_both(
             row, video_fps=recipe.data.video_fps, max_frames=recipe.data.max_frames

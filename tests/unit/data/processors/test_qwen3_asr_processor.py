@@ -10,6 +10,7 @@ from support import templates
 
 from zoo.data.media.decode import load_audio
 from zoo.data.sample import IGNORE, Sample
+from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.errors import ConfigError
 from zoo.models.qwen3_asr.processor import Qwen3ASRProcessor, build_processor
@@ -92,6 +93,10 @@ def test_two_clips_in_a_row_are_refused_as_by_transformers(
     row = Row(row.messages, audios=("clip.wav",) * 2, root=tmp_path, source="x:1")
     with pytest.raises(RowError, match="Got 1 text but 2 audios"):
         encode(processor, row)
+    assert foreign_media(row, processor.modalities) == {"audio"}
+    rows = read_rows("digits:heldout")
+    taken = {row.kind for row in rows if not foreign_media(row, processor.modalities)}
+    assert taken == {"audio", "text"} and "multi_audio" in {row.kind for row in rows}
 
 
 def test_saved_files_load_by_auto_and_by_us(processor: Qwen3ASRProcessor, tmp_path: Path) -> None:
