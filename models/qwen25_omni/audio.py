@@ -11,11 +11,6 @@ from torch import Tensor
 from transformers.models.qwen2_5_omni import modeling_qwen2_5_omni as hf
 
 
-def audio_tokens(frames: int) -> int:
-    """Tokens (placeholders) of a clip of `frames` mel frames: 25 a second; none of 1 or 2 frames."""
-    return (frames + 1) // 4
-
-
 class AudioTower(hf.Qwen2_5OmniAudioEncoder):
     """transformers' encoder, with parameters under the same names, run on a flat batch of clips."""
 

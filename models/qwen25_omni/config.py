@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from zoo.errors import UserError
-from zoo.nn.omni import OmniConfig
+from zoo.nn.family import OmniConfig
 from zoo.nn.towers.windows import check_windows, window_cost
 from zoo.packing.cost import TowerCost
+
+
+def audio_tokens(frames: int) -> int:
+    """Tokens (placeholders) of a clip of `frames` mel frames: 25 a second; none of 1 or 2 frames."""
+    return (frames + 1) // 4
 
 
 class Qwen25OmniConfig(OmniConfig):
@@ -31,8 +36,6 @@ class Qwen25OmniConfig(OmniConfig):
 
     def audio_tokens(self, frames: int) -> int:
         """Embeddings of a clip: 25 a second."""
-        from zoo.models.qwen25_omni.audio import audio_tokens
-
         return audio_tokens(frames)
 
     def tower_costs(self) -> dict[str, TowerCost]:

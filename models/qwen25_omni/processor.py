@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.processors import sound, vision
-from zoo.models.qwen25_omni.audio import audio_tokens
+from zoo.models.qwen25_omni.config import audio_tokens
 
 
 def build_processor(arch_config: Any, source: str | None = None) -> Qwen25OmniProcessor:

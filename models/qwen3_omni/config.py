@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zoo.nn.omni import OmniConfig
+from zoo.nn.family import OmniConfig
 from zoo.nn.towers.audio import audio_cost, audio_tokens, check_audio
 from zoo.packing.cost import TowerCost
 

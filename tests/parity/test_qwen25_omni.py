@@ -16,8 +16,7 @@ from support.tiny_qwen25_omni import TEXT, load_thinker, published, thinker_conf
 from torch import Tensor
 
 from zoo.errors import UserError
-from zoo.models.qwen25_omni.audio import audio_tokens
-from zoo.models.qwen25_omni.config import Qwen25OmniConfig
+from zoo.models.qwen25_omni.config import Qwen25OmniConfig, audio_tokens
 
 LOGITS = 1e-5
 GRADIENTS = 1e-5

@@ -194,6 +194,30 @@ def refusal(kind: str, lack: str) -> str:
     return f"model_type {kind!r} can't be trained here: it has {lack}, which zoo's decoder has not"
 
 
+class OmniConfig(FamilyConfig):
+    """A transformers config of a whole model, read for training the thinker; `kinds` are the whole model's and the thinker's."""
+
+    inner = "thinker_config"
+
+    @classmethod
+    def from_arch(cls, arch: dict[str, Any]) -> Self:
+        """From the dict of a config.json, of the whole model or of the thinker alone."""
+        check_arch(arch)
+        whole, thinker = cls.kinds
+        if arch.get("model_type") == thinker:
+            arch = {"model_type": whole, "enable_audio_output": False, "thinker_config": arch}
+        return super().from_arch(arch)
+
+    @property
+    def thinker(self) -> Any:
+        """The thinker's config: token ids, time scale, and the three parts'."""
+        return self.root
+
+    def audio_tokens(self, frames: int) -> int:
+        """Embeddings that the audio tower makes of a clip of so many mel frames."""
+        raise NotImplementedError
+
+
 def tower_config(part: Any) -> Any:
     """A copy of a tower's config that names no dtype: transformers would build the tower in the file's, not in the run's."""
     part = copy.copy(part)

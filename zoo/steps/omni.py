@@ -16,7 +16,7 @@ from zoo.steps.vision import VisionStep
 
 
 class OmniStep(VisionStep):
-    """Adds sound, and positions on its clock; `config` is a zoo.nn.omni.OmniConfig."""
+    """Adds sound, and positions on its clock; `config` is a zoo.nn.family.OmniConfig."""
 
     whole_positions: ClassVar[bool] = False  # as `zoo.steps.timed_positions.Tokens.whole` says
 

@@ -12,7 +12,7 @@ from zoo.data.media.decode import load_audio, load_image, load_video
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row, read_rows
 from zoo.errors import ConfigError
-from zoo.models.qwen25_omni.audio import audio_tokens
+from zoo.models.qwen25_omni.config import audio_tokens
 from zoo.models.qwen25_omni.processor import Qwen25OmniProcessor, build_processor
 
 VISION = {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
