@@ -22,7 +22,6 @@ RECIPES = (
     "qwen25_vl_sft",
     "qwen3_asr_sft",
     "qwen25_omni_sft",
-    "gemma3_sft",
 )
 
 

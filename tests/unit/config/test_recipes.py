@@ -113,7 +113,7 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "4b": 4_300_079_472,
         "12b": 12_187_325_040,
         "27b": 27_432_406_640,
-        "tiny": 805_248,
+        "tiny": 833_920,
     },
 }
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
