@@ -15,7 +15,8 @@ ELSEWHERE = (
     *NOTEBOOKS,
     "notebook.py",
     "toy_lm",
-)  # test_notebooks.py, test_launchers.py, test_other_package.py
+    "grpo_on_digits.py",
+)  # test_notebooks.py, test_launchers.py, test_other_package.py, slow/test_learns_rewards.py
 MARK = "==== "
 RUN_ALL = f"""
 import runpy, sys

@@ -74,7 +74,7 @@ def test_a_layout_gives_what_one_rank_gives(
         assert (rank.routing is None) == (alone.routing is None)
         if rank.routing is not None and alone.routing is not None:
             assert torch.equal(rank.routing, alone.routing[at])
-        assert not rank.wrong
+        assert not rank.wrong and not rank.misplaced
         assert rank.peak <= BUCKET + 2 * rank.largest, (rank.peak, rank.largest)
     error, name = worst(full_gradients([rank.held for rank in ranks]), full_gradients([alone.held]))
     assert error < LIMIT, name

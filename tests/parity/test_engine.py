@@ -19,6 +19,7 @@ from support.tiny import load_plain
 from torch import Tensor
 
 import zoo
+from zoo.errors import UserError
 
 LOGPROBS, GRADIENTS = 2e-5, 2e-5
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
@@ -116,3 +117,32 @@ def test_adapters_are_merged_or_by_themselves(name: str, tmp_path: Path) -> None
     with torch.no_grad():
         wanted = hf_values(with_adapter, loop_examples(folder, model), batch).logprobs * batch["loss_mask"]
     assert float((found - wanted).abs().max()) < 1e-4
+
+
+@pytest.mark.slow
+def test_recomputed_layers_take_the_given_experts_too(tmp_path: Path) -> None:
+    """Experts that no router would choose give the same gradient with layers kept and recomputed."""
+    model = MODELS["deepstack"]
+    folder = model.write(tmp_path / "model")
+    batch = loop_batch(loop_examples(folder, model))
+
+    def gradients(recompute: str, routing: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
+        overrides = (f"engine.recompute={recompute}", "packing.budget=4096")
+        with zoo.Engine.open(engine_recipe(folder, model, *overrides)) as engine:
+            _, own = engine.logprobs_and_routing(batch)
+            given = {} if routing is None else {"routing": routing}
+            engine.train_step({**batch, **given}, grpo, update=False)
+            return {name: grad.clone() for name, grad in held_by(engine).gradients.items()}, own
+
+    plain, own = gradients("none")
+    other = torch.where(own >= 0, (own + 1) % (int(own.max()) + 1), own)
+    kept, recomputed = gradients("none", other)[0], gradients("full", other)[0]
+    assert max(float((kept[name] - grad).abs().max()) for name, grad in recomputed.items()) < 1e-6
+    assert max(float((plain[name] - grad).abs().max()) for name, grad in kept.items()) > 1e-3, (
+        "replay changed nothing"
+    )
+    with (
+        zoo.Engine.open(engine_recipe(folder, model, "engine.recompute=selective")) as engine,
+        pytest.raises(UserError, match="would lose in the backward pass"),
+    ):
+        engine.train_step({**batch, "routing": other}, grpo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -131,6 +131,7 @@ class Looped:
     after: Tensor  # log-probabilities after an update
     routing: Tensor | None  # of each token before the update, sorted; None where the model has no experts
     replayed: Tensor  # log-probabilities after the update by that routing
+    misplaced: list[str]  # published tensors that the ranks' blocks do not make up
     wrong: list[str]  # published tensors that differ from those of an export, to the bit
     peak: int  # bytes that a stream of the weights held at most
     largest: int  # bytes of its largest tensor
@@ -185,11 +186,14 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
             engine.train_step({**batch, "routing": routing}, grpo, update=False)
             routing = routing.sort().values
         wrong = differing(engine, Path(f"{plan.batch}.{size}.{'-'.join(plan.overrides).replace('/', '')}"))
+        misplaced = not_made_up(engine)
         peak, largest = stream_bytes(engine)
     if plan.joined:
         assert set(c10d._world.pg_map) == groups
         dist.destroy_process_group()
-    return Looped(rows, logprobs, entropy, held, outcome, after, routing, replayed, wrong, peak, largest)
+    return Looped(
+        rows, logprobs, entropy, held, outcome, after, routing, replayed, misplaced, wrong, peak, largest
+    )
 
 
 def differing(engine: Any, folder: Path) -> list[str]:
@@ -207,6 +211,27 @@ def differing(engine: Any, folder: Path) -> list[str]:
     left = [name for name in wanted.keys() - found.keys() if bridge.zoo_name(name) and "mtp." not in name]
     unequal = [name for name, tensor in found.items() if name not in wanted or not wanted[name].equal(tensor)]
     return sorted(left + unequal)
+
+
+def not_made_up(engine: Any) -> list[str]:
+    """Names of published tensors that are not, element by element, the blocks that count of all ranks."""
+    import torch.distributed as dist
+
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        everyone, [replace(one, tensor=one.tensor.clone()) for one in engine.hf_shards() if one.first]
+    )
+    wanted = {name: tensor.clone() for name, tensor in engine.hf_weights()}
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in wanted.items()}
+    twice = []
+    for one in (shard for shards in everyone for shard in shards):
+        place = tuple(slice(at, at + size) for at, size in zip(one.offset, one.tensor.shape, strict=True))
+        if one.full_shape != tuple(wanted[one.name].shape) or not found[one.name][place].isnan().all():
+            twice.append(one.name)
+        found[one.name][place] = one.tensor
+    return sorted(
+        {*twice, *(name for name, tensor in wanted.items() if not torch.equal(found[name], tensor))}
+    )
 
 
 def stream_bytes(engine: Any) -> tuple[int, int]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zoo.config.compose import save_recipe
+from zoo.config.locate import locate
 from zoo.config.schema import Recipe
-from zoo.engine.checkpoint import integrity, sharded, snapshot
+from zoo.engine.checkpoint import initial_weights, integrity, sharded, snapshot
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.selection import choose
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
@@ -15,8 +19,9 @@ from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import TIMEOUT, World
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.optimizer.adamw import allocate_state
+from zoo.engine.optimizer.adamw import allocate_state, optimizers
 from zoo.errors import UserError
+from zoo.nn.adamw.state import MASTER
 
 
 class Checkpoints:
@@ -63,6 +68,22 @@ class Checkpoints:
         allocate_state(trainable.optimizer)
         sharded.load(trainable, chosen, self.world, state["ranks"])
         return int(state["step"])
+
+    def load_weights(self, init: str) -> None:
+        """Take the weights that a recipe's `model.init` names."""
+        parts = self.parts
+        if parts.adapters is not None:
+            raise UserError(
+                "engine.load_weights: the model has adapters, which belong to other weights; open an engine with these"
+            )
+        source = agreed(lambda: locate(init))
+        initial_weights.init_weights(
+            list(parts.chunks), replace(parts.assembly, source=source), self.recipe, self.world
+        )
+        for one in optimizers(parts.optimizer) if parts.optimizer is not None else ():
+            for state in one.state.values():
+                if state[MASTER].dtype == torch.int16:  # what completed the former bf16 weights to fp32
+                    state[MASTER].zero_()
 
     def _begin(self, folder: Path) -> None:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.bridge.weight_shards import WeightShard
 from zoo.bridge.weight_stream import BUCKET
 from zoo.data.sources.rows import Row
 from zoo.engine.distributed.determinism import plain_fp32
@@ -183,6 +184,20 @@ class Engine(OpenModel):
         """
         return self._stream(lambda: self._weights.published(dtype, bucket), "hf_weights")
 
+    def hf_shards(self, *, dtype: torch.dtype | None = None) -> Iterator[WeightShard]:
+        """This rank's own blocks of what `hf_weights` gives, each with its place, for receivers that are cut another way.
+
+        Nothing is exchanged after the first call, which plans and is every rank's. Blocks are views of the weights where these lie
+        together: an update changes them.
+
+        Args:
+            dtype: of all blocks; None: that of the weights that the model began with.
+
+        Raises:
+            UserError: the engine is closed, or the model is on the host.
+        """
+        return self._stream(lambda: self._weights.shards(dtype), "hf_shards")
+
     def adapter_weights(self) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Any]]:
         """The adapters by themselves: PEFT's names and whole tensors, as `hf_weights` gives them, and PEFT's adapter_config.json.
 
@@ -193,9 +208,7 @@ class Engine(OpenModel):
         config = self._weights.peft_config(self.recipe)
         return self._stream(self._weights.adapters, "adapter_weights"), config
 
-    def _stream(
-        self, make: Callable[[], Iterator[tuple[str, Tensor]]], call: str
-    ) -> Iterator[tuple[str, Tensor]]:
+    def _stream[T](self, make: Callable[[], Iterator[T]], call: str) -> Iterator[T]:
         """What `make` gives; the caller's code between two tensors runs under its own settings."""
         self._open("model", call=call)
         with settings(self.recipe, self.device):

@@ -199,6 +199,18 @@ class OpenModel:
         with settings(self.recipe, self.device):
             return self._memory.move(device == "cuda", [kind for kind in KINDS if wanted[kind]])
 
+    def load_weights(self, path: str | Path) -> None:
+        """Put the weights of a Hugging Face folder, or of what else `model.init` names, in the place of those at hand.
+
+        Moments of the optimizer stay. Every rank calls it.
+
+        Raises:
+            UserError: there are no such weights, they are of another model, the model has adapters, or it is on the host.
+        """
+        self._open("model", "optimizer", call="load_weights")
+        with settings(self.recipe, self.device):
+            self._checkpoints.load_weights(str(path))
+
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """The weights without their LoRA adapters inside the block, which are a reference model's; for `logprobs` and `entropy`.

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from zoo.bridge import WeightStream
 from zoo.bridge.parallel import model_parameters
+from zoo.bridge.weight_shards import WeightShard, weight_shards
+from zoo.bridge.weight_stream import BUCKET
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import lora_files, sharded
 from zoo.engine.distributed.world import World
@@ -29,10 +31,18 @@ class Weights:
 
     def published(self, dtype: torch.dtype | None, bucket: int) -> Iterator[tuple[str, Tensor]]:
         """(published name, whole tensor), adapters merged."""
+        return self._stream(dtype, bucket).tensors(self._merged)
+
+    def shards(self, dtype: torch.dtype | None) -> Iterator[WeightShard]:
+        """This rank's blocks of the same tensors."""
+        stream = self._stream(dtype, BUCKET)
+        return weight_shards(stream.parameters, stream.plan, stream.dims, stream.shard, self._merged)
+
+    def _stream(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
         key = (dtype, bucket)
         if key not in self._plans:
             self._plans[key] = self._plan(dtype, bucket)
-        return self._plans[key].tensors(self._merged)
+        return self._plans[key]
 
     def adapters(self) -> Iterator[tuple[str, Tensor]]:
         """(PEFT's name, whole tensor) of the adapters alone."""

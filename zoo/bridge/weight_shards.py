@@ -1,0 +1,121 @@
+"""A rank's own parts of a sharded model's published tensors, each with its place: for receivers that have a layout of their own.
+
+Nothing is sent: a receiver that is cut another way, such as an inference engine with other tensor-parallel sizes, asks each rank
+for what it lacks. Together the ranks hold every element; `first` says which of several that hold the same part counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from zoo.bridge.export_plan import Plan
+from zoo.bridge.mapping.table import Entry
+from zoo.bridge.mapping.transforms import Dims, Transposed
+from zoo.bridge.parallel import AnyShard, ShardInfo, cut, full_shape, shard_axis
+from zoo.bridge.weight_stream import Local
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """A block of a published tensor.
+
+    Attributes:
+        name: published.
+        tensor: the block; a view of the parameter where its rows lie together.
+        offset: where the block begins in the whole tensor, by dimension.
+        full_shape: of the whole tensor.
+        first: False where a rank before this one holds the same block (replicas, and ranks that do not share the parameter).
+    """
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+    full_shape: tuple[int, ...]
+    first: bool
+
+
+@torch.no_grad()
+def weight_shards(
+    parameters: Mapping[str, Tensor],
+    plan: Plan,
+    dims: Dims,
+    info: ShardInfo,
+    local: Local = lambda name, parameter: parameter,
+) -> Iterator[WeightShard]:
+    """This rank's blocks, in the order of its parameters; see :class:`zoo.bridge.weight_stream.WeightStream` for the arguments."""
+    for name, parameter in parameters.items():
+        entry = plan.entries[name]
+        if not entry.rule.writes(dims):
+            continue
+        held, dtype = local(name, parameter.detach()), plan.dtype_of(name, parameter)
+        if not entry.rule.stacked:
+            yield from _blocks(entry, held.to(dtype), dims, info)
+            continue
+        for index, expert in enumerate(held):
+            number = info.ep_rank * len(held) + index
+            for one in _blocks(entry, expert.to(dtype), dims, info, number):
+                if entry.layout.per_expert:
+                    yield one
+                else:
+                    place, whole = (number, *one.offset), (dims.experts, *one.full_shape)
+                    yield replace(one, tensor=one.tensor[None], offset=place, full_shape=whole)
+
+
+def _blocks(
+    entry: Entry, held: Tensor, dims: Dims, info: ShardInfo, expert: int | None = None
+) -> Iterator[WeightShard]:
+    """The blocks of a parameter, or of one of its experts, in the tensors that it is published as."""
+    kind = entry.rule.shard_for(dims)
+    rank, size = info.on(shard_axis(kind)) if kind is not None else (info.tp_rank, 1)
+    first = (info.dp_rank if expert is None else info.edp_rank) == 0 and (kind is not None or rank == 0)
+    whole = _full(tuple(held.shape), kind, info, expert)
+    names = entry.hf_names() if expert is None else entry.hf_names(expert)
+    if not whole:
+        yield WeightShard(names[0], held, (), (), first)
+        return
+    by_columns = size > 1 and whole[0] == held.shape[0]
+    column = rank * held.shape[1] if by_columns else 0
+    numbers = torch.arange(whole[0])
+    here = torch.full_like(numbers, -1)
+    mine = numbers if by_columns else cut(numbers, kind, info)
+    here[mine] = torch.arange(len(mine))
+    turned = isinstance(entry.layout.transform, Transposed)
+    rows = [numbers] if turned else entry.layout.transform.to_hf(numbers, dims)
+    for name, part in zip(names, rows, strict=True):
+        for start, chosen in _runs(here[part]):
+            block = _taken(held, chosen)
+            offset, shape = [start, *[0] * (len(whole) - 1)], [len(part), *whole[1:]]
+            if by_columns:
+                offset[1] = column
+            if turned:
+                block, offset, shape = block.T, offset[::-1], shape[::-1]
+            yield WeightShard(name, block, tuple(offset), tuple(shape), first)
+
+
+def _full(shape: tuple[int, ...], kind: AnyShard, info: ShardInfo, expert: int | None) -> tuple[int, ...]:
+    """The whole tensor's shape (of one expert)."""
+    if expert is None:
+        return full_shape(shape, kind, info)
+    return full_shape((1, *shape), kind, info)[1:]
+
+
+def _runs(here: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Places that follow one another in a published tensor and are held here: the first of each run, and the rows held there."""
+    places = (here >= 0).nonzero()[:, 0]
+    if not len(places):
+        return
+    breaks = (places.diff() != 1).nonzero()[:, 0] + 1
+    for run in torch.tensor_split(places, breaks):
+        yield int(run[0]), here[run]
+
+
+def _taken(held: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a parameter; a view where they follow one another."""
+    start = int(rows[0])
+    if bool((rows.diff() == 1).all()):
+        return held[start : start + len(rows)]
+    return held[rows.to(held.device)]
