@@ -17,7 +17,7 @@ _HF = "thinker.model.layers.{layer}"
 BRIDGE = Bridge(
     name="qwen25_omni",
     rules=(
-        *decoder_ends("thinker.model", head="thinker.lm_head.weight"),
+        *decoder_ends("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight"),
         *attention_layer(_ZOO, _HF),
         qkv_bias(_ZOO, _HF),
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),

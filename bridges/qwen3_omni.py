@@ -26,7 +26,7 @@ _HF = "thinker.model.layers.{layer}"
 BRIDGE = Bridge(
     name="qwen3_omni",
     rules=(
-        *decoder_ends("thinker.model", head="thinker.lm_head.weight"),
+        *decoder_ends("thinker.model", head="thinker.lm_head.weight", score="thinker.score.weight"),
         *attention_layer(_ZOO, _HF),
         *dense_mlp(f"{_ZOO}.mlp", f"{_HF}.mlp"),  # mlp_only_layers, decoder_sparse_step
         *routed_experts(f"{_ZOO}.mlp", f"{_HF}.mlp", singles, stacks),

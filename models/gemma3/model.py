@@ -29,6 +29,7 @@ class Gemma3Model(MultimodalModel):
             stage=stage,
             towers=self.build_towers(config) if stage.first else {},
             tied=config.tied,
+            scores=recipe.train.scores,
         )
 
     def build_towers(self, config: Gemma3Config) -> dict[str, torch.nn.Module]:

@@ -32,6 +32,7 @@ class LlavaModel(MultimodalModel):
             stage=stage,
             towers=towers,
             tied=config.tied,
+            scores=recipe.train.scores,
         )
         self.tiling = config.tiling
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
-from support.preference import pair_run, records, write_pairs
+from support.preference import pair_run, records, write_labelled, write_pairs
 
 FAST = ("dp2", "dense", "dpo")
 CASES = [
@@ -19,6 +19,12 @@ CASES = [
     ("ep2", "moe", "dpo"),
     ("tp2 cp2", "llava", "orpo"),
     ("cp2 ep2", "omni", "dpo"),
+    ("dp2", "dense", "kto"),
+    ("pp2 cp2", "dense", "kto"),
+    ("tp2 cp2", "gdn", "kto"),
+    ("tp2 cp2", "dense", "reward"),
+    ("tp2 pp2", "llava", "reward"),
+    ("cp2 ep2", "omni", "reward"),
 ]
 SAME = (
     "loss",
@@ -29,6 +35,8 @@ SAME = (
     "rewards/margins",
     "rewards/accuracies",
     "pairs",
+    "answers",
+    "kl",
 )
 
 
@@ -40,7 +48,7 @@ def test_a_layout_trains_as_one_rank(parallel: str, name: str, loss: str, pool: 
     model, setting = MODELS[name], PARALLEL[parallel]
     folder = model.write(tmp_path / "model")
     kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
-    data = write_pairs(tmp_path / "pairs.jsonl", 7, kinds)
+    data = (write_labelled if loss == "kto" else write_pairs)(tmp_path / "rows.jsonl", 7, kinds)
     common = (
         *data, *model.overrides, f"train.loss={loss}", f"model.init={folder}", "train.steps=3",
         "train.global_batch=2", "train.lr=1e-3", "train.schedule=constant", "packing.align=8", "packing.budget=1024",

@@ -11,13 +11,25 @@ from support import tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_omni, tiny
 from support.adapters import adapt
 from support.engine import single_process_world
 from support.matrix import MODELS
-from support.preference import KINDS, encoded_pairs, hf_logprobs, pair_zoo, plain_loss, write_pairs
+from support.preference import (
+    KINDS,
+    encoded_pairs,
+    hf_logprobs,
+    hf_scores,
+    pair_zoo,
+    plain_kto,
+    plain_loss,
+    plain_reward,
+    write_labelled,
+    write_pairs,
+)
 from support.tiny import load_plain
 from torch import Tensor
 
 from zoo.data.loading.batches import make_batch
 from zoo.engine.checkpoint import lora_files
 from zoo.engine.train.preference.base_model import BaseModel
+from zoo.engine.train.preference.divergence import Divergence
 
 LIMIT = 5e-5  # relative
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
@@ -75,6 +87,77 @@ def test_loss_and_gradients_are_those_of_transformers(
                 loss, gradients = zoo.gradients(batches, count, **packing)
                 assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
                 compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gdn", "moe", "omni", "llava"))]
+)
+def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """KTO's divergence is that of the whole step, whatever its micro-batches; packed and padded."""
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    data = write_labelled(tmp_path / "labelled.jsonl", 5, kinds)
+    more = ("train.loss=kto", "train.beta=0.4", "train.desirable_weight=1.5")
+    with single_process_world() as world:
+        zoo = pair_zoo(folder, model, world, *data, *model.overrides, *more)
+        _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
+        logprobs, _ = hf_logprobs(hf, found)
+        moved = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0))
+        moved[1::2] = moved[1::2].abs()  # so that the divergence is above 0
+        reference = logprobs.detach() - moved
+        _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe, reference.view(-1, 2).numpy())
+        samples = [pair.sample for pair in found]
+        desirable = torch.tensor([sample.desirable for sample in samples])
+        assert 0 < int(desirable.sum()) < len(samples)
+        wanted = plain_kto(logprobs, reference, desirable, beta=0.4)
+        wanted.backward()
+        for packing in ({"align": 4}, {"align": 4, "mode": "none"}):
+            step = zoo.step(**packing)
+            mode = packing.get("mode", "thd")
+            batches = [make_batch(part, mode, 4, None, 0) for part in (samples[:3], samples[3:])]
+            batches = Divergence(step, [zoo.model], world)(batches)
+            assert float(batches[0].kl) == pytest.approx(float(moved[1::2].mean()), rel=1e-4)
+            loss, gradients = zoo.gradients(batches, len(samples), **packing)
+            assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gdn", "moe", "omni", "llava", "windows")),
+    ],
+)
+def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """The score of each answer's last token, and Bradley-Terry's loss; the head is drawn anew, as the checkpoint has none."""
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    data = write_pairs(tmp_path / "pairs.jsonl", 4, kinds)
+    more = ("train.loss=reward", "train.center_rewards=0.3")
+    with single_process_world() as world:
+        zoo = pair_zoo(folder, model, world, *data, *model.overrides, *more)
+        head = dict(zoo.model.named_parameters())["score.weight"].detach()
+        assert 0.01 < float(head.std()) < 0.05
+        hf.lm_head = torch.nn.Linear(head.shape[1], 1, bias=False)
+        hf.lm_head.weight.data.copy_(head)
+        _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
+        wanted = plain_reward(hf_scores(hf, found), 0.3)
+        wanted.backward()
+        samples = [pair.sample for pair in found]
+        batches = [make_batch(part, "thd", 4, None, 0) for part in (samples[:3], samples[3:])]
+        for packing in ({"align": 4}, {"align": 4, "mode": "none"}):
+            loss, gradients = zoo.gradients(batches, len(samples), **packing)
+            assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+            grad = hf.lm_head.weight.grad
+            torch.testing.assert_close(gradients.pop("score.weight"), grad, rtol=1e-4, atol=1e-7)
+            hf.lm_head.weight.grad = None
+            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+            hf.lm_head.weight.grad = grad
 
 
 def test_the_base_is_the_model_without_adapters(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support.matrix import Model
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios", "kind")
 KINDS = ("image", "multi_image", "video", "text")
 MORE = {
     "messages": [
@@ -43,6 +44,21 @@ def write_pairs(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tuple[s
     return (f"data.train=[{file}]", f"data.eval=[{file}]", f"data.root={ROOT}")
 
 
+def write_labelled(file: Path, count: int, kinds: Sequence[str] = KINDS) -> tuple[str, ...]:
+    """Write answers with labels as JSONL, two more undesirable ones than desirable; the overrides that train on them."""
+    from zoo.data.digits import ROOT
+
+    items = []
+    for number, item in enumerate(digit_items(count, kinds)):
+        good, wrong = item["messages"], item["rejected_response"]
+        turns = good if number % 3 == 1 else [*good[:-1], {"role": "assistant", "content": wrong}]
+        items.append(
+            {"messages": turns, "label": number % 3 == 1, **{k: item[k] for k in MEDIA if k in item}}
+        )
+    file.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    return (f"data.train=[{file}]", f"data.eval=[{file}]", f"data.root={ROOT}")
+
+
 @dataclass(frozen=True)
 class Pair:
     """A pair's sample, and transformers' arguments and labels for each of the two conversations."""
@@ -52,19 +68,27 @@ class Pair:
 
 
 def encoded_pairs(processor: Any, recipe: Any, references: Any = None) -> tuple[Any, list[Pair]]:
-    """The source of a recipe's pairs, and each pair."""
+    """The source of a recipe's pairs, or labelled answers with the mismatched ones, and each pair."""
     from zoo.data.loading import pairs
     from zoo.data.loading.sample_source import SampleSource
 
     align = recipe.packing.align or 1
     source = SampleSource.open(
-        recipe.data.train, processor, recipe.data, budget=recipe.packing.budget, align=align, pairs=True
+        recipe.data.train,
+        processor,
+        recipe.data,
+        budget=recipe.packing.budget,
+        align=align,
+        pairs=recipe.train.pairs,
+        labelled=recipe.train.labelled,
     )
     source.references = references
     found = []
     for number in range(len(source)):
         sample, halves = source.encode(number), []
-        for row, segment in zip(pairs.rows_of(source.rows[number]), sample.segments, strict=True):
+        row, segments = source._row(number), sample.segments
+        rows = pairs.labelled_rows_of(row) if sample.mismatched else pairs.rows_of(row)
+        for row, segment in zip(rows, (*segments, sample.mismatched)[:2], strict=True):
             _, features = processor.encode_both(row, video_fps=2.0, max_frames=768)
             assert torch.equal(features["input_ids"][0], segment.input_ids)
             halves.append((features, segment.labels))
@@ -101,6 +125,29 @@ def plain_loss(
         odds = mean - torch.log(1 - mean.exp())
         losses = -mean[::2] - beta * log_sigmoid(odds[::2] - odds[1::2])
     return losses.mean()
+
+
+def hf_scores(hf: Any, found: Sequence[Pair]) -> Tensor:
+    """(2 P,) of transformers' model whose `lm_head` gives one number: that of each conversation's last token, run by itself."""
+    return torch.stack([hf(**features).logits[0, -1, 0] for pair in found for features, _ in pair.halves])
+
+
+def plain_reward(scores: Tensor, center: float) -> Tensor:
+    """The mean over pairs as TRL 1.16 writes it: trainer/reward_trainer.py `compute_loss`."""
+    chosen, rejected = scores[::2], scores[1::2]
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    return loss + center * torch.mean((chosen + rejected) ** 2)
+
+
+def plain_kto(logprobs: Tensor, reference: Tensor, desirable: Tensor, *, beta: float) -> Tensor:
+    """The mean over answers as TRL 1.16 writes it: trainer/kto_trainer.py `_compute_loss`; both (2 N,), of own and mismatched
+    answers by turns, weights of 1.5 and 1."""
+    ratio = logprobs - reference
+    kl = ratio[1::2].mean().detach().clamp(min=0)
+    own = ratio[::2]
+    chosen = 1 - torch.sigmoid(beta * (own - kl))
+    rejected = 1 - torch.sigmoid(beta * (kl - own))
+    return torch.where(desirable, 1.5 * chosen, rejected).mean()
 
 
 def pair_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
-from zoo.bridge.mapping.table import Bridge, Entry, Resolution
+from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, native
 from zoo.bridge.streams import Job, by_width, carried, to_hf
@@ -47,7 +47,9 @@ class Source:
 
     def dtype_of(self, zoo_name: str) -> torch.dtype:
         """The dtype the tensor has."""
-        entry = self.resolution.entries[zoo_name]
+        entry = self.resolution.entries.get(zoo_name)
+        if entry is None:  # a new head, in the dtype of the others
+            entry = next(iter(self.resolution.entries.values()))
         return self.reader.dtype(self.resolution.source[entry.hf_names(0)[0]])
 
     def copies(self, frozen: Sequence[str], dtype: torch.dtype | None) -> list[Job]:
@@ -143,6 +145,8 @@ def make_plan(
     if bridge.export_config is not None:
         others = {tensor.name for job in copies for tensor in job.planned}.difference(names)
         plain = bridge.export_config(plain, [*names, *others])
+    if SCORE in entries:
+        plain = _of_scores(plain)
     if stated is not None:
         plain = with_dtype(plain, stated)
     return Plan(entries, names, plain, source, dtype, copies, frozenset(kept))
@@ -160,6 +164,15 @@ def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{path}: no such file; give the export a config")
     return unquantised(read_object(path))
+
+
+def _of_scores(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of transformers' ForSequenceClassification model with one number a sequence."""
+    names = [
+        str(name).replace("ForConditionalGeneration", "ForSequenceClassification")
+        for name in config.get("architectures") or ()
+    ]
+    return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

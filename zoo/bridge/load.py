@@ -34,13 +34,15 @@ def load_hf(
     Call it on every rank, before an optimizer takes its copy of the parameters. Returns what was matched. Raises on
     all ranks, before anything is assigned: CheckpointError for a folder that is not whole, BridgeError that lists every
     missing, unmapped, extra, duplicate or misshapen tensor. Known buffers are not read, nor is a tied head that is stored
-    all the same (`pass_over`). `moved(done, whole)` is called as this rank's bytes reach their place.
+    all the same (`pass_over`). A reward model's head that the folder has not stays as it is, and is no entry of the result.
+    `moved(done, whole)` is called as this rank's bytes reach their place.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     parameters = together(comm, lambda: model_parameters(model_chunks))
     everywhere = {name for names in comm.gather_objects([name for name, _ in parameters]) for name in names}
     with together(comm, lambda: SafetensorsFolder(folder)) as reader:
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
+        parameters = [(name, one) for name, one in parameters if name in resolution.entries]
         entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
         together(comm, lambda: pass_over(resolution, reader) if comm.rank == 0 else None)
         together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard, moved))

@@ -123,11 +123,14 @@ class TrainConfig:
     epochs: float | None = number(None, above=0, most=1e6)  # passes over the training rows, when steps is not given
     global_batch: int = number(8, 1, 10**6)  # rows per optimizer step, all ranks together (packed rows under thd)
     micro_batch: int = number(1, 1, 10**5)  # rows per forward pass and rank (packing.mode=none; a packed row counts as 1)
-    loss: str = choice("nll", "nll", "dpo", "ipo", "simpo", "orpo")  # nll: of the answers' tokens | of preference pairs (docs/preference.md)
-    beta: float = number(0.1, above=0, most=1e6)  # dpo, ipo, simpo, orpo: how much a difference of log-probabilities counts
-    reference: str = "start"  # dpo, ipo: start (the run's first weights) | base (the weights without adapters) | another model, as model.init names it | a reference.safetensors
+    loss: str = choice("nll", "nll", "dpo", "ipo", "simpo", "orpo", "kto", "reward")  # nll: of the answers' tokens | of preference pairs, kto: of labelled answers | reward: of pairs, for a model that scores answers (docs/preference.md)
+    beta: float = number(0.1, above=0, most=1e6)  # how much a difference of log-probabilities counts for a loss of preferences
+    reference: str = "start"  # dpo, ipo, kto: start (the run's first weights) | base (the weights without adapters) | another model, as model.init names it | a reference.safetensors
     label_smoothing: float = number(0.0, 0, below=0.5)  # dpo, simpo: share of pairs taken to be the wrong way round
     simpo_gamma: float = number(0.5, 0, 1e6)  # simpo: the margin between the rewards of a pair
+    desirable_weight: float = number(1.0, 0, 1e6)  # kto: of desirable answers in the loss
+    undesirable_weight: float = number(1.0, 0, 1e6)  # kto: of the others
+    center_rewards: float = number(0.0, 0, 1e6)  # reward: weight of the squared sum of a pair's scores, which keeps their mean at 0
     lr: float = number(1e-5, 0, 100)  # peak learning rate
     min_lr: float = number(0.0, 0, 100)  # learning rate that the schedule would reach one update after the last; constant has none
     lr_scale: dict[str, float] = field(default_factory=dict, metadata={"bounds": Bounds(least=0, most=1e6)})  # factor of lr for a part of the model
@@ -153,7 +156,7 @@ class TrainConfig:
     spike_after: int = number(100, 0, 10**6)  # good steps before spikes are looked for
     aux_loss: float = number(0.0, 0, 1000)  # coefficient of the router's load-balancing loss
     z_loss: float = number(0.0, 0, 1000)  # coefficient of the router's z-loss
-    mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out, as losses of preference pairs do
+    mtp_loss: float = number(0.1, 0, 1000)  # weight of multi-token prediction, where the model has it; 0 leaves it out, as losses of preferences and a teacher do
     eval_every: int = number(0, 0, 10**9)  # steps between evaluations; 0: only at the end
     eval_rows: int | None = number(None, 0, 10**9)  # rows of the evaluation set that are used; 0: none; default: all
     save: str = choice("full", "full", "weights")  # full | weights: a checkpoint without optimizer state is smaller, and a resumed run begins the optimizer's moments anew
@@ -170,7 +173,32 @@ class TrainConfig:
     @property
     def pairs(self) -> bool:
         """Whether the loss is one of preference pairs."""
-        return self.loss != "nll"
+        return self.loss in ("dpo", "ipo", "simpo", "orpo", "reward")
+
+    @property
+    def scores(self) -> bool:
+        """Whether the model is one that scores answers."""
+        return self.loss == "reward"
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the loss is one of answers with a label."""
+        return self.loss == "kto"
+
+    @property
+    def preference(self) -> bool:
+        """Whether the loss is one of either."""
+        return self.pairs or self.labelled
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """Learning from a teacher's distributions beside the labels (docs/distillation.md)."""
+
+    teacher: str | None = None  # a model of the same family and tokens, as model.init names it, which is in memory beside the student; null: none
+    top_k: int = number(64, 1, 10**5)  # of the teacher's most likely tokens that are told apart; the others are one outcome
+    temperature: float = number(1.0, above=0, most=1e3)  # at which both distributions are compared
+    weight: float = number(0.5, 0, 1)  # of the divergence in the loss; the cross entropy of the labels has the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +257,7 @@ class Recipe:
     packing: PackingConfig = field(default_factory=PackingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -112,8 +112,10 @@ def _derived(recipe: Recipe) -> dict[str, Any]:
     """Values of the keys left open that follow from other keys or from the machine."""
     sp = sequence_parallel(recipe)
     changes: dict[str, Any] = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
-    if recipe.train.pairs:
+    if recipe.train.preference or recipe.distill.teacher is not None:
         changes["train.mtp_loss"] = 0.0  # multi-token prediction learns single answers
+    if recipe.train.scores:
+        changes["log.predictions"] = 0  # a model that scores answers gives none
     if recipe.run.stage is not None:
         changes["run.stage"] = str(expanded(recipe.run.stage))
     if recipe.packing.align is None:

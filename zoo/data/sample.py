@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,10 @@ class Sample:
         weights: (L,) float32 weight of each label in the loss; None where all are 1. A label of weight 0 is IGNORE.
         fit: as `zoo.data.media.sizes.SampleSize` has it.
         rejected: of a preference pair, whose better answer this is, the sample of the other one.
-        reference: of a pair, a reference model's log-probabilities of the labels of both.
+        reference: of a pair, a reference model's log-probabilities of the labels of both; of a labelled answer, of its own and of
+            `mismatched`.
+        desirable: of a labelled answer, whether it is.
+        mismatched: of a labelled answer, the same conversation with the answer of another row.
     """
 
     input_ids: Tensor
@@ -42,6 +45,8 @@ class Sample:
     fit: Fit | None = None
     rejected: Sample | None = None
     reference: tuple[float, float] | None = None
+    desirable: bool | None = None
+    mismatched: Sample | None = None
 
     @property
     def length(self) -> int:
@@ -65,7 +70,8 @@ class Sample:
         """Bytes of all tensors."""
         own = (self.input_ids, self.labels) + (() if self.weights is None else (self.weights,))
         mine = sum(tensor.nbytes for tensor in (*own, *self.media.values()))
-        return mine if self.rejected is None else mine + self.rejected.nbytes
+        others = (self.rejected, self.mismatched)
+        return mine + sum(other.nbytes for other in others if other is not None)
 
     @property
     def segments(self) -> tuple[Sample, ...]:
@@ -89,8 +95,14 @@ class MicroBatch:
         layout: layout of the packed row; None for a padded batch.
         weights: as `labels`, float32, the weight of each label in the loss; None where all are 1.
         label_weight: what the step's loss is divided by, on the host: of preference pairs their number, else the sum of the
-            weights of the targets; None where it is `num_labels`.
-        reference: (S,) float32 on the host, of pairs a reference model's log-probability of each sample's labels.
+            weights of the targets, of labelled answers theirs; None where it is `num_labels`.
+        reference: (S,) float32, of pairs a reference model's log-probability of each sample's labels; of labelled answers (2 S,),
+            with those of `mismatched` by turns, until `kl` is there.
+        desirable: (S,) bool on the host, whether each labelled answer is.
+        mismatched: of labelled answers, the micro-batch of the same conversations with other answers.
+        kl: () float32, of labelled answers the divergence from the reference over the whole step.
+        teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
+        drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
     """
 
     input_ids: Tensor
@@ -105,6 +117,11 @@ class MicroBatch:
     weights: Tensor | None = None
     label_weight: float | None = None
     reference: Tensor | None = None
+    desirable: Tensor | None = None
+    mismatched: MicroBatch | None = None
+    kl: Tensor | None = None
+    drift: Tensor | None = None
+    teaching: Any = None
 
     @property
     def real_tokens(self) -> int:
@@ -208,11 +225,13 @@ def collate_padded(
     )
 
 
-def of_pairs(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
-    """A micro-batch that was made of the segments of `samples`, with what it has to know where these are preference pairs."""
-    pairs = [sample for sample in samples if sample.rejected is not None]
+def of_answers(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """A micro-batch that was made of the segments of `samples`, with what it has to know where these are pairs or labelled answers."""
+    pairs = [s for s in samples if s.rejected is not None or s.desirable is not None]
     if not pairs:
         return batch
+    if pairs[0].desirable is not None:
+        batch = replace(batch, desirable=torch.tensor([sample.desirable for sample in pairs]))
     known = [sample.reference for sample in pairs if sample.reference is not None]
     reference = torch.tensor(known).flatten() if len(known) == len(pairs) else None
     return replace(batch, label_weight=float(len(pairs)), weights=None, reference=reference)

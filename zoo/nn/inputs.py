@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.decoder.router import Routing
+from zoo.nn.head.distillation import Teaching, TopK
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class ModelInputs:
     # The logits of label_rows are divided by it before anything else: a number, or (N,) on the device.
     temperature: float | Tensor = 1.0
     entropy: bool = False  # also the entropy of what predicts each target
+    teaching: Teaching | None = None  # of the label_rows: also the divergence from it
+    top: TopK | None = None  # the most likely tokens of the label_rows, in the place of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 

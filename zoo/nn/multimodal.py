@@ -39,9 +39,11 @@ from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.decoder.rotary import Rotary
 from zoo.nn.decoder.router import track_layers
-from zoo.nn.entropy import entropy
+from zoo.nn.head.distillation import divergence, top_tokens
+from zoo.nn.head.entropy import entropy
+from zoo.nn.head.score import ScoreHead
+from zoo.nn.head.tokens import at_temperature, cross_entropy, most_likely
 from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
-from zoo.nn.kernels import fused
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
 
 
@@ -62,19 +64,22 @@ class MultimodalModel(LanguageModule):
         local_rotary: RotaryShape | None = None,
         embedding_scale: float = 1.0,
         logit_softcap: float | None = None,
+        scores: bool = False,
     ) -> None:
         """`towers` are kept as attributes under their names, on the first stage only.
 
         `deepstack_layers`: by the name of a tower, decoder layers that its features are added after; one tower may have
         any. ValueError for more. `local_rotary`: of layers that see a window, where these have their own; `embedding_scale`:
-        factor of tokens' embeddings; `logit_softcap`: c of c tanh(logits / c).
+        factor of tokens' embeddings; `logit_softcap`: c of c tanh(logits / c). `scores`: the model has a `score` of an answer's
+        last state in the place of the vocabulary's head.
         """
         groups = ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config=config, pg_collection=groups)
         track_layers(config)
         self.model_type = ModelType.encoder_or_decoder
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
-        self.share_embeddings_and_output_weights = tied
+        self.scores = scores
+        self.share_embeddings_and_output_weights = tied and not scores
         self.mtp_process = stage.last and bool(
             config.mtp_num_layers
         )  # mcore's name: the embedding is here too
@@ -105,7 +110,9 @@ class MultimodalModel(LanguageModule):
                 if groups.tp.size() > 1:
                     sum_over_tensor_parallel(tower)
         self.decoder = self._make_decoder(config, backend, stage, groups)
-        if stage.last:
+        if stage.last and scores:
+            self.score = ScoreHead(config)
+        elif stage.last:
             head_config = copy.copy(config)
             head_config.sequence_parallel = False  # rows are gathered, then only labelled ones kept
             self.output_layer = tensor_parallel.ColumnParallelLinear(
@@ -155,6 +162,18 @@ class MultimodalModel(LanguageModule):
         """Tower outputs by tower name; towers without media in this batch are left out."""
         raise NotImplementedError
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """As megatron-core's, which expects a vocabulary's head."""
+        about = (prefix, sharded_offsets, metadata)
+        found: dict[str, Any] = (
+            super(LanguageModule, self).sharded_state_dict(*about)
+            if self.scores
+            else super().sharded_state_dict(*about)
+        )
+        return found
+
     def set_input_tensor(self, input_tensor: Any) -> None:
         """mcore's schedules hand over what the previous stage sent."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
@@ -164,8 +183,8 @@ class MultimodalModel(LanguageModule):
 
         Last stage: negative log likelihood (N,) fp32 of the targets, then of those of each depth of multi-token
         prediction; with `count_correct` (2, N), the second row 1.0 where the target was the most likely token, with `entropy`
-        (2, N), the second row the entropy;
-        without `targets` the logits (N, vocab) of `label_rows`, without these too all logits (B, T, vocab). Other stages:
+        (2, N), the second row the entropy, with `teaching` the divergence from it; with `top` what `TopTokens.joined` gives;
+        without `targets` the logits (N, vocab) of `label_rows`, or their scores (N,), without these too all logits (B, T, vocab). Other stages:
         what the next one needs, (T', B, hidden).
         """
         if self.pre_process:
@@ -329,6 +348,8 @@ class MultimodalModel(LanguageModule):
         )
         if targets is None:
             states = hidden if rows is None else hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+            if self.scores:
+                return self.score(states)
             logits = self._logits(states, weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
             return logits.transpose(0, 1) if rows is None else logits
@@ -337,11 +358,17 @@ class MultimodalModel(LanguageModule):
         if count == 0:  # the head runs all the same: its gradient is waited for
             rows, targets = rows.new_zeros(1), targets.new_zeros(1)
         logits = self._logits(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight)
-        logits, beside = _at_temperature(logits, wanted, count), None
+        if wanted is not None and wanted.top is not None:
+            return top_tokens(logits, *wanted.top, self.tp_group).joined()[:, :count]
+        if wanted is not None and count:
+            logits = at_temperature(logits, wanted.temperature)
+        beside: Tensor | None = None
         if wanted is not None and wanted.count_correct:
             beside = most_likely(logits, self.tp_group) == targets
         elif wanted is not None and wanted.entropy:
             beside = entropy(logits, self.tp_group)
+        elif wanted is not None and wanted.teaching is not None and count:
+            beside = divergence(logits, wanted.teaching, self.tp_group)
         loss = cross_entropy(logits, targets, self.tp_group)
         out = loss if beside is None else torch.stack((loss, beside.to(loss.dtype)))
         return out if count else out[..., :0] + out.sum() * 0.0
@@ -351,39 +378,6 @@ class MultimodalModel(LanguageModule):
         logits: Tensor = self.output_layer(states, weight=weight)[0]
         cap = self.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _at_temperature(logits: Tensor, wanted: ModelInputs | None, count: int) -> Tensor:
-    """logits (N, vocab/tp) divided by the temperature of the call; `count` 0: the only row is there for its gradient."""
-    if wanted is None or not count:
-        return logits
-    if isinstance(wanted.temperature, Tensor):
-        return logits / wanted.temperature[:, None].to(logits.dtype)
-    return logits if wanted.temperature == 1.0 else logits / wanted.temperature
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, group: Any) -> Tensor:
-    """(N,) fp32 negative log likelihoods under logits (N, vocab/tp), which the backward pass may overwrite."""
-    if fused(logits):
-        from zoo.nn.kernels.loss import cross_entropy as kernel
-
-        return kernel(logits, targets, group)
-    loss: Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits.float(), targets, tp_group=group)
-    return loss
-
-
-def most_likely(logits: Tensor, group: Any) -> Tensor:
-    """(N,) int64 most likely token of logits (N, vocab/tp), each rank holding a slice of the vocabulary."""
-    best, token = logits.detach().max(dim=-1)
-    if group.size() == 1:
-        return token
-    token = token + group.rank() * logits.shape[-1]
-    scores = [torch.empty_like(best) for _ in range(group.size())]
-    tokens = [torch.empty_like(token) for _ in range(group.size())]
-    torch.distributed.all_gather(scores, best.contiguous(), group=group)
-    torch.distributed.all_gather(tokens, token.contiguous(), group=group)
-    winner = torch.stack(scores).argmax(dim=0, keepdim=True)
-    return torch.stack(tokens).gather(0, winner)[0]
 
 
 def _to(index: Tensor, like: Tensor) -> Tensor:

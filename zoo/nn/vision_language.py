@@ -29,6 +29,7 @@ class VisionLanguageModel(MultimodalModel):
             stage=stage,
             towers={name: use_varlen_attention(tower) for name, tower in towers.items()},
             tied=config.tied,
+            scores=recipe.train.scores,
             deepstack_layers={"vision": config.deepstack_layers},
         )
 

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from zoo.nn.head.distillation import Teaching
 from zoo.packing import PackedLayout
 from zoo.packing.lengths import as_ints, padded_lengths
 
@@ -19,7 +20,8 @@ class MicroBatchLike(Protocol):
     labels are not shifted. media: tensors of all samples in order, concatenated along axis 0.
 
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
-    float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.preference`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.losses.preference`), `desirable`, (S,) bool, with `kl`,
+    () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), `teaching` of its labels in order for distillation, and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
@@ -42,6 +44,9 @@ class HostBatch:
     weights: Tensor | None = None
     position_ids: Tensor | None = None
     reference: Tensor | None = None
+    desirable: Tensor | None = None
+    kl: Tensor | None = None
+    teaching: Teaching | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
@@ -56,7 +61,7 @@ class HostBatch:
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
             getattr(batch, "position_ids", None),
-            getattr(batch, "reference", None),
+            *(getattr(batch, name, None) for name in ("reference", "desirable", "kl", "teaching")),
         )
 
 

@@ -33,8 +33,9 @@ from zoo.packing.blocks import Blocks
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_values, sum_over_context
+from zoo.steps.losses.distillation import DistillationLoss
+from zoo.steps.losses.preference import AnswerLoss
 from zoo.steps.media import MediaStream, RankShare, rank_share
-from zoo.steps.preference import PreferenceLoss
 from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
@@ -64,6 +65,10 @@ class LossInputs:
     reference: Tensor | None = (
         None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
     )
+    desirable: Tensor | None = (
+        None  # (S,) bool on the device: whether each answer is, where they are labelled
+    )
+    kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
 
 
 class PackedStep:
@@ -83,7 +88,8 @@ class PackedStep:
         mtp_depths: int = 0,
         mtp_weight: float = 0.0,
         encodes_media: bool = True,
-        preference: PreferenceLoss | None = None,
+        preference: AnswerLoss | None = None,
+        distillation: DistillationLoss | None = None,
     ) -> None:
         """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
 
@@ -91,7 +97,8 @@ class PackedStep:
         None; `media_group`: tensor and context parallel ranks, which share out the media, or None: each rank encodes
         all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token
         prediction of the model, whose mean loss counts `mtp_weight` times; `preference`: the loss of training batches, whose
-        samples are pairs; None: that of each label.
+        samples are pairs or labelled answers; None: that of each label, or of
+        `distillation`, whose batches bring what a teacher says of them (`teaching`).
         """
         self.config = config
         self.packing = packing
@@ -103,7 +110,11 @@ class PackedStep:
         self.mtp_depths = mtp_depths
         self.mtp_weight = mtp_weight
         self.encodes_media = encodes_media
-        self.preference = preference
+        self.preference, self.distillation = preference, distillation
+        self.reported = preference or distillation  # the loss that has metrics of its own
+        self.scores = (
+            preference is not None and preference.scores
+        )  # the model gives one of each sample's last state
 
     def __call__(
         self,
@@ -148,6 +159,7 @@ class PackedStep:
         those of each token, (B, T0, L, k) int64, -1 where the router chooses, or that they are to be noted (`Routing`).
         """
         layout, batch = self.capture(batch), HostBatch.of(batch)
+        logits = "last" if self.scores else logits
         parts = self.pack(batch, layout)
         if logprobs and batch.labels is None:  # every real token is one to predict
             labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
@@ -158,6 +170,8 @@ class PackedStep:
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[found.label_segments])
         inputs = replace(inputs, entropy=entropy, temperature=temperature)
+        if training and batch.teaching is not None:
+            inputs = replace(inputs, teaching=batch.teaching)
         if experts is not None:
             source = self._mine(parts).take(parts.source).T.reshape(-1)
             given = None
@@ -167,6 +181,8 @@ class PackedStep:
             inputs, found = replace(inputs, routing=Routing(given)), replace(found, token_source=source)
         if batch.reference is not None:
             found = replace(found, reference=self._move(batch.reference.float()))
+        if batch.desirable is not None:
+            found = replace(found, desirable=self._move(batch.desirable), kl=self._move(batch.kl))
         return inputs, found if batch.weights is None else self.weigh(found, batch.weights)
 
     def weigh(self, loss_inputs: LossInputs, weights: Tensor) -> LossInputs:
@@ -404,7 +420,13 @@ class PackedStep:
         `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
         """
         if self.preference is not None and not evaluate:
-            return self._pair_loss(output, loss_inputs, loss_scale, self.preference)
+            return self._answer_loss(
+                -output if self.scores else output, loss_inputs, loss_scale, self.preference
+            )
+        if self.distillation is not None and not evaluate:
+            return self._distillation_loss(output, loss_inputs, loss_scale, self.distillation)
+        if self.scores:  # as a log-probability, of one label that is never the most likely token
+            output = torch.stack((-output, torch.zeros_like(output)))
         nll = output[0] if evaluate else output
         nll, ahead = nll.tensor_split([len(loss_inputs.label_segments)])
         weights = loss_inputs.label_weights
@@ -433,25 +455,46 @@ class PackedStep:
             metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
         return total * loss_scale, metrics
 
-    def _pair_loss(
-        self, nll: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, preference: PreferenceLoss
+    def _answer_loss(
+        self, nll: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, preference: AnswerLoss
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over the pairs of the micro-batch, times `loss_scale`; context-parallel ranks have the same.
+        """Sum over the pairs or answers of the micro-batch, times `loss_scale`; context-parallel ranks have the same.
 
-        Metrics are sums over this rank, where the first context-parallel rank counts the pairs: `nll` is that of their losses,
-        `weight` their number, `labels` that of this rank's labels, and those of `zoo.steps.preference.METRICS`.
+        Metrics are sums over this rank, where the first context-parallel rank counts them: `nll` is that of their losses,
+        `weight` their number, `labels` that of this rank's labels, and those of the loss's `names`.
         """
         segments = self._move(loss_inputs.label_segments)
         answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
         answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
         answers = sum_over_context(answers, self.cp_group if self.cp_size > 1 else None)
-        losses, metrics = preference(answers[0], answers[1].detach(), loss_inputs.reference)
+        known = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
+        losses, metrics = preference(answers[0], answers[1].detach(), *known)
         total, counted = losses.sum(), float(self.cp_rank == 0)
         sums = {name: value.sum() * counted for name, value in metrics.items()}
         sums["nll"] = total.detach() * counted
         sums["weight"] = total.new_full((), len(losses) * counted)
         sums["labels"] = total.new_full((), float(nll.shape[0]))
         return total * loss_scale, sums
+
+    def _distillation_loss(
+        self,
+        output: Tensor,
+        loss_inputs: LossInputs,
+        loss_scale: Tensor | float,
+        distillation: DistillationLoss,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `loss`, of negative log likelihoods and divergences (2, N); (0,) where this rank has no label."""
+        if output.ndim == 1:
+            output = torch.stack((output, output))
+        weights = loss_inputs.label_weights
+        if weights is not None:
+            output = output * weights
+        total = distillation(*output).sum()
+        labels = output.new_full((), float(output.shape[1]))
+        ce, kl = output.detach().sum(dim=1)
+        metrics = {"nll": total.detach().float(), "labels": labels, "ce": ce, "kl": kl}
+        metrics["weight"] = labels if weights is None else weights.sum()
+        return total * loss_scale, metrics
 
     def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:
         """Log-probability of each token given those before it in its sample, in the caller's shape.

@@ -442,7 +442,10 @@ def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:
-    assert "dpo and ipo alone have a reference" in error_of(
+    assert "dpo, ipo, kto alone have a reference" in error_of(
         MOE, {"train.loss": "simpo", "train.reference": "base"}
     )
+    assert "kto alone has it" in error_of(MOE, {"train.loss": "dpo", "train.desirable_weight": 2.0})
+    assert "reward alone has it" in error_of(MOE, {"train.loss": "dpo", "train.center_rewards": 2.0})
+    assert "would leave the new head" in error_of(MOE, {"train.loss": "reward", "lora.rank": 2})
     assert "base without adapters" in error_of(MOE, {"train.loss": "dpo", "train.reference": "base"})

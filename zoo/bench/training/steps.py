@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -215,7 +214,6 @@ class BenchRun(LoadedRun):
                 for share in shares
             ]  # fmt: skip
             mine.append(batches)
-        self.data, self.rows = None, SimpleNamespace(known=None)  # type: ignore[assignment]  # nothing is read
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
         self.warm = max(LEAST_WARM, len(mine))

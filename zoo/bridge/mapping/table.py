@@ -26,6 +26,11 @@ _BUFFERS = re.compile(
 )
 
 
+SCORE = "score.weight"  # the head of a reward model
+# A reward model may begin with the checkpoint of a language model, which has another head.
+HEADS = ("*score.weight", "*lm_head.weight", "*output_layer.weight")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One zoo tensor (global name), its rule, and the layout that its HF side has."""
@@ -168,6 +173,7 @@ class Bridge:
         """
         source, problems = self._translate(hf_names)
         published_entries = self.publish(zoo_names)
+        allow = [*allow, *(HEADS if SCORE in published_entries else ())]
         absent = self._absent(published_entries.values())
         carried = {n for n in source if self.is_carried(n) or any(part.fullmatch(n) for part in absent)}
         unused = set(source) - carried

@@ -19,3 +19,14 @@ def with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
     shift = zlib.crc32(repr(item).encode()) % 9 + 1
     wrong = "".join(str((int(one) + shift) % 10) if one.isdecimal() else one for one in answer)
     return {**item, "rejected_response": wrong}
+
+
+def with_label(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: a row of the set as a labelled answer, half of them desirable and the others wrong in each place.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:with_label"}]`.
+    """
+    if zlib.crc32(repr(item).encode()) // 9 % 2:
+        return {**item, "label": True}
+    wrong = {**item["messages"][-1], "content": with_wrong_answer(item)["rejected_response"]}
+    return {**item, "messages": [*item["messages"][:-1], wrong], "label": False}

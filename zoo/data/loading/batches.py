@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
-from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_pairs
+from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_answers
 from zoo.data.sources.mixture import SampleId
 from zoo.packing import PackedLayout
 
@@ -44,7 +45,12 @@ def make_batch(
 ) -> MicroBatch:
     """The micro-batch of some samples, in pinned memory where there is a GPU."""
     segments, pinned = [one for sample in samples for one in sample.segments], torch.cuda.is_available()
+    others = [sample.mismatched for sample in samples if sample.mismatched is not None]
     if mode == "thd":
         layout = PackedLayout.from_lengths([segment.length for segment in segments], align, pad_to)
-        return of_pairs(collate(segments, layout, pad_id, pinned=pinned), samples).pin()
-    return of_pairs(collate_padded(segments, align, pad_to, pad_id, pinned=pinned), samples).pin()
+        batch = collate(segments, layout, pad_id, pinned=pinned)
+    else:
+        batch = collate_padded(segments, align, pad_to, pad_id, pinned=pinned)
+    if others:
+        batch = replace(batch, mismatched=make_batch(others, mode, align, pad_to, pad_id))
+    return of_answers(batch, samples).pin()

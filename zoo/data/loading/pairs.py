@@ -1,7 +1,11 @@
-"""Preference pairs: two conversations that begin alike, of which the answers are compared, as one sample of two segments."""
+"""Preferences: pairs of conversations that begin alike, as one sample of two segments, and answers with a label.
+
+A labelled answer brings the same conversation with the answer of another row, from which KTO estimates how far the policy has moved.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +14,9 @@ import torch
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import Sample
-from zoo.data.sources.rows import Row
+from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.row_set import RowSet
+from zoo.data.sources.rows import Message, Row
 
 
 def rows_of(row: Row) -> tuple[Row, Row]:
@@ -41,11 +47,11 @@ def rows_of(row: Row) -> tuple[Row, Row]:
     other = replace(
         other, source=row.source, kind=row.kind, limits=row.limits, trusted=row.trusted, root=row.root
     )
-    first, second = (_without_shared(one, shared) for one in (row, other))
+    first, second = (without_shared(one, shared) for one in (row, other))
     return first, second
 
 
-def _without_shared(row: Row, shared: int) -> Row:
+def without_shared(row: Row, shared: int) -> Row:
     """The row with the weight 0 of answers among its first messages."""
     if all(message.role != "assistant" for message in row.messages[:shared]):
         return row
@@ -81,3 +87,70 @@ def joined_size(sizes: Sequence[SampleSize], align: int) -> SampleSize:
     }
     segments = tuple(size.length for size in sizes)
     return SampleSize(sum(-(-length // align) * align for length in segments), media, None, segments)
+
+
+def last_answer(row: Row) -> tuple[Message, str] | None:
+    """The row's last message and its tool calls, where it is an answer."""
+    if not row.messages or row.messages[-1].role != "assistant":
+        return None
+    return row.messages[-1], row.calls[-1] if row.calls else ""
+
+
+def with_other_answer(row: Row, answer: tuple[Message, str]) -> Row:
+    """The row, with the same conversation under another row's answer as its `rejected` one.
+
+    Raises:
+        RowError: the row has no label, does not end with an answer, or has a weight ("label").
+    """
+    why: str | None = None
+    if row.label is None:
+        why = "the row has no label; KTO wants label: true (a desirable answer) or false."
+    elif last_answer(row) is None:
+        why = "the row does not end with an answer, which its label is of."
+    elif row.weight != 1 or row.weights:
+        why = "the row has a weight, and every labelled answer counts alike; take it out."
+    if why is not None:
+        raise RowError(row.source, "label", why)
+    message, calls = answer
+    all_calls = (*row.calls[:-1], calls) if row.calls else (*[""] * (len(row.messages) - 1), calls)
+    other = replace(row, messages=(*row.messages[:-1], message), calls=all_calls if any(all_calls) else ())
+    return replace(row, rejected=other)
+
+
+def labelled_rows_of(row: Row) -> tuple[Row, Row]:
+    """The conversation and that with the other answer, of what `with_other_answer` gave; only the last answer has labels."""
+    assert isinstance(row.rejected, Row)
+    first, second = (without_shared(one, len(one.messages) - 1) for one in (row, row.rejected))
+    return first, second
+
+
+def labelled(own: Sample, other: Sample, desirable: bool) -> Sample:
+    """The sample of an answer that brings the other one.
+
+    Raises:
+        RowError: one of the two has no label ("labels").
+    """
+    for name, sample in (("own", own), ("other", other)):
+        if not sample.num_labels:
+            raise RowError(own.source, "labels", f"the {name} answer has no token to compare.")
+    if same_media(own, other):
+        other = replace(other, media=own.media)  # kept once
+    return replace(own, weights=None, desirable=desirable, mismatched=replace(other, weights=None))
+
+
+def labelled_size(own: SampleSize, other: SampleSize) -> SampleSize:
+    """The longer of the two: they lie in packed rows of their own, which are as long as this one at most."""
+    return max(own, other, key=lambda size: size.length)
+
+
+def answer_before(rows: RowSet, number: int) -> tuple[Message, str]:
+    """The last answer of the nearest row before row `number` that has one; the rows go round.
+
+    Raises:
+        RowError: no row has ("label").
+    """
+    for back in range(1, len(rows) + 1):
+        with contextlib.suppress(RowError):
+            if (found := last_answer(rows.row(SampleId((number - back) % len(rows))))) is not None:
+                return found
+    raise RowError(rows.name(SampleId(number)), "label", "no row ends with an answer, which labels are of.")

@@ -72,6 +72,11 @@ class LengthLimit:
         Raises:
             RowError: the sample is too long and can't be cut ("overlong").
         """
+        if sample.mismatched is not None:
+            taken = max(one.length for one in (sample, sample.mismatched))
+            if taken > self.tokens:
+                raise self._error(sample.source, f"{taken} tokens of a labelled or mismatched answer", WAYS)
+            return sample
         if sample.rejected is not None:
             taken = sum(-(-one.length // self.align) * self.align for one in sample.segments)
             if taken > self.tokens:
@@ -132,6 +137,7 @@ class RowEncoder:
             and of those that have a rejected answer the other one is learnt.
         media_dtype: dtype of what towers read, float32 tensors of two dims or more: they cast it first of all, and here it
             is less to copy. None: as the processor gives it.
+        labelled: rows are answers with a label, as `zoo.data.loading.pairs.with_other_answer` gives them.
     """
 
     processor: Processor
@@ -140,9 +146,13 @@ class RowEncoder:
     budget: int | None = None
     pair_align: int | None = None
     media_dtype: torch.dtype | None = None
+    labelled: bool = False
 
     def measure(self, row: Row) -> SampleSize | None:
         """What `Processor.measure` says, or of a pair both together."""
+        if self.labelled:
+            own, other = (self._measure(one) for one in pairs.labelled_rows_of(row))
+            return None if own is None or other is None else pairs.labelled_size(own, other)
         if self.pair_align is None:
             return self._measure(row)
         sizes = [size for one in pairs.rows_of(row) if (size := self._measure(one)) is not None]
@@ -150,19 +160,27 @@ class RowEncoder:
 
     def encode(self, row: Row, augment: Augment | None = None) -> Sample:
         """What `Processor.encode` says; both samples of a pair, changed at random alike."""
-        if self.pair_align is None:
+        if self.pair_align is None and not self.labelled:
             return self._encode(row, augment)
-        chosen, rejected = pairs.rows_of(row)
         again = copy.deepcopy(augment)
+        if self.labelled:
+            own, other = pairs.labelled_rows_of(row)
+            samples = self._encode(own, augment), self._encode(other, again)
+            return pairs.labelled(*samples, desirable=bool(row.label))
+        chosen, rejected = pairs.rows_of(row)
         return pairs.joined(self._encode(chosen, augment), self._encode(rejected, again))
 
     def size(self, sample: Sample) -> SampleSize:
         """The size of an encoded sample."""
+        if sample.mismatched is not None:
+            return pairs.labelled_size(self.processor.size(sample), self.processor.size(sample.mismatched))
         sizes = [self.processor.size(one) for one in sample.segments]
         return sizes[0] if sample.rejected is None else pairs.joined_size(sizes, self.pair_align or 1)
 
     def length(self, sample: Sample) -> int:
         """Tokens that an encoded sample takes; of a pair with the padding of both."""
+        if sample.mismatched is not None:
+            return max(sample.length, sample.mismatched.length)
         align = 1 if sample.rejected is None else self.pair_align or 1
         return sum(-(-one.length // align) * align for one in sample.segments)
 

@@ -24,6 +24,7 @@ from zoo.data.errors import RowError
 from zoo.data.loading.bad_rows import BAD_IN_A_ROW, BadRows
 from zoo.data.loading.defaults import VARIANTS
 from zoo.data.loading.encoding_workers import EncodingWorkers, RowToEncode
+from zoo.data.loading.pairs import answer_before, with_other_answer
 from zoo.data.loading.row_encoder import LengthLimit, RowEncoder
 from zoo.data.media.decoder import HERE, Decoder
 from zoo.data.media.sizes import SampleSize
@@ -103,7 +104,7 @@ class SampleSource:
             max_rows: use the first so many rows only.
             evaluation: the entries are those of data.eval: of rows held out, those are taken.
             bad_rows: JSONL that bad rows are appended to; see `BadRows`.
-            options: budget, align, augment, blank, seed, decoder, workers, tick, pairs and media_dtype, as `of_rows` takes them.
+            options: budget, align, augment, blank, seed, decoder, workers, tick, pairs, media_dtype and labelled, as `of_rows` takes them.
 
         Raises:
             RowError: a bad row, under data.on_error=raise.
@@ -141,6 +142,7 @@ class SampleSource:
         tick: Callable[[], None] = lambda: None,
         pairs: bool = False,
         media_dtype: torch.dtype | None = None,
+        labelled: bool = False,
     ) -> SampleSource:
         """The samples of rows that are at hand.
 
@@ -159,6 +161,7 @@ class SampleSource:
             tick: called for each row that is measured or encoded.
             pairs: rows are preference pairs, and a sample is both of their conversations.
             media_dtype: as `RowEncoder` has it.
+            labelled: rows are answers with a label, and a sample brings its conversation with the answer of the row before it.
 
         Raises:
             ConfigError: limits of pixels, for a model whose processor has none.
@@ -170,7 +173,9 @@ class SampleSource:
         variants = (data.augment_variants or VARIANTS) if augment else 1
         return cls(
             rows,
-            RowEncoder(processor, data, decoder, limit.tokens, align if pairs else None, media_dtype),
+            RowEncoder(
+                processor, data, decoder, limit.tokens, align if pairs else None, media_dtype, labelled
+            ),
             limit,
             bad_rows or BadRows(data),
             AugmentPolicy(augment, variants, blank, seed),
@@ -269,7 +274,7 @@ class SampleSource:
                 if key in self._cache:
                     continue
                 with contextlib.suppress(RowError):  # raised again when the sample is asked for
-                    row = self.rows.row(key)
+                    row = self._row(key)
                     if self.workers is None or not _is_for_workers(row):
                         rows.append(row)
                         continue
@@ -319,9 +324,15 @@ class SampleSource:
     def _read(self, sample_id: SampleId) -> Row:
         """The row of a sample; RowError where it is bad, or has media that the model doesn't take."""
         self._tick()
-        row = self.rows.row(sample_id)
+        row = self._row(sample_id)
         check_modalities(row, self.processor.modalities)
         return row
+
+    def _row(self, sample_id: SampleId) -> Row:
+        row = self.rows.row(sample_id)
+        if not self.encoder.labelled:
+            return row
+        return with_other_answer(row, answer_before(self.rows, sample_id % self._rows))
 
 
 def _is_for_workers(row: Row) -> bool:

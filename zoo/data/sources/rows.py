@@ -35,7 +35,7 @@ MEDIA = {
     "audio": "audios",
 }  # placeholder and singular key -> plural key
 KEYS = (
-    "messages", *MEDIA.values(), *MEDIA, "kind", "task", "answers", "weight", "use_audio_in_video", "tools",
+    "messages", *MEDIA.values(), *MEDIA, "kind", "task", "answers", "weight", "label", "use_audio_in_video", "tools",
 )  # fmt: skip
 MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
@@ -84,6 +84,7 @@ class Row:
     form: str = "messages"  # the format that it was read as
     task: str | None = None  # what the answer is, which says how it is scored
     answers: tuple[str, ...] = ()  # all texts that are accepted as its last answer; () for that one alone
+    label: bool | None = None  # whether its last answer is desirable, where the row says so
     limits: MediaLimits | None = None  # of its media, where its entry has its own
     # In a preference pair: the same row with the rejected answer, or what is wrong with that.
     rejected: Row | RowError | None = None
@@ -215,6 +216,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         form=found,
         task=_typed(item, "task", str, None, source),
         answers=_answers(item, source),
+        label=_label(item, found, source),
         rejected=_rejected(rejected, source, access),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
@@ -307,6 +309,14 @@ def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
     if not all(isinstance(one, str) for one in found):
         raise RowError(source, "bad_row", f"answers is {shown(repr(found))}; a list of texts is wanted.")
     return tuple(found)
+
+
+def _label(item: dict[str, Any], form: str, source: str) -> bool | None:
+    """Whether the answer is desirable; rows of other formats may have a column of this name that says something else."""
+    if form != "messages" and not isinstance(item.get("label"), bool):
+        return None
+    found: bool | None = _typed(item, "label", bool, None, source)
+    return found
 
 
 def _is_torn(text: str) -> bool:

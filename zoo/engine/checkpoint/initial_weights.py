@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -34,10 +35,21 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
             check_sums(source.folder, default_comm())
         table = native(bridge) if source.kind == "zoo" else bridge
         with on_all_cores(recipe, world):
-            load_hf(
+            found = load_hf(
                 chunks, source.weights, table, dims, shard,
                 moved=lambda done, whole: terminal.detail(part_of(done, whole)),
             )  # fmt: skip
+        fresh = {name for name, _ in model_parameters(chunks)} - found.entries.keys()
+        if fresh:  # a reward model's head
+            randomise(
+                chunks,
+                bridge,
+                dims,
+                shard,
+                recipe.run.seed,
+                assembly.config.text.initializer_range,
+                only=fresh,
+            )
         return
     terminal.doing("drawing random weights")
     randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
@@ -74,14 +86,22 @@ def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world
 
 
 @torch.no_grad()
-def randomise(chunks: list[Any], bridge: Any, dims: Dims, shard: ShardInfo, seed: int, std: float) -> None:
+def randomise(
+    chunks: list[Any],
+    bridge: Any,
+    dims: Dims,
+    shard: ShardInfo,
+    seed: int,
+    std: float,
+    only: Collection[str] | None = None,
+) -> None:
     """Normal(0, std) for every matrix of the decoder, cut from the full tensor that its name and `seed` give.
 
     So a run from random weights starts from the same model under any parallel layout of GPUs of one model, or of CPUs:
     the numbers are drawn where the parameter lies (a core makes some 50 million a second). A parameter may bring its
-    own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with.
+    own `initial(shape, generator)`; other vectors (norms) and towers keep what they were made with. `only`: parameters of these names.
     """
-    parameters = dict(model_parameters(chunks))
+    parameters = {name: one for name, one in model_parameters(chunks) if only is None or name in only}
     for name, entry in bridge.publish(parameters).items():
         parameter = parameters[name]
         initial = getattr(parameter, "initial", None)

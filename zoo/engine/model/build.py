@@ -10,12 +10,15 @@ from zoo.bridge import Dims
 from zoo.bridge.parallel import model_parameters
 from zoo.config.locate import Place, locate, look
 from zoo.config.schema import Recipe
+from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
 from zoo.errors import UserError
 from zoo.nn.inputs import Stage
 from zoo.registry import ModelFamily, get_family
-from zoo.steps.preference import PreferenceLoss
+from zoo.steps.losses.distillation import DistillationLoss
+from zoo.steps.losses.preference import AnswerLoss, PreferenceLoss
+from zoo.steps.losses.unpaired import UnpairedLoss
 
 
 @dataclass(frozen=True)
@@ -110,15 +113,41 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
         mtp_weight=recipe.train.mtp_loss,
         encodes_media=world.pp_rank == 0,
         preference=preference_loss(recipe),
+        distillation=distillation_loss(recipe),
     )
 
 
-def preference_loss(recipe: Recipe) -> PreferenceLoss | None:
-    """The loss of pairs that a recipe trains with; None where it learns answers by themselves."""
+def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
+    """The recipe with all weights of another model of its family in the place of its own: a reference, or a teacher."""
+    model = {
+        "model.init": init,
+        "model.arch": {},
+        "lora.rank": 0,
+        "lora.init": None,
+        "parallel.stage_layers": [],
+    }
+    return validate(
+        recipe.replace({**model, "train.reference": "start", "distill.teacher": None}), world.size
+    )
+
+
+def distillation_loss(recipe: Recipe) -> DistillationLoss | None:
+    """The loss of a recipe with a teacher."""
+    settings = recipe.distill
+    return None if settings.teacher is None else DistillationLoss(settings.weight, settings.temperature)
+
+
+def preference_loss(recipe: Recipe) -> AnswerLoss | None:
+    """The loss of pairs or labelled answers that a recipe trains with; None where it learns answers by themselves."""
     train = recipe.train
+    if train.labelled:
+        return UnpairedLoss(train.beta, train.desirable_weight, train.undesirable_weight)
     if not train.pairs:
         return None
-    return PreferenceLoss(train.loss, train.beta, train.label_smoothing, train.simpo_gamma)
+    beta = 1.0 if train.scores else train.beta
+    return PreferenceLoss(
+        train.loss, beta, train.label_smoothing, train.simpo_gamma, center=train.center_rewards
+    )
 
 
 def model_dims(assembly: Assembly) -> Dims:

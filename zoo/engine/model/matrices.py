@@ -20,7 +20,9 @@ from zoo.bridge.parallel import AnyShard, Axis, ShardInfo, cut, full_shape, shar
 
 Runs = tuple[tuple[int, int], ...]  # (first, end) of each
 
-_NO_MATRIX = re.compile(r"embed|(^|\.)output_layer\.|\.router\.")  # embeddings of patches and places too
+_NO_MATRIX = re.compile(
+    r"embed|(^|\.)(output_layer|score)\.|\.router\."
+)  # embeddings of patches and places too
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:

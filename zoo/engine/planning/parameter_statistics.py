@@ -57,7 +57,7 @@ def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
         return ADAPTERS if adapter else EXPERTS if _is_expert(name) else "decoder", int(rest[1])
     if first in ("embedding", *family.parts):
         return ADAPTERS if adapter else first, "first"
-    part = {"decoder": "decoder", "output_layer": "head"}.get(first, first)
+    part = {"decoder": "decoder", "output_layer": "head", "score": "head"}.get(first, first)
     return EXPERTS if _is_expert(name) else part, "last"
 
 

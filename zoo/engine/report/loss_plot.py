@@ -66,17 +66,18 @@ def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]])
 def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
     """Lines over the steps, or bars where there is a single evaluation."""
     kinds = sorted({kind for r in evals for kind in r["by_kind"]})
-    axis.set_title("exact match on held-out rows")
+    score = "exact_match" if all("exact_match" in r for r in evals) else "rewards/accuracies"
+    axis.set_title(f"{'exact match' if score == 'exact_match' else 'accuracy of pairs'} on held-out rows")
     if len(evals) == 1:
         shares = [evals[0]["by_kind"][kind] for kind in kinds]
         names = [f"{kind} ({share['rows']})" for kind, share in zip(kinds, shares, strict=True)]
-        bars = axis.barh(names, [share["exact_match"] for share in shares], color="tab:green")
-        axis.bar_label(bars, [f"{share['exact_match']:.0%}" for share in shares], padding=3)
+        bars = axis.barh(names, [share[score] for share in shares], color="tab:green")
+        axis.bar_label(bars, [f"{share[score]:.0%}" for share in shares], padding=3)
         axis.set(xlim=(0, 1.1), xlabel=f"share of rows, at step {evals[0]['step']}")
         axis.invert_yaxis()
         return
     for kind in kinds:
-        points = [(r["step"], r["by_kind"][kind]["exact_match"]) for r in evals if kind in r["by_kind"]]
+        points = [(r["step"], r["by_kind"][kind][score]) for r in evals if kind in r["by_kind"]]
         axis.plot(*zip(*points, strict=True), "o-", linewidth=1, markersize=4, label=kind)
     axis.set(xlabel="optimizer step", ylabel="share of rows", ylim=(-0.02, 1.02))
     axis.grid(alpha=0.3)

@@ -105,11 +105,11 @@ class RunLog:
         if not self.main:
             return
         self._line({"event": "eval", "step": step, **metrics, "data": data})
-        kinds = ", ".join(f"{k} {f['exact_match']:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
-        pairs = f", accuracy of pairs {metrics[ACCURACY]:.1%}" if ACCURACY in metrics else ""
-        self.say(
-            f"eval at step {step}: loss {metrics['loss']:.4f}{pairs}, exact match {metrics['exact_match']:.1%} ({kinds})"
-        )
+        score = "exact_match" if "exact_match" in metrics else ACCURACY  # a reward model says nothing
+        kinds = ", ".join(f"{k} {f[score]:.1%} of {f['rows']}" for k, f in metrics["by_kind"].items())
+        accuracy = f", accuracy of preferences {metrics[ACCURACY]:.1%}" if ACCURACY in metrics else ""
+        match = f", exact match {metrics[score]:.1%}" if score != ACCURACY else ""
+        self.say(f"eval at step {step}: loss {metrics['loss']:.4f}{accuracy}{match} ({kinds})")
 
     def predictions(self, step: int, found: Sequence[Prediction]) -> tuple[Path, str] | None:
         """Answers to some held-out rows: a block of lines, predictions.jsonl and the picture; returns picture and block."""

@@ -213,10 +213,15 @@ def _loss(status: RunStatus) -> str:
     return f"{status.loss:.4f}, {status.mean_loss:.4f} over the last steps"
 
 
+def _match(metrics: dict[str, Any]) -> str:
+    match = metrics.get("exact_match")  # a reward model has none
+    return "" if match is None else f"exact match {match:.1%} "
+
+
 def _eval(metrics: dict[str, Any] | None) -> str:
     if metrics is None:
         return ""
-    return f"loss {metrics['loss']:.4f}, exact match {metrics['exact_match']:.1%} at step {metrics['step']}"
+    return f"loss {metrics['loss']:.4f}, {_match(metrics)}at step {metrics['step']}"
 
 
 def _saved(status: RunStatus) -> str:

@@ -26,7 +26,7 @@ from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report import terminal
 from zoo.engine.train.evaluation import recipe_batches
-from zoo.errors import ConfigError
+from zoo.errors import ConfigError, UserError
 
 
 class RowCounter:
@@ -102,7 +102,7 @@ def open_data(
         tick: called for each row that is read.
     """
     settings = with_defaults(recipe.data)
-    if recipe.train.pairs and settings.blank_answers:
+    if recipe.train.preference and settings.blank_answers:
         raise ConfigError(
             f"data.bundled.blank_answers={settings.blank_answers:g} with train.loss={recipe.train.loss}: answers of preference pairs "
             "are compared as they are; set data.blank_answers=0"
@@ -119,6 +119,7 @@ def open_data(
         "bad_rows": folder / "bad_rows.jsonl" if world.is_main else None,
         "pairs": recipe.train.pairs,
         "media_dtype": torch.bfloat16 if recipe.engine.precision == "bf16" else None,
+        "labelled": recipe.train.labelled,
     }
     source = SampleSource.open(
         settings.train,
@@ -130,6 +131,11 @@ def open_data(
         workers=encoding_workers.count_for(settings, ranks_here),
         **options,
     )
+    if recipe.train.labelled and source.rows.has_stream:
+        raise UserError(
+            f"train.loss={recipe.train.loss}: each row of data.train is compared with the one before it, which a stream no longer has; "
+            "read it as a table"
+        )
     loader = BatchLoader(
         source,
         recipe,

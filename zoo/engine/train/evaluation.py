@@ -19,8 +19,8 @@ from zoo.data.loading.evaluation import EvalBatches, eval_batches
 from zoo.data.loading.sample_source import SampleSource
 from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.world import World
-from zoo.engine.train.preference.pair_metrics import PairSums
-from zoo.steps.preference import PreferenceLoss
+from zoo.engine.train.preference.answer_metrics import answer_sums
+from zoo.steps.losses.preference import AnswerLoss
 
 type Complete = Callable[[Sequence[Any]], list[Any]]
 """What micro-batches are given before their forward pass, from further ones; every rank calls it with as many."""
@@ -63,7 +63,7 @@ def evaluate(
     batches: Iterable[Any],
     world: World,
     spare: Callable[[], Any],
-    preference: PreferenceLoss | None = None,
+    preference: AnswerLoss | None = None,
     complete: Complete | None = None,
 ) -> dict[str, Any]:
     """Metrics over all rows of `batches` and all ranks.
@@ -74,32 +74,32 @@ def evaluate(
         batches: this rank's micro-batches, as many on every rank; None stands for one without rows.
         world: the process groups.
         spare: makes the batch that runs in the place of None, so that all ranks join the collectives.
-        preference: the loss of pairs, where the rows are such; None: where they are not.
-        complete: gives micro-batches what their loss needs of further forward passes.
+        preference: the loss of pairs or labelled answers, where the rows are such; None: where they are not.
+        complete: gives micro-batches of a loss of preferences what it needs of further forward passes.
 
     Returns:
         `loss` (mean over labels by their weights), `exact_match` (share of rows), `rows`, and `by_kind`: kind -> exact_match, rows.
         Of pairs `loss` is the mean of theirs, `exact_match` that of chosen answers, and there are
-        `zoo.steps.preference.METRICS` too.
+        `zoo.steps.losses.preference.METRICS` too; of labelled answers `exact_match` is that of desirable ones.
     """
-    sums, pairs = _Sums(), None if preference is None else PairSums(preference)
-    references: list[Any] = []  # of the batch at hand
+    sums, answers = _Sums(), None if preference is None else answer_sums(preference)
+    at_hand: list[Any] = []  # the batch
 
     def noted() -> Iterator[Any]:
         for batch in batches:
-            if complete is not None:
+            if complete is not None and answers is not None:
                 (made,) = complete([spare() if batch is None else batch])
                 batch = None if batch is None else made
-            references[:] = [getattr(batch, "reference", None)]
+            at_hand[:] = [batch]
             yield batch
 
     with in_eval_mode(chunks):
         for kinds, table in row_sums(step, chunks, noted(), world, spare):
-            if pairs is None:
+            if answers is None:
                 sums.add(kinds, table)
             else:
-                pairs.add(kinds, table, references[0])
-    return (pairs or sums).gather(world)
+                answers.add(kinds, table, at_hand[0])
+    return (answers or sums).gather(world)
 
 
 @torch.no_grad()
@@ -144,6 +144,15 @@ def segment_logprobs(step: Any, chunks: Sequence[Any], batch: Any, world: World)
     if world.groups.cp.size() > 1:
         torch.distributed.all_reduce(total, group=world.groups.cp)
     return total
+
+
+def compared_logprobs(step: Any, chunks: Sequence[Any], batch: Any, world: World) -> torch.Tensor | None:
+    """`segment_logprobs` of pairs; of S labelled answers (2 S,), of theirs and of the mismatched ones by turns."""
+    own = segment_logprobs(step, chunks, batch, world)
+    if batch.mismatched is None:
+        return own
+    other = segment_logprobs(step, chunks, batch.mismatched, world)
+    return None if own is None or other is None else torch.stack((own, other), dim=1).flatten()
 
 
 def _by_row(found: dict[str, torch.Tensor], world: World) -> list[list[float]]:

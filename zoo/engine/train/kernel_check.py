@@ -68,7 +68,7 @@ def _subject(recipe: Recipe, here: World) -> Subject:
     from zoo.engine.model.meta_model import on_meta
 
     # The shapes are the same under either backend, and Transformer Engine's modules want a GPU.
-    plain = on_one_rank(recipe).replace({"engine.backend": "torch"})
+    plain = on_one_rank(recipe).replace({"engine.backend": "torch", "train.loss": "nll"})
     with on_meta(here) as nowhere:
         (whole,) = build.build_model(build.assembly_of_arch(recipe), plain, nowhere)
     return make_subject(recipe, whole, here.device)

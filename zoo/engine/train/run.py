@@ -36,9 +36,9 @@ from zoo.engine.report.startup_time import Startup
 from zoo.engine.report.step_timer import StepTimes
 from zoo.engine.train import bad_step_records, optimization, resume
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector
+from zoo.engine.train.completion import completion
 from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
-from zoo.engine.train.preference.base_model import completion
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import expert_metrics, step_record
 from zoo.engine.train.train_step import StepResult, TrainStep
@@ -105,8 +105,8 @@ class Run:
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
         recipe, world, family = self.recipe, self.world, self.assembly.family
-        known = (self.data, self.rows.known, self.progress.tick)
-        reference, anew = Reference.opened(recipe, self.assembly, world, self.folder, *known)
+        reference = Reference.of(recipe, self.assembly, world, self.folder)
+        anew = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
         chunks = build.build_model(self.assembly, recipe, world)
         self.startup.mark("model")
         if recipe.lora.rank:
@@ -129,7 +129,7 @@ class Run:
             self._resume(self.resume_from)
         if reference is not None:
             reference.give(self.data)
-        complete = completion(recipe, self.adapters, self.step, wrapped, world)
+        complete = completion(recipe, self.assembly, self.adapters, self.step, wrapped, world)
         parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update, complete)
         self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts)
         self.startup.mark("optimizer")
@@ -381,7 +381,7 @@ class Run:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
             if not (self.state or {}).get("optimizer", True):
                 self.log.say(messages.WITHOUT_MOMENTS)
-        notes = self.source.rows.notes(pairs=self.recipe.train.pairs)
+        notes = self.source.rows.notes(pairs=self.recipe.train.preference)
         resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
         held_out = self.data.held_out
         self.log.say(

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from zoo.engine.distributed.world import World
-from zoo.steps.preference import METRICS
+from zoo.steps.losses.distillation import DistillationLoss
+from zoo.steps.losses.preference import AnswerLoss
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Totals:
     labels: float
     grad_norm: float
     mtp_loss: float | None
-    pairs: Mapping[str, float] = field(default_factory=dict)  # means over preference pairs, and their number
+    further: Mapping[str, float] = field(default_factory=dict)  # what a loss has to say beside
 
     @classmethod
     def of(
@@ -69,7 +70,7 @@ class Totals:
         world: World,
         *,
         mtp: bool,
-        pairs: bool = False,
+        reported: AnswerLoss | DistillationLoss | None = None,
     ) -> Totals:
         """Sum over all ranks: with the gradient's norm, the step's one wait for the device.
 
@@ -77,9 +78,10 @@ class Totals:
             sums: of each of this rank's micro-batches, as the PackedStep returned them.
             grad_norm: the gradient's norm on this rank; the first rank's counts.
             mtp: whether `sums` have the loss of multi-token prediction.
-            pairs: whether they are those of preference pairs.
+            reported: the loss that they are of, where it has metrics of its own.
         """
-        names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *(METRICS if pairs else ()))
+        of_loss = () if reported is None else reported.names
+        names = ("nll", "labels", "weight", *(("mtp_nll",) if mtp else ()), *of_loss)
         mine = [0.0] * len(names)
         if world.counts_loss and sums:
             mine = [
@@ -90,9 +92,9 @@ class Totals:
         everything = world.sum([*host, *norm, *mine]) if world.size > 1 else [*host, *norm, *mine]
         real, total, grad_norm, nll, labels, weight, *further = everything
         weight = weight or 1.0  # no label at all
-        if pairs:
-            means = {name: value / weight for name, value in zip(METRICS, further, strict=True)}
-            return cls(real, total, nll / weight, labels, grad_norm, None, {"pairs": int(weight), **means})
+        if reported is not None:
+            means = reported.means(dict(zip(of_loss, further, strict=True)), weight)
+            return cls(real, total, nll / weight, labels, grad_norm, None, means)
         mtp_loss = further[0] / weight if further else None
         return cls(real, total, nll / weight, labels, grad_norm, mtp_loss)
 
@@ -110,7 +112,7 @@ def step_record(step: int, totals: Totals, lr: float, waited: float, seconds: fl
         "step_ms": seconds * 1e3,
         "data_ms": waited * 1e3,
         "data_wait": waited / seconds,
-        **totals.pairs,
+        **totals.further,
     }
     return record if totals.mtp_loss is None else {**record, "mtp_loss": totals.mtp_loss}
 

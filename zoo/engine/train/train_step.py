@@ -141,7 +141,7 @@ class TrainStep:
         found: list[tuple[Totals, BadStep | None]] = []
 
         def good(norm: float) -> bool:
-            has = {"mtp": bool(self.step.mtp_depths), "pairs": self.step.preference is not None}
+            has = {"mtp": bool(self.step.mtp_depths), "reported": self.step.reported}
             totals = Totals.of(sums, counts, norm, self.world, **has)
             found.append((totals, self.detector.check(totals.loss, totals.grad_norm)))
             return found[0][1] is None

@@ -128,3 +128,64 @@ def test_the_bundled_digits_become_pairs_by_a_format(processor: Any) -> None:
         chosen, rejected = source.encode(number).segments
         assert chosen.length == rejected.length and chosen.media is rejected.media
         assert said(processor, chosen) != said(processor, rejected)
+
+
+def labelled_source(items: list[dict[str, Any]], processor: Any, **data: Any) -> SampleSource:
+    return SampleSource.open(
+        [DataEntry(rows=items)], processor, DataConfig(**data), budget=256, labelled=True
+    )
+
+
+def test_a_labelled_answer_brings_its_question_with_the_answer_before(processor: Any) -> None:
+    items = [
+        {"prompt": "q", "completion": "one", "label": True},
+        {"messages": [*FOLLOWED, B], "label": False},
+        {"prompt": "another", "completion": "three", "label": True},
+    ]
+    source, end = labelled_source(items, processor), processor.markers.end
+    texts = []
+    for number, sample in enumerate(map(source.encode, range(3))):
+        assert sample.desirable is (number != 1) and sample.rejected is None
+        texts.append([said(processor, one).strip() for one in (sample, sample.mismatched)])
+        longest = max(sample.length, sample.mismatched.length)
+        assert source.encoder.length(sample) == longest == source.measure(number).length
+    assert texts == [
+        [f"{own}{end}", f"{other}{end}"]
+        for own, other in zip(("one", "no two", "three"), ("three", "one", "no two"), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "why"),
+    [
+        ({"messages": [Q, A]}, "no label"),
+        ({"messages": [Q, A, Q], "label": True}, "does not end with an answer"),
+        ({"messages": [Q, A], "label": True, "weight": 2}, "has a weight"),
+        ({"prompt": "q", "completion": "one " * 300, "label": True}, "over packing.budget 256"),
+    ],
+)
+def test_rows_that_are_no_labelled_answers_are_bad_rows(
+    item: dict[str, Any], why: str, processor: Any
+) -> None:
+    good = {"prompt": "q", "completion": "one", "label": True}
+    with pytest.raises(RowError, match=why):
+        labelled_source([good, item], processor).encode(1)
+
+
+def test_a_label_is_true_or_false_but_in_formats_that_mean_something_else(processor: Any) -> None:
+    with pytest.raises(RowError, match="label is 1; a bool is wanted"):
+        labelled_source([{"messages": [Q, A], "label": 1}], processor).encode(0)
+    other = [{"question": "q", "answer": "one", "label": 7}]
+    assert (
+        SampleSource.open([DataEntry(rows=other)], processor, DataConfig(), budget=256).rows[0].label is None
+    )
+
+
+def test_half_of_the_digits_become_wrong_answers_by_a_format(processor: Any) -> None:
+    entry = {"path": "digits:heldout", "format": "zoo.data.digits:with_label"}
+    source = SampleSource.open([entry], processor, DataConfig(), budget=512, labelled=True)
+    labels = [row.label for row in source.rows]
+    assert 0.4 < sum(labels) / len(labels) < 0.6
+    plain = SampleSource.open(["digits:heldout"], processor, DataConfig(), budget=512)
+    same = [one.messages == other.messages for one, other in zip(source.rows, plain.rows, strict=True)]
+    assert same == labels

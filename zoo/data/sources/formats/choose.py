@@ -26,8 +26,8 @@ type Item = dict[str, Any]
 type Format = Callable[[Item, str], Item]
 
 MESSAGE_KEYS = (
-    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "task", "answers", "weight", "use_audio_in_video", "tools",
-    "objects",
+    "messages", "images", "videos", "audios", "image", "video", "audio", "kind", "task", "answers", "weight", "label", "use_audio_in_video",
+    "tools", "objects",
 )  # fmt: skip
 # Columns that are lists or objects; a file of texts such as CSV has them as JSON.
 STRUCTURED = (
@@ -58,6 +58,7 @@ OPTIONAL = (
     "kind",
     "task",
     "weight",
+    "label",
     "system",
     "history",
     "input",

@@ -10,7 +10,7 @@ from zoo.data.sources.formats.turns import own_messages
 from zoo.data.sources.references import shown
 
 TAKEN = (
-    "image", "images", "video", "videos", "audio", "audios", "kind", "task", "weight", "use_audio_in_video", "tools", "objects",
+    "image", "images", "video", "videos", "audio", "audios", "kind", "task", "weight", "label", "use_audio_in_video", "tools", "objects",
 )  # fmt: skip
 KEYS = ("conversations", "conversation")
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
-from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
 from zoo.engine.model.lora import Adapters
-from zoo.engine.train.evaluation import Complete, in_eval_mode, segment_logprobs
-from zoo.engine.train.preference.reference import BASE
+from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode
 
 
 class BaseModel:
@@ -26,14 +24,5 @@ class BaseModel:
     def __call__(self, batches: Sequence[Any]) -> list[Any]:
         """The micro-batches, with `reference` where this rank has the loss. Every rank calls it with as many."""
         with in_eval_mode(self.chunks), self.adapters.off():
-            found = [segment_logprobs(self.step, self.chunks, batch, self.world) for batch in batches]
+            found = [compared_logprobs(self.step, self.chunks, batch, self.world) for batch in batches]
         return [replace(batch, reference=values) for batch, values in zip(batches, found, strict=True)]
-
-
-def completion(
-    recipe: Recipe, adapters: Adapters | None, step: Any, chunks: Sequence[Any], world: World
-) -> Complete | None:
-    """What gives a run's micro-batches the reference that each step computes; None where it is not."""
-    if recipe.train.reference != BASE or adapters is None:
-        return None
-    return BaseModel(adapters, step, chunks, world)

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from zoo.config.schema import Recipe
-from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.mixture import SampleId
 from zoo.engine.checkpoint import initial_weights
@@ -30,7 +29,8 @@ from zoo.engine.model import build
 from zoo.engine.model.build import Assembly, preference_loss
 from zoo.engine.report import terminal
 from zoo.engine.train.dataloader import RunData
-from zoo.engine.train.evaluation import in_eval_mode, recipe_batches, row_sums
+from zoo.engine.train.evaluation import compared_logprobs, in_eval_mode, recipe_batches
+from zoo.engine.train.resume import Rows
 from zoo.errors import UserError
 from zoo.files import expanded, replaced
 
@@ -69,29 +69,14 @@ class Reference:
             return cls(recipe, assembly, world, expanded(source), other=False, given=True)
         other = source != START
         if other:
-            recipe = _recipe_of(recipe, world)
+            recipe = build.with_other_model(recipe, source, world)
             assembly = build.assemble(recipe)
         return cls(recipe, assembly, world, folder / FILE, other=other, given=False)
 
-    @classmethod
-    def opened(
-        cls,
-        recipe: Recipe,
-        assembly: Assembly,
-        world: World,
-        folder: Path,
-        data: RunData,
-        rows: Mapping[str, Any],
-        tick: Callable[[], None],
-    ) -> tuple[Reference | None, bool]:
-        """What `of` says, and whether the run's first weights have to `compute` it: what `read` says."""
-        found = cls.of(recipe, assembly, world, folder)
-        return found, found is not None and not found.read(data, rows, tick)
-
-    def read(self, data: RunData, rows: Mapping[str, Any], tick: Callable[[], None]) -> bool:
+    def read(self, data: RunData, rows: Rows, tick: Callable[[], None]) -> bool:
         """Take what an earlier start has computed; False where there is nothing, or it follows from other rows or weights.
 
-        Those of another model than the run's are computed here. `rows`: how rows are recognised (`zoo.engine.train.resume.Rows.known`), on the first rank. Every rank calls it.
+        Those of another model than the run's are computed here. `rows`: how rows are recognised, known on the first rank. Every rank calls it.
 
         Raises:
             UserError: a stream, which can't be gone through beforehand, or a given file that is not of these rows.
@@ -103,8 +88,8 @@ class Reference:
                 "train.loss=simpo or orpo, which have no reference"
             )
         self.digests = {
-            "digest": _digest(self.recipe, self.weights, rows),
-            "rows": _digest(self.recipe, [], rows),
+            "digest": _digest(self.recipe, self.weights, rows.known),
+            "rows": _digest(self.recipe, [], rows.known),
         }
         sizes = {name: _size(source) for name, source in _sources(data).items()}
         self.found = agreed(lambda: self._read(sizes))
@@ -128,13 +113,14 @@ class Reference:
         with in_eval_mode(chunks):
             for name, source in _sources(data).items():
                 batches = recipe_batches(self.recipe, source, self.world, every_variant=True)
-                mine: dict[SampleId, tuple[float, float]] = {}
-                sums = row_sums(step, chunks, batches, self.world, batches.spare)
-                for number, (ids, (_, table)) in enumerate(zip(batches.bins, sums, strict=True)):
+                mine: dict[SampleId, list[float]] = {}
+                for number, (ids, batch) in enumerate(zip(batches.bins, batches, strict=True)):
+                    given = batches.spare() if batch is None else batch
+                    values = compared_logprobs(step, chunks, given, self.world)
                     tick()
                     terminal.detail(f"{number + 1} of {len(batches)} packed rows of data.{name}")
-                    for place, sample_id in enumerate(ids if table else ()):
-                        mine[sample_id] = (-table[2 * place][0], -table[2 * place + 1][0])
+                    if batch is not None and values is not None:
+                        mine |= dict(zip(ids, values.view(-1, 2).tolist(), strict=True))
                 self.found[name] = self._gathered(mine, _size(source))
         if self.world.is_main:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -146,8 +132,8 @@ class Reference:
         for name, source in _sources(data).items():
             source.references = self.found[name]
 
-    def _gathered(self, mine: dict[SampleId, tuple[float, float]], size: int) -> np.ndarray:
-        everyone: list[dict[SampleId, tuple[float, float]]] = [mine]
+    def _gathered(self, mine: dict[SampleId, list[float]], size: int) -> np.ndarray:
+        everyone: list[dict[SampleId, list[float]]] = [mine]
         if self.world.size > 1:
             everyone = [{} for _ in range(self.world.size)]
             dist.all_gather_object(everyone, mine)
@@ -181,12 +167,6 @@ def _sources(data: RunData) -> dict[str, SampleSource]:
 
 def _size(source: SampleSource) -> int:
     return source.variants * len(source)
-
-
-def _recipe_of(recipe: Recipe, world: World) -> Recipe:
-    """The recipe with the model that train.reference names, all of its weights, in the place of the run's."""
-    model = {"model.init": recipe.train.reference, "model.arch": {}, "lora.rank": 0, "lora.init": None}
-    return validate(recipe.replace({**model, "train.reference": START}), world.size)
 
 
 def _weights(recipe: Recipe, assembly: Assembly) -> list[Any]:

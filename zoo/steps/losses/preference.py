@@ -7,8 +7,9 @@ sum over tokens; every context-parallel rank computes it from the sums of all ra
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,40 @@ METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/acc
 CERTAIN = -1e-6  # log-probability per token above which an answer's odds are not told apart
 
 
-class PairLosses(NamedTuple):
-    """What `PreferenceLoss` gives: losses (P,) fp32, differentiable, and by name of METRICS (P,) fp32 without gradient."""
+class Losses(NamedTuple):
+    """What an `AnswerLoss` gives: losses (P,) fp32, differentiable, and by its `names` (P,) fp32 without gradient."""
 
     losses: Tensor
     metrics: dict[str, Tensor]
+
+
+class AnswerLoss(Protocol):
+    """A loss of whole answers: of pairs (`PreferenceLoss`), or of labelled ones (`zoo.steps.losses.unpaired.UnpairedLoss`)."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the values beside the losses, whose sums `means` takes."""
+
+    @property
+    def referenced(self) -> bool:
+        """Whether it compares with a reference model."""
+
+    @property
+    def scores(self) -> bool:
+        """Whether it takes scores of answers, of a model that gives them, in the place of log-probabilities."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        labels: Tensor,
+        reference: Tensor | None,
+        desirable: Tensor | None = None,
+        kl: Tensor | None = None,
+    ) -> Losses:
+        """Losses of the answers of a micro-batch."""
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Metrics for the log of sums over `count` losses, their number among them."""
 
 
 @dataclass(frozen=True)
@@ -34,29 +64,46 @@ class PreferenceLoss:
 
     Attributes:
         kind: dpo (arXiv 2305.18290, eq. 7; with label smoothing conservative DPO), ipo (arXiv 2310.12036, eq. 17, of
-            log-probabilities per token, as TRL has it), simpo (arXiv 2405.14734, eq. 6) or orpo (arXiv 2403.07691, eq. 6 and 7).
+            log-probabilities per token, as TRL has it), simpo (arXiv 2405.14734, eq. 6), orpo (arXiv 2403.07691, eq. 6 and 7)
+            or reward (Bradley-Terry, of scores in the place of log-probabilities, as TRL has it).
         beta: how much the loss makes of a difference; IPO's tau, ORPO's lambda.
         label_smoothing: share of pairs that are taken to be the wrong way round, for dpo and simpo.
         simpo_gamma: SimPO's margin, in units of reward.
+        center: of reward, weight of the squared sum of both scores (arXiv 2312.09244, eq. 2).
     """
 
     kind: str
     beta: float
     label_smoothing: float = 0.0
     simpo_gamma: float = 0.0
+    center: float = 0.0
+    names: ClassVar[tuple[str, ...]] = METRICS
 
     @property
     def referenced(self) -> bool:
         """Whether the loss compares with a reference model."""
         return self.kind in REFERENCED
 
-    def __call__(self, logprobs: Tensor, labels: Tensor, reference: Tensor | None) -> PairLosses:
+    @property
+    def scores(self) -> bool:
+        """Whether it compares scores of answers, in the place of their log-probabilities."""
+        return self.kind == "reward"
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        labels: Tensor,
+        reference: Tensor | None,
+        desirable: Tensor | None = None,
+        kl: Tensor | None = None,
+    ) -> Losses:
         """Losses of P pairs.
 
         Args:
             logprobs: (2 P,) fp32 sums over each answer's tokens, of chosen and rejected answers by turns.
             labels: (2 P,) how many tokens these are.
             reference: (2 P,) fp32, `logprobs` of the reference model; None where the loss has none.
+            desirable: None, and so is `kl`: they are of labelled answers.
 
         Raises:
             ValueError: an odd number of answers, or no reference for a loss that has one.
@@ -79,10 +126,16 @@ class PreferenceLoss:
         rewards = self.beta * (total if self.referenced else values).detach()
         chosen, rejected = rewards.view(-1, 2).T
         found = (chosen, rejected, chosen - rejected, (chosen > rejected).float())
-        return PairLosses(losses, dict(zip(METRICS, found, strict=True)))
+        return Losses(losses, dict(zip(METRICS, found, strict=True)))
+
+    def means(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Metrics of the log: the number of pairs, and means over them."""
+        return {"pairs": int(count), **{name: sums[name] / max(count, 1.0) for name in self.names}}
 
     def _losses(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         margin = chosen - rejected
+        if self.kind == "reward":
+            return self.center * (chosen + rejected) ** 2 - F.logsigmoid(margin)
         if self.kind == "ipo":
             return (margin - 1 / (2 * self.beta)) ** 2
         if self.kind == "orpo":

@@ -1,0 +1,60 @@
+"""A run with a teacher under every layout has the losses, divergences and gradient norms of one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.matrix import MODELS, PARALLEL
+from support.pool import Pool
+from support.preference import write_pairs
+
+CASES = [
+    ("tp2 cp2", "dense"), ("pp2 vpp2", "dense"), ("tp2", "gdn"), ("dp2", "dense"), ("ep2 etp2", "moe"), ("cp2 ep2", "omni"),
+]  # fmt: skip
+
+
+def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A run on this rank; the records of its steps."""
+    import json
+
+    from zoo.config.compose import load_recipe
+    from zoo.engine.train.trainer import train
+
+    fixed = ["hardware=cpu", "engine.threads=1", "export=false", "log.tensorboard=false", "log.predictions=0"]
+    made = load_recipe(recipe, [*fixed, *overrides])
+    train(made)
+    lines = (Path(str(made.run.dir)) / "train.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "kl" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "name"), CASES)
+def test_a_layout_learns_from_a_teacher_as_one_rank(
+    parallel: str, name: str, pool: Pool, tmp_path: Path
+) -> None:
+    model, setting = MODELS[name], PARALLEL[parallel]
+    folder, teacher = model.write(tmp_path / "model"), tmp_path / "taught"
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    common = (
+        *write_pairs(tmp_path / "rows.jsonl", 7, kinds), *model.overrides, f"model.init={folder}", "train.steps=3", "train.global_batch=2",
+        "train.lr=1e-2", "train.schedule=constant", "packing.align=8", "packing.budget=512", "data.lookahead=4", "train.aux_loss=0",
+    )  # fmt: skip
+    # The teacher is a run that has learnt something else.
+    pool.run(1, taught_run, model.recipe, (*common, f"run.dir={teacher}", "train.mtp_loss=0"), timeout=300.0)
+    common = (
+        *common,
+        f"distill.teacher={teacher}",
+        "distill.top_k=7",
+        "distill.temperature=1.5",
+        "data.eval=none",
+    )
+    alone, spread = (f"run.dir={tmp_path / one}" for one in ("alone", "spread"))
+    wanted = pool.run(1, taught_run, model.recipe, (*common, alone), timeout=300.0)[0]
+    found = pool.run(
+        setting.ranks, taught_run, model.recipe, (*common, *setting.overrides, spread), timeout=300.0
+    )[0]
+    assert len(found) == len(wanted) == 3 and wanted[0]["kl"] > 1e-3
+    for one, other in zip(found, wanted, strict=True):
+        for key in ("loss", "ce", "kl", "grad_norm", "labels"):
+            assert one[key] == pytest.approx(other[key], rel=3e-4, abs=2e-5), key
+        assert one["loss"] == pytest.approx(0.5 * one["ce"] + 0.5 * 1.5**2 * one["kl"], rel=1e-5)

@@ -1,0 +1,119 @@
+"""A student's loss and every gradient are those of transformers' logits of student and teacher, written out in plain torch."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import tiny_llava, tiny_omni, tiny_qwen3_vl
+from support.engine import Zoo, recipe_for, single_process_world
+from support.matrix import MODELS
+from support.preference import KINDS, write_pairs
+from support.tiny import load_plain
+from torch import Tensor
+
+from zoo.data.loading.batches import make_batch
+from zoo.data.loading.sample_source import SampleSource
+from zoo.engine.checkpoint import initial_weights
+from zoo.engine.model import build
+from zoo.engine.train.distillation.teacher import Teacher
+from zoo.errors import UserError
+
+WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
+LIMIT, NOISE = 5e-5, 1e-5  # relative; of gradients that are rounding alone
+PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
+    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
+    "llava_onevision_sft": tiny_llava.publish,
+    "qwen3_omni_sft": tiny_omni.published,
+}
+
+
+def other_weights(folder: Path, other: Path) -> Path:
+    """The same model with weights of its own."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, other)
+    draw = torch.Generator().manual_seed(5)
+    for file in other.glob("*.safetensors"):
+        tensors = {
+            name: x + 0.1 * torch.randn(x.shape, generator=draw) for name, x in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    return other
+
+
+def plain_loss(student: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+    """(N,) of logits (N, vocab): cross entropy, and forward KL over the teacher's most likely tokens and the rest."""
+    ce = torch.nn.functional.cross_entropy(student, targets, reduction="none")
+    p, log_q = (teacher / TEMPERATURE).softmax(-1), (student / TEMPERATURE).log_softmax(-1)
+    top, ids = p.topk(TOP, dim=-1)
+    kl = (top * (top.log() - log_q.gather(1, ids))).sum(-1)
+    if p.shape[-1] > TOP:
+        rest = p.scatter(1, ids, 0.0).sum(-1)
+        kl = kl + rest * (rest.log() - log_q.scatter(1, ids, float("-inf")).logsumexp(-1))
+    return (1 - WEIGHT) * ce + WEIGHT * TEMPERATURE**2 * kl
+
+
+@pytest.mark.parametrize(
+    "name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gdn", "moe", "omni", "llava"))]
+)
+def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    teacher = other_weights(folder, tmp_path / "teacher")
+    load = tiny_omni.load_thinker if name == "omni" else load_plain
+    hf, theirs = load(folder), load(teacher)
+    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text") if name == "llava" else KINDS
+    data = write_pairs(tmp_path / "rows.jsonl", 4, kinds)
+    more = (
+        f"distill.teacher={teacher}", f"distill.weight={WEIGHT}", f"distill.temperature={TEMPERATURE}", f"distill.top_k={TOP}",
+    )  # fmt: skip
+    with single_process_world() as world:
+        recipe = recipe_for(folder, *data, *model.overrides, *more, recipe=model.recipe)
+        assembly = build.assemble(recipe)
+        chunks = build.build_model(assembly, recipe, world)
+        initial_weights.init_weights(chunks, assembly, recipe, world)
+        zoo = Zoo(recipe, assembly, chunks[0].train(), world)
+        source = SampleSource.open(recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4)
+        samples, losses = [], []
+        for number in range(len(source)):
+            sample = source.encode(number)
+            _, features = assembly.processor.encode_both(source.rows[number], video_fps=2.0, max_frames=768)
+            mask = sample.labels[1:] != -100
+            targets = sample.labels[1:][mask]
+            with torch.no_grad():
+                wanted = theirs(**features).logits[0, :-1][mask].float()
+            losses.append(plain_loss(hf(**features).logits[0, :-1][mask].float(), wanted, targets))
+            samples.append(sample)
+        total = torch.cat(losses)
+        total.mean().backward()
+        whole = Teacher(recipe, assembly, world)
+        for mode in ("thd", "none"):
+            whole.step = zoo.step(align=4, mode=mode)
+            batches = whole([make_batch(part, mode, 4, None, 0) for part in (samples[:3], samples[3:])])
+            loss, gradients = zoo.gradients(batches, len(total), align=4, mode=mode)
+            assert loss == pytest.approx(float(total.mean().detach()), rel=1e-5)
+            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+
+
+@pytest.mark.slow
+def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    folder = MODELS["dense"].write(tmp_path / "model")
+    other = tiny_qwen3_vl.write_tiny_qwen3_vl(tmp_path / "other", vocab_size=512)
+    with single_process_world() as world:
+        recipe = recipe_for(folder, f"distill.teacher={other}", recipe="qwen3_vl_sft")
+        with pytest.raises(UserError, match="a vocabulary of 512 tokens"):
+            Teacher(recipe, build.assemble(recipe), world)
+
+
+def compare(zoo: Any, gradients: Mapping[str, Any], hf: Any, publish: Any) -> None:
+    """Every gradient that transformers has."""
+    wanted = publish({name: p.grad for name, p in hf.named_parameters() if p.grad is not None})
+    found = zoo.published({name: grad for name, grad in gradients.items() if grad is not None})
+    assert wanted.keys() <= found.keys()
+    for name, want in wanted.items():
+        size, error = float(want.norm()), float((found[name] - want).norm())
+        assert error < max(LIMIT * size, NOISE if size < NOISE else 1e-7), (name, error, size)

@@ -1,0 +1,43 @@
+"""What each step computes for its micro-batches in further forward passes, before its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from zoo.config.schema import Recipe
+from zoo.engine.distributed.world import World
+from zoo.engine.model.build import Assembly
+from zoo.engine.model.lora import Adapters
+from zoo.engine.train.distillation.teacher import Teacher
+from zoo.engine.train.evaluation import Complete
+from zoo.engine.train.preference.base_model import BaseModel
+from zoo.engine.train.preference.divergence import Divergence
+from zoo.engine.train.preference.reference import BASE
+
+
+def completion(
+    recipe: Recipe,
+    assembly: Assembly,
+    adapters: Adapters | None,
+    step: Any,
+    chunks: Sequence[Any],
+    world: World,
+) -> Complete | None:
+    """What gives a run's micro-batches a teacher's tokens, the reference of the model without adapters, KTO's divergence; None for none.
+
+    `step`, `chunks`: of the model that is trained. A teacher is loaded.
+    """
+    parts: list[Complete] = []
+    if recipe.distill.teacher is not None:
+        parts.append(Teacher(recipe, assembly, world))
+    if recipe.train.reference == BASE and adapters is not None:
+        parts.append(BaseModel(adapters, step, chunks, world))
+    if recipe.train.labelled:
+        parts.append(Divergence(step, chunks, world))
+
+    def complete(batches: Sequence[Any]) -> list[Any]:
+        return reduce(lambda given, part: part(given), parts, list(batches))
+
+    return complete if parts else None

@@ -1,0 +1,1 @@
+"""Learning from a teacher's distributions of tokens."""

@@ -1,0 +1,72 @@
+"""A teacher beside the model that is trained: it goes through the same micro-batches, and gives them its most likely tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zoo.config.schema import Recipe
+from zoo.engine.checkpoint import initial_weights
+from zoo.engine.distributed.world import World
+from zoo.engine.model import build
+from zoo.engine.train.evaluation import smallest_count
+from zoo.errors import UserError
+from zoo.nn.head.distillation import Teaching, TopK, TopTokens
+
+
+class Teacher:
+    """Gives micro-batches the `teaching` of their labels, in the layout that the student's forward pass has on each rank."""
+
+    def __init__(self, recipe: Recipe, assembly: build.Assembly, world: World) -> None:
+        """`recipe` and `assembly`: of the run.
+
+        Raises:
+            UserError: `distill.teacher` names no weights, or those of a model with another vocabulary.
+        """
+        settings, self.world = recipe.distill, world
+        assert settings.teacher is not None
+        self.top_k, self.temperature = settings.top_k, settings.temperature
+        recipe = build.with_other_model(recipe, settings.teacher, world)
+        theirs = build.assemble(recipe)
+        sizes = [one.config.text.vocab_size for one in (assembly, theirs)]
+        if sizes[0] != sizes[1]:
+            raise UserError(
+                f"distill.teacher={settings.teacher}: a vocabulary of {sizes[1]:,} tokens, and the student's has {sizes[0]:,}; wanted a "
+                "teacher of the same tokens"
+            )
+        self.chunks = build.build_model(theirs, recipe, world)
+        initial_weights.init_weights(self.chunks, theirs, recipe, world)
+        for chunk in self.chunks:
+            chunk.eval().requires_grad_(False)
+        self.step = build.build_step(theirs, recipe, world)
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[Any]) -> list[Any]:
+        """The micro-batches, with `teaching` where this rank has the loss. Every rank calls it with as many."""
+        return [replace(batch, teaching=self._of(batch)) for batch in batches]
+
+    def _of(self, batch: Any) -> Teaching | None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward(data: Any, model: Any) -> Any:
+            inputs, _ = self.step.prepare(next(data), logprobs=True)
+            inputs = replace(inputs, top=TopK(self.top_k, self.temperature))
+            return self.step.forward(model, inputs), lambda output: (output.new_zeros(()), {"top": output})
+
+        given = [itertools.repeat(batch) for _ in self.chunks]
+        found = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=given if len(given) > 1 else given[0],
+            model=self.chunks,
+            num_microbatches=smallest_count(self.world, self.chunks),
+            seq_length=batch.input_ids.shape[1],
+            micro_batch_size=batch.input_ids.shape[0],
+            forward_only=True,
+        )
+        if not found:
+            return None
+        return Teaching(TopTokens.split(found[0]["top"]), self.temperature)

@@ -1,0 +1,1 @@
+"""Losses of whole answers, and of a student beside its teacher."""
