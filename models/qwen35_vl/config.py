@@ -14,7 +14,12 @@ class Qwen35VLConfig(FamilyConfig):
     title = "Qwen3.5-VL"
     kinds = ("qwen3_5", "qwen3_5_moe")
     not_built: ClassVar[dict[str, str]] = {
-        "qwen4_exp": "four residual streams with learnt mixing, embeddings of n-grams, and attention to the tokens that an indexer chooses"
+        "qwen4_exp": "it has four residual streams with learnt mixing, embeddings of n-grams, and attention to the tokens "
+        "that an indexer chooses, which zoo's decoder has not",
+        **dict.fromkeys(
+            ("qwen3_5_text", "qwen3_5_moe_text"),
+            "it is the decoder without its vision tower, which is read with its tower alone",
+        ),
     }
     traits = ("qk_norm", "output_gate", "zero_centered")
     mrope_section = (11, 11, 10)

@@ -43,7 +43,7 @@ class FamilyConfig:
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
     not_built: ClassVar[
         Mapping[str, str]
-    ] = {}  # a model_type close to these -> what it has that this decoder has not, for messages
+    ] = {}  # a model_type close to these -> why it can't be trained, for messages
     further: ClassVar[tuple[str, ...]] = (
         "head_dim",
     )  # keys of a decoder that are read though its class has none
@@ -191,7 +191,7 @@ class FamilyConfig:
 
 def refusal(kind: str, lack: str) -> str:
     """What is said of a `model_type` in a family's `not_built`."""
-    return f"model_type {kind!r} can't be trained here: it has {lack}, which zoo's decoder has not"
+    return f"model_type {kind!r} can't be trained here: {lack}"
 
 
 class OmniConfig(FamilyConfig):
