@@ -53,7 +53,7 @@ def reinforce(folder: str) -> None:
         for step in range(STEPS + 1):
             if step % 20 == 0:
                 greedy = right(engine.generate(held_out, temperature=0.0, **options).answers).mean()
-                drawn = right(engine.generate(held_out, samples=8, seed=2**31, **options).answers).mean()
+                drawn = right(engine.generate(held_out, samples=8, seed=STEPS, **options).answers).mean()
                 print(f"step {step}: held-out strips {greedy:.1%} right, sampled {drawn:.1%}", flush=True)
             if step == STEPS:
                 break

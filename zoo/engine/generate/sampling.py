@@ -60,7 +60,7 @@ class Sampling:
         """A token by its probabilities (vocab,), from a generator of its own."""
         kept, order = share.sort(descending=True, stable=True)
         kept = kept.masked_fill(kept.cumsum(0) - kept >= self.top_p, 0.0)  # the first one stays
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + row) * 1_000_003 + step)
+        generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + row) * 1_000_003 + step) % 2**63)
         return int(order[torch.multinomial(kept, 1, generator=generator)])
 
 

@@ -33,6 +33,7 @@ def test_a_draw_depends_on_seed_row_and_step_alone() -> None:
     assert len(set(together)) == 3
     assert Sampling(temperature=1.0, seed=8).choose(flat, [4, 5, 6], 2) != together
     assert Sampling(temperature=1.0, seed=7).choose(flat, [4, 5, 6], 3) != together
+    assert len(Sampling(temperature=1.0, seed=2**32 - 1).choose(flat, [4, 5, 6], 2)) == 3
 
 
 @pytest.mark.parametrize(
