@@ -19,8 +19,9 @@ class BridgeError(UserError):
     def __init__(self, title: str, problems: Iterable[str], helps: Iterable[str] = ()) -> None:
         self.title = title
         self.problems = list(dict.fromkeys(problems))
+        self.helps = list(dict.fromkeys(helps))
         lines = [f"{title}: {len(self.problems)} problem(s)", *self.problems[:_SHOWN]]
         if len(self.problems) > _SHOWN:
             lines.append(f"... and {len(self.problems) - _SHOWN} more")
-        lines += [f"what helps: {one}" for one in helps]
+        lines += [f"what helps: {one}" for one in self.helps]
         super().__init__("\n  ".join(lines))

@@ -128,7 +128,8 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
     failures = [f for f in comm.gather_objects(_describe(error, comm.rank)) if f is not None]
     reports = [failure for failure in failures if isinstance(failure, tuple)]
     if reports:
-        raise BridgeError(reports[0][0], [problem for _, problems in reports for problem in problems])
+        problems, helps = ([one for report in reports for one in report[part]] for part in (1, 2))
+        raise BridgeError(reports[0][0], problems, helps)
     if error is not None:
         raise error
     if failures:
@@ -136,12 +137,12 @@ def together[T](comm: Comm, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # set, as nothing was raised
 
 
-def _describe(error: Exception | None, rank: int) -> tuple[str, list[str]] | str | None:
+def _describe(error: Exception | None, rank: int) -> tuple[str, list[str], list[str]] | str | None:
     """What the other ranks learn of an error: a plain value, as exceptions need not pickle."""
     if error is None:
         return None
     if isinstance(error, BridgeError):
-        return error.title, error.problems
+        return error.title, error.problems, error.helps
     kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return f"rank {rank}: {kind}{error}"
 
