@@ -15,6 +15,7 @@ from zoo.bridge.mapping.shared_rules import (
     attention_layer,
     decoder_ends,
     dense_mlp,
+    published_experts,
     routed_experts,
     singles,
     stacks,
@@ -27,12 +28,7 @@ _HF = "model.language_model.layers.{layer}"
 
 
 def _export_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The config with the number of experts under its published key, which transformers >= 5 renames as it saves."""
-    text = dict(config.get("text_config", {}))
-    if "num_local_experts" in text:
-        text["num_experts"] = text.pop("num_local_experts")
-        return {**config, "text_config": text}
-    return config
+    return {**config, "text_config": published_experts(config["text_config"])}
 
 
 BRIDGE = Bridge(

@@ -8,8 +8,8 @@ FAMILY = ModelFamily(
     modalities=("text",),
     parts=("language",),
     config="toy_lm.config:ToyConfig",
-    model="toy_lm.model:ToyModel",
+    model="zoo.nn.vision_language:LanguageModel",
     step="zoo.steps:PackedStep",
     bridge="toy_lm.bridge:BRIDGE",
-    processor="toy_lm.processor:build_processor",
+    processor="zoo.data.processors.text:TextProcessor.build",
 )

@@ -1,7 +1,6 @@
 """The architecture, as transformers describes it."""
 
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import RotaryShape
 
 
 class ToyConfig(FamilyConfig):
@@ -9,8 +8,4 @@ class ToyConfig(FamilyConfig):
 
     title = "Qwen3"
     kinds = ("qwen3",)  # model_type of a config.json
-
-    @property
-    def rotary(self) -> RotaryShape:
-        """Plain rotary embedding: one position a token."""
-        return RotaryShape(float(self.text.rope_parameters["rope_theta"]))
+    traits = ("qk_norm",)  # queries and keys are normed, which the config doesn't say

@@ -8,7 +8,6 @@ from functools import cached_property
 from zoo.errors import UserError
 from zoo.models.llava.tiles import Tiling
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 
 DECODERS = ("llama", "mistral", "qwen2")
@@ -61,11 +60,6 @@ class LlavaConfig(FamilyConfig):
             raise UserError(
                 f"image_grid_pinpoints has {list(uneven[0])}; wanted multiples of vision_config.image_size {tiling.tile}"
             )
-
-    @property
-    def rotary(self) -> RotaryShape:
-        """Plain rotary embedding of whole heads."""
-        return RotaryShape(float(self.text.rope_parameters["rope_theta"]))
 
     @property
     def qkv_bias(self) -> bool:

@@ -11,10 +11,16 @@ from support import rank_tasks
 from support.pool import Pool
 
 RECIPES = ("qwen3_omni_sft", "qwen3_vl_sft", "qwen35_vl_sft", "llava_sft")
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("qwen25_vl_sft", "qwen25_omni_sft", "qwen3_asr_sft", "gemma3_sft")
-]
+MORE = (
+    "gemma3_sft",
+    "qwen25_vl_sft",
+    "qwen25_omni_sft",
+    "qwen3_asr_sft",
+    "qwen3_sft",
+    "qwen3_moe_sft",
+    "qwen3_next_sft",
+)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 COMMON = (
     "train.steps=2",
     "train.save_every=1",

@@ -47,7 +47,7 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         chunk = 2 * getattr(getattr(assembly.config.root, "audio_config", None), "n_window", 0)
         samples = sorted((one for one in samples if _is_even(one, chunk)), key=lambda sample: sample.length)
         longest = {sample.kind: sample for sample in samples}
-        assert len(longest) > 1
+        assert len(longest) > 1 or assembly.family.modalities == ("text",)
         for sample in longest.values():
             batch = collate([sample], PackedLayout.from_lengths([sample.length]))
             rows = {

@@ -20,12 +20,15 @@ from support.engine import Zoo, packed_batch, padded_batch, recipe_for
 from support.pairs import relative_errors, worst
 from support.rows import Example, make_examples
 from support.sound_rows import sound_examples
+from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
+from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
+from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
@@ -83,6 +86,16 @@ CASES = {
     "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
     "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
     "gemma3": Case("gemma3_sft", write_tiny_gemma3, tile_examples, TILED),
+    "qwen3 experts": Case(
+        "qwen3_moe_sft", lambda f: write_tiny_qwen3(f, moe=True), text_examples, "language", ALL + EXPERTS
+    ),
+    "qwen3_next": Case(
+        "qwen3_next_sft",
+        lambda f: write_tiny_qwen3_next(f, mtp=1),
+        text_examples,
+        "language",
+        ALL + EXPERTS,
+    ),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

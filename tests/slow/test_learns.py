@@ -22,6 +22,9 @@ RECIPES = (
     "qwen25_vl_sft",
     "qwen3_asr_sft",
     "qwen25_omni_sft",
+    "qwen3_sft",
+    "qwen3_moe_sft",
+    "qwen3_next_sft",
 )
 
 

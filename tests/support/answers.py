@@ -14,12 +14,15 @@ import torch
 from support.engine import Zoo
 from support.rows import Example, make_examples
 from support.sound_rows import sound_examples
+from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
+from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_asr import write_tiny_qwen3_asr
+from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen25_omni import write_tiny_qwen25_omni
 from support.tiny_qwen25_vl import write_tiny_qwen25_vl
@@ -117,6 +120,8 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     ),
     "qwen3_asr": partial(other, write_tiny_qwen3_asr, "qwen3_asr", sound_examples),
     "qwen25_omni": partial(other, write_tiny_qwen25_omni, "qwen25_omni", make_examples),
+    "qwen3 moe": partial(other, partial(write_tiny_qwen3, moe=True), "qwen3", text_examples),
+    "qwen3_next": partial(other, partial(write_tiny_qwen3_next, mtp=1), "qwen3_next", text_examples),
     "qwen25_vl": partial(
         other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
     ),

@@ -15,7 +15,9 @@ from support import (
     tiny_gemma3,
     tiny_llava,
     tiny_omni,
+    tiny_qwen3,
     tiny_qwen3_asr,
+    tiny_qwen3_next,
     tiny_qwen3_vl,
     tiny_qwen25_omni,
     tiny_qwen25_vl,
@@ -39,6 +41,9 @@ CASES: dict[str, tuple[str, str]] = {
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("qwen3", "Qwen3MoeForCausalLM"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
 }
 PARTS = ("", "text_config", "vision_config", "audio_config")
 
@@ -59,6 +64,10 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_qwen25_omni.thinker_config()
     elif case.startswith("qwen3_5"):
         config = tiny_qwen35.tiny_config(moe=case.endswith("moe"), mtp=1)
+    elif case == "qwen3_next":
+        config = tiny_qwen3_next.tiny_config()
+    elif case in ("qwen3", "qwen3_moe"):
+        config = tiny_qwen3.tiny_config(moe=case.endswith("moe"))
     else:
         config = tiny_omni.thinker_config()
     return {**config.to_dict(), "architectures": [CASES[case][1]]}
@@ -74,6 +83,11 @@ def config_class(case: str, part: str) -> Any:
 
 def has_part(case: str, part: str) -> bool:
     return not part or part in tiny_arch(case)
+
+
+def text_part(case: str) -> str:
+    """Where the decoder's keys are: "" for the whole."""
+    return "text_config" if has_part(case, "text_config") else ""
 
 
 def keys(case: str, part: str) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from typing import Any
 from support.engine import Batch, packed_batch, padded_batch
 from support.rows import make_examples
 from support.sound_rows import sound_examples
+from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
 
@@ -89,6 +90,18 @@ def _gemma3(folder: Path) -> Path:
     return write_tiny_gemma3(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
 
 
+def _qwen3(folder: Path) -> Path:
+    from support.tiny_qwen3 import write_tiny_qwen3
+
+    return write_tiny_qwen3(folder, moe=True, num_hidden_layers=4, mlp_only_layers=[1])
+
+
+def _qwen3_next(folder: Path) -> Path:
+    from support.tiny_qwen3_next import write_tiny_qwen3_next
+
+    return write_tiny_qwen3_next(folder, mtp=1)
+
+
 def _llava(folder: Path) -> Path:
     from support.tiny_llava import write_tiny_llava
 
@@ -105,6 +118,7 @@ def _omni(folder: Path) -> Path:
 LINEAR, FULL = "linear_attention", "full_attention"
 # Two micro-batches, the second without media. Samples of many lengths, so that media lie across CP chunks.
 SEEN = (("image-long", "text-short", "multi_image-long", "video-short", "turns"), ("text-long", "text-short"))
+SAID = (("text-long", "turns", "long", "text-short"), ("system", "text-short"))
 HEARD = (
     ("image-long", "audio-short", "text-short", "video-short", "image+video+audio"),
     ("text-long", "text-short"),
@@ -163,6 +177,15 @@ MODELS = {
         tile_examples,
         (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
     ),
+    "text": Model("text alone, dense and with experts", "qwen3_moe_sft", _qwen3, text_examples, SAID),
+    "next": Model(
+        "text alone, hybrid with experts and MTP",
+        "qwen3_next_sft",
+        _qwen3_next,
+        text_examples,
+        SAID,
+        ("train.mtp_loss=0.3",),
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -195,6 +218,8 @@ CORE = {
     "tp2": "windows omni",
     "tp2 sp": "windows",
     "cp2": "two-way",
+    "ep2": "text",
+    "pp2": "next",
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -206,7 +231,7 @@ REFUSED = {
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
         for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way")
     },
-    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "omni")},
+    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni")},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")

@@ -47,6 +47,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_parameters_of_every_size": 3,
         "test_parameters_of_a_thinker": 3,
     },
+    "unit/config/test_text_sizes.py": {"test_parameters_of_every_size": 10},
     "unit/config/test_resume.py": {"test_every_fixed_key_is_compared": 10},
     "unit/data/loading/test_defaults.py": {"test_none_evaluates_nothing": 20},
     "unit/data/loading/test_lengths.py": {
@@ -199,6 +200,29 @@ SLOW: dict[str, dict[str, int]] = {
     "parity/test_qwen35_vl_mtp.py": {"test_multi_token_prediction": 8},
     "parity/test_qwen35_vl_weights.py": {"test_what_goes_in_comes_out": 4},
     "parity/test_qwen3_omni_variants.py": {"test_logits_or_an_error": 7},
+    "parity/test_qwen3.py": {
+        "test_other_architectures_or_an_error": 7,
+        "test_every_gradient": 7,
+        "test_rows_by_themselves": 0,
+        "test_rows_packed": 4,
+        "test_rows_packed_backwards": 0,
+        "test_rows_from_a_padded_batch": 7,
+        "test_activations_made_again_give_the_same_gradients": 0,
+    },
+    "parity/test_qwen3_next.py": {
+        "test_other_architectures_or_an_error": 12,
+        "test_every_gradient": 5,
+        "test_rows_by_themselves": 0,
+        "test_rows_packed": 0,
+        "test_rows_packed_backwards": 0,
+        "test_rows_from_a_padded_batch": 7,
+        "test_activations_made_again_give_the_same_gradients": 0,
+    },
+    "parity/test_text_weights.py": {
+        "test_what_goes_in_comes_out_as_published": 4,
+        "test_a_tied_head_that_is_stored_all_the_same": 0,
+    },
+    "unit/bridge/test_text_families.py": {"test_the_tables_cover_names_and_shapes": 20},
     "parity/test_qwen3_vl.py": {
         "test_deepstack_from_other_layers": 8,
         "test_other_architectures_or_an_error": 10,

@@ -25,6 +25,7 @@ from support import (
 )
 from support.rows import make_examples
 from support.sound_rows import sound_examples
+from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.vision_rows import vision_examples
 
@@ -35,21 +36,9 @@ def _same(tensors: Tensors) -> dict[str, Tensor]:
     return dict(tensors)
 
 
-def _experts_apart(tensors: Tensors) -> dict[str, Tensor]:
+def _thinker(tensors: Tensors) -> dict[str, Tensor]:
     """Qwen3-Omni's, in memory in transformers, under the published names of the whole model."""
-    out = {}
-    for name, tensor in tensors.items():
-        experts, _, kind = f"thinker.{name}".partition("experts.")
-        if kind == "gate_up_proj":
-            for expert, both in enumerate(tensor):
-                gate, up = both.chunk(2)
-                out[f"{experts}experts.{expert}.gate_proj.weight"] = gate
-                out[f"{experts}experts.{expert}.up_proj.weight"] = up
-        elif kind == "down_proj":
-            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
-        else:
-            out[f"thinker.{name}"] = tensor
-    return out
+    return {f"thinker.{name}": tensor for name, tensor in tiny.experts_apart(tensors).items()}
 
 
 @dataclass(frozen=True)
@@ -79,17 +68,17 @@ class Stack:
         found = load_recipe(self.recipe, [f"size={self.size}", "hardware=cpu"])
         family, arch = get_family(found.model.family), copy.deepcopy(found.model.arch)
         root = arch.get("thinker_config", arch)
-        text = dict(self.text)
+        text, decoder = dict(self.text), root.get("text_config", root)
         if sections := text.pop("mrope", None):
-            root["text_config"]["rope_parameters"]["mrope_section"] = sections
-        root["text_config"] |= text
+            decoder["rope_parameters"]["mrope_section"] = sections
+        decoder |= text
         if self.vision:
             root["vision_config"] |= self.vision
         if self.audio:
             root["audio_config"] |= self.audio
         if self.text:  # a slice of a published size
-            root["tie_word_embeddings"] = root["text_config"]["tie_word_embeddings"] = False
-            root["text_config"]["mtp_num_hidden_layers"] = 0
+            root["tie_word_embeddings"] = decoder["tie_word_embeddings"] = False
+            decoder["mtp_num_hidden_layers"] = 0
         config, build = family.load("config").from_arch(arch), family.load("processor")
         config = config.for_processor(build(config.hf, None))
         kind = getattr(transformers, self.kind)
@@ -133,7 +122,17 @@ GEMMA3: dict[str, Any] = {
 OMNI: dict[str, Any] = {
     "kind": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "examples": make_examples,
-    "publish": _experts_apart,
+    "publish": _thinker,
+}
+
+QWEN3: dict[str, Any] = {
+    "examples": text_examples,
+    "kind": "Qwen3MoeForCausalLM",
+    "publish": tiny.experts_apart,
+}
+QWEN3_NEXT: dict[str, Any] = QWEN3 | {
+    "kind": "Qwen3NextForCausalLM",
+    "randomise": tiny_qwen35.randomise,
 }
 QWEN25_OMNI: dict[str, Any] = {
     "kind": "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -156,6 +155,8 @@ TINY = {
     "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
     "qwen25_omni": Stack("qwen25_omni_sft", "tiny", **QWEN25_OMNI),
     "gemma3": Stack("gemma3_sft", "tiny", **GEMMA3),
+    "qwen3": Stack("qwen3_moe_sft", "tiny-moe", **QWEN3),
+    "qwen3_next": Stack("qwen3_next_sft", "tiny", **QWEN3_NEXT),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -232,6 +233,22 @@ ODD = {
     ),
 }
 
+ODD |= {
+    "qwen3 odd": replace(TINY["qwen3"], text={**_HEADS_20, **_EXPERTS_14} | {"mrope": None}),
+    "qwen3_next odd": replace(
+        TINY["qwen3_next"],
+        text={
+            "hidden_size": 40,
+            "vocab_size": 389,
+            "head_dim": 40,
+            **_EXPERTS_14,
+            "shared_expert_intermediate_size": 22,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+        },
+    ),
+}
+
 SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
 WIDE = {
     "qwen3_vl 2b": Stack(
@@ -257,6 +274,14 @@ WIDE = {
         **OMNI,
     ),
     "qwen3_asr 0.6b": Stack("qwen3_asr_sft", "0.6b", text=SMALL, audio={"encoder_layers": 2}, **QWEN3_ASR),
+    "qwen3 0.6b": Stack("qwen3_sft", "0.6b", text=SMALL, **QWEN3 | {"kind": "Qwen3ForCausalLM"}),
+    "qwen3_next 80b-a3b": Stack(
+        "qwen3_next_sft",
+        "80b-a3b",
+        text=SMALL
+        | {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "num_experts_per_tok": 2},
+        **QWEN3_NEXT,
+    ),
     "qwen25_vl 3b": Stack(
         "qwen25_vl_sft",
         "3b",

@@ -69,6 +69,7 @@ def _thinking(trim: str, always: bool) -> str:
 
 
 THINKING = _thinking("", False)  # Qwen3-VL-*-Thinking and Qwen3-Omni's
+QWEN3 = _thinking("", True)  # Qwen3's; Qwen3-*-Instruct-2507 and -Coder have INSTRUCT
 QWEN35 = _thinking("|trim", True)  # Qwen3.5's
 EFFORT = "Reasoning effort is set to xhigh."
 QWEN38 = (  # Qwen3.8's: an instruction first, thinking under reasoning_content alone, and kept in all turns

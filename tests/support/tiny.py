@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ RECIPES = [
     ("qwen3_asr_sft", "tiny"),
     ("qwen25_omni_sft", "tiny"),
     ("gemma3_sft", "tiny"),
+    ("qwen3_sft", "tiny"),
+    ("qwen3_moe_sft", "tiny-moe"),
+    ("qwen3_next_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width
@@ -94,3 +97,20 @@ def load_plain(folder: Path) -> Any:
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     plain = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     return getattr(transformers, name).from_pretrained(folder, **plain).eval()
+
+
+def experts_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they are in memory in transformers, with stacks of experts as three tensors an expert."""
+    out = {}
+    for name, tensor in tensors.items():
+        experts, _, kind = name.partition("experts.")
+        if kind == "gate_up_proj":
+            for expert, both in enumerate(tensor):
+                gate, up = both.chunk(2)
+                out[f"{experts}experts.{expert}.gate_proj.weight"] = gate
+                out[f"{experts}experts.{expert}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            out |= {f"{experts}experts.{e}.down_proj.weight": down for e, down in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out

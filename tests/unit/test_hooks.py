@@ -46,9 +46,9 @@ def hooks_of(name: str) -> set[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def table() -> dict[tuple[str, str], set[str]]:
     rows = re.findall(r"^\| (\w+) \| `(\w+)` \| .+ \| ([\w, ]+) \|$", PAGE.read_text(), re.M)
-    return {
-        (part, hook): set(FAMILIES if users == "all" else users.split(", ")) for part, hook, users in rows
-    }
+    with_media = [name for name in FAMILIES if get_family(name).modalities != ("text",)]
+    groups = {"all": FAMILIES, "all with media": with_media}
+    return {(part, hook): set(groups.get(users) or users.split(", ")) for part, hook, users in rows}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

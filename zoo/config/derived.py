@@ -26,12 +26,12 @@ def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
 def num_experts(arch: Mapping[str, Any]) -> int:
     """Experts of a mixture-of-experts layer; 0 for a dense model, also where its config has such a key.
 
-    transformers has a model type of its own for each decoder with experts, "moe" in its name, and passes over the key
-    in the config of a dense one.
+    transformers has a model type of its own for each decoder with experts, "moe" in its name or "_next" at its end, and
+    passes over the key in the config of a dense one.
     """
     text = text_config(arch)
-    kind = text.get("model_type") or arch.get("model_type") or "moe"
-    if "moe" not in str(kind):
+    kind = str(text.get("model_type") or arch.get("model_type") or "moe")
+    if "moe" not in kind and not kind.endswith("_next"):
         return 0
     return (
         text.get("num_experts") or text.get("num_local_experts") or 0

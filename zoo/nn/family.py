@@ -47,7 +47,9 @@ class FamilyConfig:
     further: ClassVar[tuple[str, ...]] = (
         "head_dim",
     )  # keys of a decoder that are read though its class has none
-    mrope_section: ClassVar[tuple[int, ...]]  # where a config has none, as in transformers
+    mrope_section: ClassVar[tuple[int, ...] | None] = (
+        None  # where a config has none, as in transformers; None: one position a token
+    )
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
     partial_rotary: ClassVar[bool] = (
         False  # whether transformers rotates a part of each head where a config says so
@@ -149,12 +151,12 @@ class FamilyConfig:
 
     @property
     def rotary(self) -> RotaryShape:
-        """Multimodal rotary embedding, of the part of each head that the config says."""
-        rope = self.text.rope_parameters
+        """Rotary embedding of the part of each head that the config says, multimodal with an `mrope_section`."""
+        rope, axes = self.text.rope_parameters, self.mrope_section
         return RotaryShape(
             float(rope["rope_theta"]),
-            list(rope.get("mrope_section", self.mrope_section)),
-            interleaved=self.mrope_interleaved,
+            None if axes is None else list(rope.get("mrope_section", axes)),
+            interleaved=axes is not None and self.mrope_interleaved,
             fraction=float(rope.get("partial_rotary_factor", 1.0)) if self.partial_rotary else 1.0,
         )
 

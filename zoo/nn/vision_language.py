@@ -1,4 +1,4 @@
-"""A decoder with a vision tower of transformers: what such families share of their models."""
+"""A decoder alone, and one with a vision tower of transformers: what such families share of their models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 
 
-class VisionLanguageModel(MultimodalModel):
-    """Decoder with a `vision` tower."""
+class LanguageModel(MultimodalModel):
+    """Decoder of a family's config, with its traits; no towers unless `build_towers` and `encode` give some."""
 
     def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
         towers = self.build_towers(config) if stage.first else {}
@@ -32,6 +32,18 @@ class VisionLanguageModel(MultimodalModel):
             scores=recipe.train.scores,
             deepstack_layers={"vision": config.deepstack_layers},
         )
+
+    def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
+        """Towers by their names, with weights as transformers initialises them."""
+        return {}
+
+    def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
+        """Embeddings of a batch's media by tower."""
+        return {}
+
+
+class VisionLanguageModel(LanguageModel):
+    """Decoder with a `vision` tower."""
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
         """Towers by their names, with weights as transformers initialises them."""

@@ -109,6 +109,7 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         assert num_experts(arch) == 0
     moe = {"model_type": "qwen3_vl_moe", "text_config": {**TEXT, "model_type": "qwen3_vl_moe_text"}}
     assert num_experts(moe) == 6
+    assert num_experts({**TEXT, "model_type": "qwen3_next"}) == 6
     dense = load_recipe("qwen3_vl_sft", ["size=tiny", "model.arch.text_config.num_experts=6"])
     tensor = validate(dense.replace({"parallel.tp": 2, "train.global_batch": 8}), 2)
     assert tensor.parallel.sp is False

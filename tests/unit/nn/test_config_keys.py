@@ -18,6 +18,7 @@ from support.config_keys import (
     keys,
     made_of,
     plain_logits,
+    text_part,
     tiny_arch,
 )
 
@@ -65,7 +66,7 @@ IGNORED = {
     "token_classification_bias": "of the forced aligner",
 }
 USED_IN = {  # of the above, where they are used all the same
-    "text_config.tie_word_embeddings": {"llava", "llava_onevision"},
+    "text_config.tie_word_embeddings": {"llava", "llava_onevision", "qwen3", "qwen3_moe", "qwen3_next"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
     "audio_config.max_position_embeddings": {"qwen3_asr"},
     "text_config.sliding_window": {"gemma3", "llava_next", "qwen3_omni_moe_thinker"},
@@ -99,6 +100,7 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "vision_feature_layer": [1, -2, [1, 2], [], 0, 99],
     "sliding_window": [100, 1],
 }
+NESTED = [case for case in CASES if text_part(case)]
 PLACES = [(case, part) for case in CASES for part in PARTS if has_part(case, part)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -117,6 +119,7 @@ def base(case: str) -> dict[str, Any]:
 
 
 def is_ignored(case: str, part: str, key: str) -> bool:
+    part = part or ("text_config" if case not in NESTED else "")
     name = f"{part}.{key}" if part else key
     if case in USED_IN.get(name, ()):
         return False
@@ -170,7 +173,7 @@ def test_every_key_is_used_or_refused_or_in_the_list(case: str, part: str) -> No
 def test_transformers_ignores_what_is_in_the_list(case: str) -> None:
     arch, count = tiny_arch(case), 0
     wanted = plain_logits(case, arch)
-    for part in ("", "text_config"):
+    for part in {"", text_part(case)}:
         for key, value in keys(case, part):
             if not is_ignored(case, part, key) or key in ("dtype", "return_dict", "problem_type"):
                 continue
@@ -215,36 +218,39 @@ STRAYS: dict[str, Any] = {
 @pytest.mark.parametrize("case", CASES)
 def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> None:
     arch = tiny_arch(case)
-    there = {field.name for field in dataclasses.fields(config_class(case, "text_config"))}
+    there = {field.name for field in dataclasses.fields(config_class(case, text_part(case)))}
     own = {"mtp_num_hidden_layers", "partial_rotary_factor"} if case.startswith("qwen3_5") else set()
     own |= {"partial_rotary_factor"} if case == "gemma3" else set()  # breaks transformers' linear scaling
+    own |= {"partial_rotary_factor"} if case == "qwen3_next" else set()
     if case in ("llava", "llava_onevision", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_asr"):
         own |= {"tie_word_embeddings"}
     strays = {key: value for key, value in STRAYS.items() if key not in there | own}
     assert len(strays) > 10
-    layers = arch["text_config"]["num_hidden_layers"]
-    if "layer_types" not in there:
-        strays["layer_types"] = ["linear_attention"] * layers
     stray = copy.deepcopy(arch)
-    stray["text_config"] |= strays
+    text = stray.get("text_config", stray)
+    if "layer_types" not in there:
+        strays["layer_types"] = ["linear_attention"] * text["num_hidden_layers"]
+    text |= strays
     if has_part(case, "vision_config"):
         vision = {field.name for field in dataclasses.fields(config_class(case, "vision_config"))}
-        stray["vision_config"] |= {
-            k: v for k, v in {"deepstack_visual_indexes": [0]}.items() if k not in vision
-        }
+        strays = {"deepstack_visual_indexes": [0]}
+        stray["vision_config"] |= {k: v for k, v in strays.items() if k not in vision}
     made = made_of(case, stray)
     assert {key for key in made if made[key] != base(case)[key]} == set()
     assert torch.equal(plain_logits(case, stray), plain_logits(case, arch))
 
 
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    ("part", "key", "value"),
+    ("case", "part", "key", "value"),
     [
-        ("text_config", "per_layer_config", {"1": {"head_dim": 8}}),
-        ("text_config", "is_causal", False),
-        ("text_config", "attention_dropout", 0.1),
-        ("tower", "attention_dropout", 0.1),
+        (case, part, key, value)
+        for key, value in (
+            ("per_layer_config", {"1": {"head_dim": 8}}),
+            ("is_causal", False),
+            ("attention_dropout", 0.1),
+        )
+        for case in CASES
+        for part in (text_part(case), *(["tower"] if "dropout" in key and case in NESTED else []))
     ],
 )
 def test_what_transformers_takes_and_no_model_here_has(part: str, key: str, value: Any, case: str) -> None:
@@ -266,7 +272,7 @@ def test_the_gate_of_linear_attention_is_the_one_that_is_built(case: str) -> Non
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NESTED)
 def test_who_says_whether_the_head_is_the_embedding(case: str, inner: bool, tied: bool) -> None:
     from transformers import CONFIG_MAPPING
 
@@ -317,7 +323,7 @@ def test_numbers_have_bounds_and_types(case: str, part: str) -> None:
             assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", NESTED)
 @pytest.mark.parametrize("value", [None, [], "x", 3, True])
 @pytest.mark.parametrize("key", ["text_config", "vision_config"])
 def test_nested_configs_are_objects(key: str, value: Any, case: str) -> None:

@@ -7,6 +7,7 @@ where there are several.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from zoo.bridge.mapping.rules import Layout, Rule, per_expert_down, per_expert_gate_up, rule
 from zoo.bridge.mapping.table import SCORE
@@ -99,3 +100,11 @@ def transposed_stacks(experts: str) -> tuple[Layout, Layout]:
 def singles(experts: str) -> tuple[Layout, Layout]:
     """Three tensors an expert."""
     return per_expert_gate_up(experts), per_expert_down(experts)
+
+
+def published_experts(text: dict[str, Any]) -> dict[str, Any]:
+    """A decoder's config.json with the number of experts under its published key, which transformers >= 5 renames as it saves."""
+    if "num_local_experts" not in text:
+        return text
+    text = dict(text)
+    return {"num_experts": text.pop("num_local_experts"), **text}

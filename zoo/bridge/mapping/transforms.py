@@ -25,6 +25,7 @@ class Dims:
     head_dim: int  # width of a head
     experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
     linear_keys: int = 0  # of a linear-attention layer: width of all its keys (and of all its queries)
+    linear_key_heads: int = 0  # key heads
     linear_values: int = 0  # width of all its values
     linear_value_heads: int = 0  # value heads
     tied: bool = False  # output layer shares the embedding's weight (the top-level tie_word_embeddings)
@@ -37,13 +38,14 @@ class Dims:
         """
         read = text_config.get if isinstance(text_config, Mapping) else _attribute_reader(text_config)
         heads = read("num_attention_heads", None)
-        value_heads = read("linear_num_value_heads", None) or 0
+        key_heads, value_heads = (read(f"linear_num_{part}_heads", None) or 0 for part in ("key", "value"))
         return cls(
             heads=heads,
             kv_heads=read("num_key_value_heads", None) or heads,
             head_dim=read("head_dim", None) or read("hidden_size", None) // heads,
             experts=read("num_experts", None) or 0,
-            linear_keys=(read("linear_num_key_heads", None) or 0) * (read("linear_key_head_dim", None) or 0),
+            linear_keys=key_heads * (read("linear_key_head_dim", None) or 0),
+            linear_key_heads=key_heads,
             linear_values=value_heads * (read("linear_value_head_dim", None) or 0),
             linear_value_heads=value_heads,
             tied=tied,

@@ -42,7 +42,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "num_experts_per_tok": (1, 2**13),
     "decoder_sparse_step": (1, LAYERS),
     "full_attention_interval": (1, LAYERS),
-    "mtp_num_hidden_layers": (0, 16),
+    **dict.fromkeys(("mtp_num_hidden_layers", "num_nextn_predict_layers"), (0, 16)),
     "max_window_layers": (0, LAYERS),
     "accept_hidden_layer": (-LAYERS, LAYERS),
     "max_position_embeddings": (1, 2**31),

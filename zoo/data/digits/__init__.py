@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent  # holds train.jsonl, heldout.jsonl and media/
+WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
@@ -30,3 +31,15 @@ def with_label(item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "label": True}
     wrong = {**item["messages"][-1], "content": with_wrong_answer(item)["rejected_response"]}
     return {**item, "messages": [*item["messages"][:-1], wrong], "label": False}
+
+
+def in_words(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: a row of the set as text alone, which asks to write a number in digits that is spelled out.
+
+    `data.train: [{path: "digits:train", format: "zoo.data.digits:in_words"}]`. Answers are the row's own.
+    """
+    messages = []
+    for answer in item["messages"][1::2]:
+        spelled = ", ".join(" ".join(WORDS[int(one)] for one in part) for part in answer["content"].split())
+        messages += [{"role": "user", "content": f"Write in digits: {spelled}."}, answer]
+    return {"kind": "text", "messages": messages}

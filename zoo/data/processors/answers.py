@@ -29,6 +29,9 @@ class ChatMarkers:
     end: str  # "<|im_end|>"; has loss
 
 
+CHATML = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
+
+
 class AnswerFinder:
     """Finds answers in tokens.
 

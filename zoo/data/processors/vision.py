@@ -17,12 +17,12 @@ from torch import Tensor
 from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.answers import CHATML
 from zoo.data.processors.processor import Processor, as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
 
-MARKERS = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
+MARKERS = CHATML
 PARTS = ("image_processor", "video_processor")
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 

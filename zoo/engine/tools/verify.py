@@ -285,7 +285,9 @@ def transformers_class(arch: Mapping[str, Any]) -> Any:
 
     config = transformers.CONFIG_MAPPING[arch["model_type"]]
     config = getattr(config, "sub_configs", {}).get("thinker_config", config)
-    return getattr(transformers, f"{config.__name__.removesuffix('Config')}ForConditionalGeneration")
+    name = config.__name__.removesuffix("Config")
+    text = getattr(transformers, f"{name}ForCausalLM", None)
+    return getattr(transformers, f"{name}ForConditionalGeneration", text)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from support.tiny_omni import PROCESSOR_ARCH
 
 from zoo.data.processors.labels import answer_begins
 from zoo.data.processors.processor import Processor
+from zoo.data.processors.text import TextProcessor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
@@ -33,6 +34,12 @@ def with_template(processor: Any, template: str | None) -> Processor:
     if template is not None:
         processor.hf.chat_template = template
     return processor
+
+
+def text_alone(template: str) -> Processor:
+    made = TextProcessor.build({})
+    made.tokenizer.chat_template = template
+    return made
 
 
 def llava(kind: str, template: str) -> Processor:
@@ -70,6 +77,7 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
     "qwen3_omni": (lambda: with_template(build_omni(PROCESSOR_ARCH), templates.THINKING), same),
     "qwen35_vl": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN35), str.strip),
     "qwen3.8": (lambda: with_template(TimestampedProcessor.build(VISION), templates.QWEN38), str.strip),
+    "qwen3": (lambda: text_alone(templates.QWEN3), same),
     "llava 1.5": (lambda: llava("llava", templates.LLAVA_15), lambda answer: " " + answer.rstrip()),
     "llava next, mistral": (
         lambda: llava("llava_next", templates.MISTRAL),
@@ -138,6 +146,8 @@ def test_an_image_between_answers_has_no_label(
     family: tuple[Processor, Callable[[str], str]], tmp_path: Path
 ) -> None:
     processor, writes = family
+    if processor.modalities == ("text",):
+        return
     images = tuple(draw(tmp_path, name, (64, 64), 0) for name in ("a", "b"))
     turns = (("user", "<image>What?"), ("assistant", "A."), ("user", "<image>And?"), ("assistant", "B. "))
     sample = encode(processor, Row(turns, images=images, root=tmp_path))
@@ -147,7 +157,7 @@ def test_an_image_between_answers_has_no_label(
 THOUGHT = "<think>\nTwo and two.\n</think>\n\nFour."
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl thinking", "qwen3_omni", "qwen35_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl thinking", "qwen3_omni", "qwen35_vl", "qwen3"])
 def test_thinking_is_learnt_where_the_template_writes_it(name: str) -> None:
     """In the last answer as the row has it; in earlier ones the template leaves it away."""
     processor = FAMILIES[name][0]()
@@ -237,6 +247,8 @@ def test_all_of_the_text_but_no_medium(
     family: tuple[Processor, Callable[[str], str]], tmp_path: Path
 ) -> None:
     processor, _ = family
+    if processor.modalities == ("text",):
+        return
     row = Row(
         (("user", "<image>What?"), ("assistant", "A.")),
         images=(draw(tmp_path, "a", (64, 64), 0),),

@@ -87,6 +87,13 @@ WANTED = {  # parameter -> its matrices
     "qwen35_vl_sft": _qwen35(DENSE),
     "qwen35_vl_moe_sft": _qwen35(EXPERTS, SHARED),
     "qwen3_omni_sft": OMNI,
+    "qwen3_sft": _layer("decoder", ATTENTION, DENSE),
+    "qwen3_moe_sft": _layer("decoder", ATTENTION, EXPERTS),
+    "qwen3_next_sft": {
+        **_layer("decoder", ATTENTION, DELTA | {"in_proj": 2}, EXPERTS, SHARED),
+        **_layer("multi_token", ATTENTION, EXPERTS, SHARED),
+        "multi_token.eh_proj": 1,
+    },
     "llava_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
     "llava_onevision_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
 }

@@ -1,0 +1,38 @@
+"""Qwen3-Next: parameters <-> published names (Qwen/Qwen3-Next-80B-A3B-Instruct).
+
+Names in memory in transformers are the published ones, except that it has no module for `mtp.*`. Published experts stand
+one by one; stacks, as transformers >= 5 has them in memory, are read as well. A projection of linear attention holds the
+rows of one key head after the other. Zero-centred norms stay zero-centred. A model without MTP carries `mtp.*` through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from zoo.bridge.mapping.gated_delta_net import QKVZ_BA, gated_delta_net, gated_layer, multi_token
+from zoo.bridge.mapping.shared_rules import decoder_ends, singles, stacks
+from zoo.bridge.mapping.table import Bridge
+from zoo.models.qwen3_next.config import MTP_LAYERS
+
+_ZOO = "decoder.layers.{layer}"
+_HF = "model.layers.{layer}"
+
+
+def _fresh_config(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The config, with the number of MTP layers where it is not the one that goes without saying."""
+    return config if any(name.startswith("mtp.") for name in names) else {**config, MTP_LAYERS: 0}
+
+
+BRIDGE = Bridge(
+    name="qwen3_next",
+    rules=(
+        *decoder_ends("model", head="lm_head.weight"),
+        *gated_layer(_ZOO, _HF, singles, stacks),
+        *gated_delta_net(f"{_ZOO}.self_attention", f"{_HF}.linear_attn", QKVZ_BA),
+        *multi_token(singles, stacks),
+    ),
+    optional=("mtp.{rest}",),
+    without_optional="train.mtp_loss=0",
+    fresh_config=_fresh_config,
+)
