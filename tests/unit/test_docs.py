@@ -18,6 +18,7 @@ from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.machine.bench import BENCHES, packing_options, train_options
 from zoo.cli.main import VERBS
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
+from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
 from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
 from zoo.config.compose import load_recipe
@@ -46,6 +47,7 @@ FLAGS = {
     "inspect": ("--json",),
     "train": ("--slurm-template",),
     "doctor": ("--json", "--known-wrong"),
+    "new-family": ("--package", "--vision"),
 }
 OWN = {
     "plan": PLAN_KEYS,
@@ -209,6 +211,9 @@ def check_zoo(words: list[str]) -> None:
         return
     if verb == "init":
         split_values(rest, INIT_KEYS, verb, ())
+        return
+    if verb == "new-family":
+        split_values(rest, FAMILY_KEYS, verb, ("NAME",))
         return
     if verb == "completion":
         assert rest in (["bash"], ["zsh"]), words

@@ -16,6 +16,7 @@ from zoo.cli.checkpoints.convert import KEYS as CONVERT_KEYS
 from zoo.cli.completion import SCRIPTS, SchemaKey, answers, as_typed, schema
 from zoo.cli.main import VERBS, main
 from zoo.cli.recipes.init import KEYS as INIT_KEYS
+from zoo.cli.recipes.new_family import KEYS as FAMILY_KEYS
 from zoo.cli.recipes.plan import KEYS as PLAN_KEYS
 from zoo.cli.training.inspect import KEYS as INSPECT_KEYS
 from zoo.config.files import recipe_names, size_names
@@ -88,9 +89,8 @@ def test_names_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verbs_own_keys_and_options_are_offered(verb: str) -> None:
-    own = {"convert": CONVERT_KEYS, "init": INIT_KEYS, "inspect": INSPECT_KEYS, "plan": PLAN_KEYS}.get(
-        verb, ()
-    )
+    known = {"convert": CONVERT_KEYS, "init": INIT_KEYS, "inspect": INSPECT_KEYS, "plan": PLAN_KEYS}
+    own = (known | {"new-family": FAMILY_KEYS}).get(verb, ())
     assert {f"{key}=" for key in own} <= set(answers(f"zoo {verb} "))
     source = inspect.getsource(importlib.import_module(VERBS[verb][0]))
     flags = re.findall(r'"(--[\w-]+)"', " ".join(re.findall(r"split_flags\(\w+, (\(.*?\))\)", source)))

@@ -1,0 +1,138 @@
+"""The files of a new family, with tests that say what is to be filled in: `zoo new-family`."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from pathlib import Path
+from string import Template
+
+import zoo
+from zoo.errors import UserError
+from zoo.files import write_atomically
+from zoo.registry import families
+
+TEMPLATES = Path(__file__).parent / "family_files"
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+# Where each template goes: in a checkout of zoo, and in a package.
+REPOSITORY = {
+    "repository/init": "models/{name}/__init__.py",
+    "config": "models/{name}/config.py",
+    "repository/readme": "models/{name}/README.md",
+    "bridge": "bridges/{name}.py",
+    "recipe": "recipes/{name}_sft.yaml",
+    "repository/size": "recipes/sizes/{name}/tiny.yaml",
+    "repository/tiny": "tests/support/tiny_{name}.py",
+    "repository/test": "tests/parity/test_{name}.py",
+}
+PACKAGE = {
+    "package/pyproject": "pyproject.toml",
+    "package/init": "{name}/__init__.py",
+    "config": "{name}/config.py",
+    "bridge": "{name}/bridge.py",
+    "recipe": "{name}/recipe.yaml",
+    "package/test": "tests/test_{name}.py",
+}
+TEXT = {
+    "modalities": "text",
+    "parts": "language",
+    "model": "zoo.nn.vision_language:LanguageModel",
+    "step": "zoo.steps:PackedStep",
+    "processor": "zoo.data.processors.text:TextProcessor.build",
+    "more_config": "",
+    "data": '{path: digits:train, format: "zoo.data.digits:in_words"}',
+    "head": "ForCausalLM",
+    "auto": "AutoModelForCausalLM",
+    "tests": "TextPairTests",
+    "rows": "text_rows",
+    "examples": "text_examples",
+}
+VISION = {
+    "modalities": "text image video",
+    "parts": "vision language",
+    "model": "zoo.nn.vision_language:VisionLanguageModel",
+    "step": "zoo.steps.vision:VisionStep",
+    "processor": "zoo.data.processors.timestamped:TimestampedProcessor.build",
+    "more_config": "    mrope_section = (24, 20, 20)  # TODO: time, height, width, where a config.json has none\n",
+    "data": "digits:train",
+    "head": "ForConditionalGeneration",
+    "auto": "AutoModelForImageTextToText",
+    "tests": "PairTests",
+    "rows": "vision_rows",
+    "examples": "vision_examples",
+}
+
+
+def lay_out(name: str, root: Path, *, package: bool, vision: bool = False) -> list[Path]:
+    """Write a family's files.
+
+    Args:
+        name: of the family, as users type it: a Python name in lower case.
+        root: a checkout of zoo, or with `package` the folder of a package, which may be new.
+        vision: it reads images and videos too, through a vision tower of transformers.
+
+    Returns:
+        The files.
+
+    Raises:
+        UserError: a name that is none or is taken, a root that is no checkout, or a file that is there already.
+    """
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        raise UserError(f"new-family {name}: wanted a Python name in lower case, such as my_lm")
+    if name in families():
+        raise UserError(f"new-family {name}: there is a family of that name; `zoo list` shows all")
+    if not package and not (root / "tests" / "support" / "pairs.py").is_file():
+        raise UserError(
+            f"new-family {name}: {root} is no checkout of zoo; --package lays the family out as a package of your own"
+        )
+    made = {
+        root / place.format(name=name): _filled(template, name, package, vision)
+        for template, place in (PACKAGE if package else REPOSITORY).items()
+    }
+    there = [str(path) for path in made if path.exists()]
+    if there:
+        raise UserError(f"new-family {name}: {', '.join(there)}: there already; nothing was written")
+    for path, text in made.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    return list(made)
+
+
+def checkout() -> Path:
+    """The folder that zoo runs from: a checkout, or a site-packages."""
+    return Path(zoo.__file__).absolute().parents[1]
+
+
+def _filled(template: str, name: str, package: bool, vision: bool) -> str:
+    """A template's text, without blank lines where it has nothing to say."""
+    words = name.split("_")
+    values = {
+        "name": name,
+        "title": " ".join(word.capitalize() for word in words),
+        "prefix": "".join(word.capitalize() for word in words),
+        **(VISION if vision else TEXT),
+    }
+    for key in ("modalities", "parts"):
+        quoted = [f'"{one}"' for one in values[key].split()]
+        values[f"{key}_tuple"] = f"({', '.join(quoted)}{',' * (len(quoted) == 1)})"
+    arch = _read("arch").substitute(values).rstrip("\n")
+    steps = "steps: 30\n  global_batch: 2\n  lr: 2.0e-3\n  warmup_steps: 5\n  eval_rows: 20"
+    published = "epochs: 1\n  global_batch: 8\n  lr: 1.0e-5\n  warmup_steps: 20"
+    imports = [
+        f"from support.{values['rows']} import {values['examples']}",
+        f"from support.tiny_{name} import write_tiny_{name}",
+    ]
+    values |= {
+        "imports": "\n".join(sorted(imports)),
+        "arch": arch,
+        "package_arch": f"{arch}\n" if package else "",
+        "published_size": "" if package else "published_size: tiny # TODO: one of those that are published\n",
+        "budget": "512" if package else "8192",
+        "train": f"  {steps if package else published}",
+    }
+    text = _read(template).substitute(values)
+    return re.sub(r"\n{3,}$", "\n", re.sub(r"\n\n\n+(?=\S)", "\n\n\n", text)).rstrip("\n") + "\n"
+
+
+def _read(template: str) -> Template:
+    return Template((TEMPLATES / f"{template}.txt").read_text(encoding="utf-8"))
