@@ -20,7 +20,6 @@ RECIPES = (
     "llava_sft",
     "llava_onevision_sft",
     "qwen25_vl_sft",
-    "qwen3_asr_sft",
     "qwen25_omni_sft",
     "qwen3_sft",
     "qwen3_moe_sft",
