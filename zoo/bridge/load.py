@@ -62,6 +62,8 @@ def fit_shapes(
     """
     entries, problems = {}, []
     for name, parameter in parameters:
+        if name not in resolution.entries:  # a new head
+            continue
         variants = resolution.entries[name].variants(dims)
         zoo_shape = full_shape(parameter.shape, variants[0].rule.shard_for(dims), shard)
         complaints = [_misfits(entry, zoo_shape, resolution.source, reader, dims) for entry in variants]
