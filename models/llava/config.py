@@ -62,9 +62,9 @@ class LlavaConfig(FamilyConfig):
             )
 
     @property
-    def qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases: Qwen2's do, and no key of its config says so."""
-        return self.text.model_type == "qwen2"
+    def traits(self) -> tuple[str, ...]:
+        """Queries, keys and values of Qwen2 have biases, and no key of its config says so."""
+        return ("qkv_bias",) if self.text.model_type == "qwen2" else ()
 
     @property
     def lines(self) -> bool:

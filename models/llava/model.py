@@ -12,37 +12,20 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.models.llava.config import LlavaConfig
 from zoo.models.llava.tower import Projector, Tower
-from zoo.nn.decoder.config import transformer_config
 from zoo.nn.inputs import Encoded, Stage
-from zoo.nn.multimodal import MultimodalModel
+from zoo.nn.vision_language import TileModel
 
 
-class LlavaModel(MultimodalModel):
-    """Decoder with a `vision` tower and its `projector`."""
+class LlavaModel(TileModel):
+    """Tiles are laid out by lines, each with an embedding at its end."""
 
     def __init__(self, config: LlavaConfig, recipe: Recipe, stage: Stage) -> None:
-        towers: dict[str, torch.nn.Module] = {}
-        if stage.first:
-            towers = {"vision": Tower(config), "projector": Projector(config)}
-        super().__init__(
-            transformer_config(config.text, recipe, qkv_bias=config.qkv_bias),
-            vocab_size=config.text.vocab_size,
-            rotary=config.rotary,
-            backend=recipe.engine.backend,
-            stage=stage,
-            towers=towers,
-            tied=config.tied,
-            scores=recipe.train.scores,
-        )
+        super().__init__(config, recipe, stage)
         self.tiling = config.tiling
 
-    def tower_names(self) -> tuple[str, ...]:
-        """The one tower that makes embeddings, its projector with it."""
-        return ("vision",)
-
-    def zero_of(self, name: str) -> Tensor | float:
-        """The projector is idle when its tower is."""
-        return super().zero_of(name) + super().zero_of("projector")
+    def build_towers(self, config: Any) -> dict[str, torch.nn.Module]:
+        """The vision tower up to the last layer that is used, and the projector."""
+        return {"vision": Tower(config), "projector": Projector(config)}
 
     def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:
         """Tiles of images and frames of videos through the tower in one call, then images and videos one by one."""

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import rank_tasks
 from support.pool import Pool, PoolError
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3 import write_tiny_qwen3
@@ -45,6 +46,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen3_next": lambda folder: write_tiny_qwen3_next(folder, mtp=1),
     "omni": lambda folder: write_tiny_omni(folder).whole,
     "llava": lambda folder: write_tiny_llava(folder, "llava_next"),
+    "internvl experts": lambda folder: write_tiny_internvl(folder, "qwen3_moe", text=LAYERS),
 }
 
 
@@ -402,6 +404,14 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("llava_sft", "1.6-mistral-7b"): (7_566_747_648, 687),
     ("llava_onevision_sft", "onevision-0.5b"): (893_675_552, 716),
     ("llava_onevision_sft", "onevision-7b"): (8_030_807_584, 765),
+    ("internvl_sft", "1b"): (1_060_897_792, 753),
+    ("internvl_sft", "2b"): (2_348_347_392, 753),
+    ("internvl_sft", "4b"): (4_732_489_216, 841),
+    ("internvl_sft", "8b"): (8_528_318_464, 841),
+    ("internvl_sft", "14b"): (15_119_523_840, 885),
+    ("internvl_sft", "38b"): (38_390_405_504, 1392),
+    ("internvl_sft", "30b-a3b"): (30_848_730_112, 19309),
+    ("internvl_sft", "241b-a28b"): (240_699_370_368, 37630),
 }
 
 

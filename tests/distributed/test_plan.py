@@ -34,6 +34,7 @@ MORE = [
     ("qwen3_vl_sft", "tiny", 2, "parallel.pp=2 parallel.vpp=2"),
     ("qwen3_vl_sft", "tiny", 2, "parallel.pp=2 parallel.stage_layers=[1,3]"),
     ("llava_sft", "tiny", 4, "parallel.tp=2 parallel.pp=2"),
+    ("internvl_sft", "tiny-moe", 1, ""),
     ("qwen3_vl_moe_sft", "tiny-moe", 4, "parallel.ep=2 parallel.pp=2"),
     ("qwen3_vl_sft", "tiny", 2, "parallel.cp=2"),
     # without dropout, of which a CPU keeps a mask of floats

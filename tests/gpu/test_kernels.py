@@ -27,6 +27,7 @@ PUBLISHED = {
     "qwen3_sft": "0.6b",
     "qwen3_moe_sft": "30b-a3b",
     "qwen3_next_sft": "80b-a3b",
+    "internvl_sft": "1b",
 }
 
 

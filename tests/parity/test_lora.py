@@ -24,6 +24,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
 from support.tiny_qwen3 import write_tiny_qwen3
@@ -82,6 +83,9 @@ CASES = {
         kind: Case("llava_sft", lambda f, kind=kind: write_tiny_llava(f, kind), tile_examples, TILED)
         for kind in ("llava", "llava_next", "llava_onevision")
     },
+    "internvl experts": Case(
+        "internvl_sft", lambda f: write_tiny_internvl(f, "qwen3_moe"), tile_examples, TILED, ALL + EXPERTS
+    ),
     "qwen25_vl": Case("qwen25_vl_sft", write_tiny_qwen25_vl, vision_examples, SEEN),
     "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
     "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),

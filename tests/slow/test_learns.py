@@ -23,6 +23,7 @@ RECIPES = (
     "qwen3_sft",
     "qwen3_moe_sft",
     "qwen3_next_sft",
+    "internvl_sft",
 )
 
 

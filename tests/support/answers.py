@@ -18,6 +18,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
 from support.tiny_qwen3 import write_tiny_qwen3
@@ -122,6 +123,7 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "qwen25_omni": partial(other, write_tiny_qwen25_omni, "qwen25_omni", make_examples),
     "qwen3 moe": partial(other, partial(write_tiny_qwen3, moe=True), "qwen3", text_examples),
     "qwen3_next": partial(other, partial(write_tiny_qwen3_next, mtp=1), "qwen3_next", text_examples),
+    "internvl": partial(other, write_tiny_internvl, "internvl", tile_examples),
     "qwen25_vl": partial(
         other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
     ),

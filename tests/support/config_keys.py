@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support import (
     tiny_gemma3,
+    tiny_internvl,
     tiny_llava,
     tiny_omni,
     tiny_qwen3,
@@ -44,6 +45,8 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "qwen3_moe": ("qwen3", "Qwen3MoeForCausalLM"),
     "qwen3_next": ("qwen3_next", "Qwen3NextForCausalLM"),
+    "internvl": ("internvl", "InternVLForConditionalGeneration"),
+    "internvl with experts": ("internvl", "InternVLForConditionalGeneration"),
 }
 PARTS = ("", "text_config", "vision_config", "audio_config")
 
@@ -52,6 +55,8 @@ def tiny_arch(case: str) -> Arch:
     """The dict of a config.json of that case."""
     if case.startswith("llava"):
         config = tiny_llava.tiny_config(case)
+    elif case.startswith("internvl"):
+        config = tiny_internvl.tiny_config("qwen3_moe" if "experts" in case else "qwen3")
     elif case.startswith("qwen3_vl"):
         config = tiny_qwen3_vl.tiny_config(moe=case.endswith("moe"))
     elif case == "qwen3_asr":
@@ -77,7 +82,8 @@ def config_class(case: str, part: str) -> Any:
     """transformers' config class of a part ("" for the whole)."""
     from transformers import CONFIG_MAPPING
 
-    whole = CONFIG_MAPPING[case].from_dict(copy.deepcopy(tiny_arch(case)))
+    arch = tiny_arch(case)
+    whole = CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
     return type(getattr(whole, part) if part else whole)
 
 
@@ -124,8 +130,6 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
         config = family.load("config").from_arch(copy.deepcopy(arch))
     recipe = Recipe(packing=PackingConfig(budget=256))
     traits = dict.fromkeys(config.traits, True)
-    if hasattr(config, "qkv_bias"):
-        traits["qkv_bias"] = config.qkv_bias
     decoder = transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits)
     plain = {k: v for k, v in vars(decoder).items() if isinstance(v, int | float | str | list | None)}
     found: dict[str, Any] = {f"decoder.{k}": v for k, v in plain.items()}
@@ -158,10 +162,6 @@ def _step(family: Any, config: Any) -> list[Any]:
 
 def _towers(family: Any, config: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    if family.name == "llava":
-        from zoo.models.llava.tower import Projector, Tower
-
-        return {"vision": Tower(config), "projector": Projector(config)}
     return family.load("model").build_towers(None, config)
 
 
@@ -170,10 +170,11 @@ def _described(tower: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     yield "printed", repr(tower)
     for name, module in tower.named_modules():
         for key, value in vars(module).items():
-            # The audio tower here takes all chunks at once.
+            # Into how many calls transformers cuts a layer; the audio tower here takes all chunks at once.
             if isinstance(value, int | float | str | tuple | list) and key not in (
                 "training",
                 "conv_chunksize",
+                "chunk_size_feed_forward",
             ):
                 yield f"{name}.{key}", value
     for name, tensor in [*tower.named_parameters(), *tower.named_buffers()]:
@@ -185,7 +186,7 @@ def plain_model(case: str, arch: Arch) -> Any:
     import transformers
     from transformers import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[case].from_dict(copy.deepcopy(arch))
+    config = CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     model = getattr(transformers, CASES[case][1])(config).eval()

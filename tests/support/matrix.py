@@ -108,6 +108,12 @@ def _llava(folder: Path) -> Path:
     return write_tiny_llava(folder, "llava_onevision", text={"num_hidden_layers": 4})
 
 
+def _internvl(folder: Path) -> Path:
+    from support.tiny_internvl import write_tiny_internvl
+
+    return write_tiny_internvl(folder, "qwen3_moe", text={"num_hidden_layers": 4})
+
+
 def _omni(folder: Path) -> Path:
     from support.tiny_omni import write_tiny_omni
 
@@ -123,6 +129,7 @@ HEARD = (
     ("image-long", "audio-short", "text-short", "video-short", "image+video+audio"),
     ("text-long", "text-short"),
 )
+TILED = (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short"))
 
 MODELS = {
     "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl(), vision_examples, SEEN),
@@ -155,7 +162,7 @@ MODELS = {
         "llava_onevision_sft",
         _llava,
         tile_examples,
-        (("wide", "text-short", "three", "video+image+image", "turns"), ("text-long", "text-short")),
+        TILED,
     ),
     "windows": Model(
         "dense with biases, windows in the tower", "qwen25_vl_sft", _qwen25_vl, vision_examples, SEEN
@@ -186,6 +193,7 @@ MODELS = {
         SAID,
         ("train.mtp_loss=0.3",),
     ),
+    "tiles": Model("experts, shuffled tiles", "internvl_sft", _internvl, tile_examples, TILED),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -205,21 +213,22 @@ PARALLEL = {
     "tp2 pp2": Parallel("TP2 (+ SP) x PP2", 4, ("parallel.tp=2", "parallel.pp=2")),
 }
 
-# The cells of the fast tier, parallel: model. Each pair of kinds of parallelism that some row combines, and each model once.
+# The cells of the fast tier, (parallel, model). Each pair of kinds of parallelism that some row combines, and each model once.
 CORE = {
-    "pp2 vpp2": "dense",
-    "ep2 etp2": "deepstack",
-    "dp2": "moe",
-    "tp2 cp2": "gdn",
-    "cp2 ep2": "mtp",
-    "tp2 pp2": "llava",
-    "pp2 cp2": "omni",
-    "cp4": "sound",
-    "tp2": "windows omni",
-    "tp2 sp": "windows",
-    "cp2": "two-way",
-    "ep2": "text",
-    "pp2": "next",
+    ("pp2 vpp2", "dense"),
+    ("ep2 etp2", "deepstack"),
+    ("dp2", "moe"),
+    ("tp2 cp2", "gdn"),
+    ("cp2 ep2", "mtp"),
+    ("tp2 pp2", "llava"),
+    ("pp2 cp2", "omni"),
+    ("cp4", "sound"),
+    ("tp2", "windows omni"),
+    ("tp2 sp", "windows"),
+    ("cp2", "two-way"),
+    ("ep2", "text"),
+    ("pp2", "next"),
+    ("ep2", "tiles"),
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -231,7 +240,7 @@ REFUSED = {
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
         for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way")
     },
-    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni")},
+    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles")},
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")

@@ -37,6 +37,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/data/processors/test_qwen25_omni_processor.py": {"test_saved_files_load_by_auto_and_by_us": 0},
     "unit/bridge/test_gemma3.py": {"test_the_table_covers_names_and_shapes": 0},
     "unit/nn/test_reach.py": {"test_a_whole_row": 4, "test_a_context_parallel_rank": 5},
+    "unit/bridge/test_internvl.py": {"test_the_table_covers_names_and_shapes": 3},
     "unit/bridge/test_qwen25_vl.py": {"test_the_table_covers_names_and_shapes": 4},
     "unit/bridge/test_export.py": {"test_under_gloo": 0},
     "unit/bridge/test_quantised.py": {"test_blocks_that_are_cut_short_and_every_slice": 0},
@@ -180,6 +181,13 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_checkpoint_of_the_whole_model": 0,
         "test_transformers_loads_the_thinker_of_a_whole_model": 0,
     },
+    "parity/test_internvl.py": {
+        "test_the_rows_are_what_they_should_be": 3,
+        "test_every_gradient": 7,
+        "test_configs_that_are_not_built_are_refused": 1,
+        "*": 0,
+    },
+    "parity/test_internvl_weights.py": {"test_what_goes_in_comes_out_as_published": 8},
     "parity/test_qwen25_vl.py": {
         "test_other_architectures": 20,
         "test_every_gradient": 6,

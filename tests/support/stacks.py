@@ -17,6 +17,7 @@ from torch import Tensor
 from support import (
     tiny,
     tiny_gemma3,
+    tiny_internvl,
     tiny_llava,
     tiny_qwen3_vl,
     tiny_qwen25_omni,
@@ -119,6 +120,12 @@ GEMMA3: dict[str, Any] = {
     "stored": tiny_gemma3.publish,
     "publish": tiny_gemma3.publish,
 }
+INTERNVL: dict[str, Any] = {
+    "kind": "InternVLForConditionalGeneration",
+    "examples": tile_examples,
+    "randomise": tiny_internvl.randomise,
+    "publish": tiny_internvl.publish,
+}
 OMNI: dict[str, Any] = {
     "kind": "Qwen3OmniMoeThinkerForConditionalGeneration",
     "examples": make_examples,
@@ -150,6 +157,8 @@ TINY = {
     "llava onevision": Stack(
         "llava_onevision_sft", "tiny-onevision", kind="LlavaOnevisionForConditionalGeneration", **LLAVA
     ),
+    "internvl": Stack("internvl_sft", "tiny", **INTERNVL),
+    "internvl moe": Stack("internvl_sft", "tiny-moe", **INTERNVL),
     "qwen3_omni": Stack("qwen3_omni_sft", "tiny", **OMNI),
     "qwen25_vl": Stack("qwen25_vl_sft", "tiny", **QWEN25_VL),
     "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
@@ -203,6 +212,11 @@ ODD = {
         TINY["llava onevision"],
         text={"hidden_size": 80, "intermediate_size": 100, "vocab_size": 389},  # heads of 20
         vision={"hidden_size": 80, "intermediate_size": 100},
+    ),
+    "internvl moe odd": replace(
+        TINY["internvl moe"],
+        text={**{k: v for k, v in _HEADS_20.items() if k != "mrope"}, **_EXPERTS_14},
+        vision=_TOWER_20,
     ),
     "qwen3_omni odd": replace(
         TINY["qwen3_omni"],
@@ -303,6 +317,9 @@ WIDE = {
         text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
         vision={"num_hidden_layers": 2},
         **GEMMA3,
+    ),
+    "internvl 1b": Stack(
+        "internvl_sft", "1b", text=SMALL, vision={"num_hidden_layers": 2, "image_size": 112}, **INTERNVL
     ),
     "llava onevision-0.5b": Stack(
         "llava_onevision_sft",

@@ -20,6 +20,11 @@ INSTRUCT = (  # Qwen3-VL-*-Instruct
     "{%- endfor -%}" + PROMPT
 )
 
+INTERNVL = (  # InternVL3_5-*-HF: the processor writes what stands around media; a line break behind each
+    INSTRUCT.replace(
+        "'<|vision_start|><|' ~ part.type ~ '_pad|><|vision_end|>'", "'<|' ~ part.type ~ '_pad|>\\n'"
+    )
+)
 QWEN25 = (  # Qwen2.5-VL-*-Instruct: a system turn where the chat begins with none
     PARTS + "{%- if messages[0].role != 'system' -%}"
     "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' -}}{%- endif -%}"

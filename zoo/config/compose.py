@@ -101,7 +101,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         why = f"as resolved in {root.origin}"
     else:
         choice = _choose_overlays(root, own)
-        layers += _overlays(choice)
+        layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
         stamps = {"recipe": name_or_path, "size": choice.size, "hardware": choice.hardware}
         why, sized = choice.why, choice.size is not None
     tree = schema_tree(Recipe)
@@ -251,12 +251,17 @@ def _last(layers: Sequence[Layer], key: str) -> Any:
     return None
 
 
-def _overlays(choice: _Choice) -> list[Layer]:
+def _overlays(choice: _Choice, *, adapters: bool) -> list[Layer]:
+    """The layers of size and hardware; for `adapters`, a size's optimizer of whole weights is left out."""
     layers = []
     if choice.size is not None:
         if not size_names(choice.family):
             get_family(choice.family)  # a misspelt family is named as such
-        layers.append(_without_file_keys(read_size(choice.family, choice.size)))
+        size = _without_file_keys(read_size(choice.family, choice.size))
+        if adapters and "train" in size.tree:
+            kept = {k: v for k, v in size.tree["train"].items() if k not in ("optimizer", "matrix_lr_scale")}
+            size = replace(size, tree={**size.tree, "train": kept})
+        layers.append(size)
     if choice.hardware is not None:
         layers += map(_without_file_keys, hardware_layers(choice.hardware))
     return layers

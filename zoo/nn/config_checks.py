@@ -9,7 +9,13 @@ from zoo.nn.decoder.config import activation, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
 
-DROPOUTS = ("attention_dropout", "dropout", "activation_dropout")
+DROPOUTS = (
+    "attention_dropout",
+    "dropout",
+    "activation_dropout",
+    "hidden_dropout_prob",
+    "projection_dropout",
+)
 
 
 def check_decoder(config: Any) -> None:
@@ -105,7 +111,9 @@ def _check_rotary(config: Any) -> None:
             "for all of them"
         )
     else:
-        _check_angles("rope_parameters", rope, ("default",))
+        # Dynamic is the default up to max_position_embeddings, which `transformer_config` holds packing.budget to.
+        plain = ("dynamic",) if config.mrope_section is None else ()
+        _check_angles("rope_parameters", rope, ("default", *plain))
     if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
         raise UserError("text_config.rope_parameters.mrope_section is null; wanted a list of 3 numbers")
     for shape in filter(None, (config.rotary, config.local_rotary)):
@@ -148,6 +156,14 @@ def _check_sections(sections: list[int], frequencies: int, interleaved: bool) ->
             "half of the rotated channels of a head"
             + (", of which the last two are a third of it at most" if interleaved else "")
         )
+
+
+def check_sides(config: Any) -> None:
+    """UserError for a pair (height, width) in the place of a number that a tower of transformers computes with."""
+    for key in ("image_size", "patch_size"):
+        value = getattr(config.vision, key, None)
+        if isinstance(value, list | tuple) and not isinstance(getattr(type(config.vision), key), tuple):
+            raise UserError(f"vision_config.{key} is {list(value)}; wanted one number of pixels")
 
 
 def check_towers(config: Any) -> None:

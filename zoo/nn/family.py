@@ -13,7 +13,7 @@ from zoo.config.checks.arch import check_arch
 from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
-from zoo.nn.config_checks import check_decoder, check_towers
+from zoo.nn.config_checks import check_decoder, check_sides, check_towers
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
 
@@ -37,9 +37,6 @@ class FamilyConfig:
 
     title: ClassVar[str]  # the family's, for messages
     sliding: ClassVar[bool] = False  # whether layers may see a window, with rotary angles of their own
-    traits: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what a family's decoder has and its configs don't: `transformer_config`
     kinds: ClassVar[tuple[str, ...]]  # what model_type of a config.json may be
     not_built: ClassVar[
         Mapping[str, str]
@@ -81,6 +78,7 @@ class FamilyConfig:
                 f"config.json: transformers can't make {cls.title} of it ({type(error).__name__}: {said}); correct it"
             ) from error
         config = cls(hf)
+        check_sides(config)
         config.check()
         check_decoder(config)
         check_towers(config)
@@ -117,6 +115,11 @@ class FamilyConfig:
                 f"vision_config.deepstack_visual_indexes is {indexes}: a merger of it would never learn; give each "
                 f"layer of the tower (0 to {depth - 1}) at most once, and at most {layers}, as the decoder has layers"
             )
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What the decoder has and its config doesn't say: arguments of `transformer_config`; a family says which."""
+        return ()
 
     @property
     def root(self) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
@@ -18,8 +19,11 @@ from zoo.nn.towers.attention import use_varlen_attention
 class LanguageModel(MultimodalModel):
     """Decoder of a family's config, with its traits; no towers unless `build_towers` and `encode` give some."""
 
-    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
+    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage, *, varlen: bool = True) -> None:
+        """`varlen`: towers take all media as one row, with bounds."""
         towers = self.build_towers(config) if stage.first else {}
+        if varlen:
+            towers = {name: use_varlen_attention(tower) for name, tower in towers.items()}
         traits = dict.fromkeys(config.traits, True)
         super().__init__(
             transformer_config(config.text, recipe, mtp_layers=config.mtp_layers(recipe), **traits),
@@ -27,7 +31,7 @@ class LanguageModel(MultimodalModel):
             rotary=config.rotary,
             backend=recipe.engine.backend,
             stage=stage,
-            towers={name: use_varlen_attention(tower) for name, tower in towers.items()},
+            towers=towers,
             tied=config.tied,
             scores=recipe.train.scores,
             deepstack_layers={"vision": config.deepstack_layers},
@@ -71,3 +75,17 @@ class VisionLanguageModel(LanguageModel):
         )
         deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()
         return {"vision": Encoded(seen.pooler_output, deepstack)}
+
+
+class TileModel(VisionLanguageModel):
+    """Decoder with a `vision` tower, which takes pictures of one size as a batch, and its `projector`.
+
+    A family gives both in `build_towers`, and `encode`.
+    """
+
+    def __init__(self, config: FamilyConfig, recipe: Recipe, stage: Stage) -> None:
+        super().__init__(config, recipe, stage, varlen=False)
+
+    def zero_of(self, name: str) -> Tensor | float:
+        """The projector is idle when its tower is."""
+        return super().zero_of(name) + super().zero_of("projector")

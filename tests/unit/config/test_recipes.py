@@ -115,6 +115,18 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "27b": 27_432_406_640,
         "tiny": 833_920,
     },
+    "internvl": {
+        "1b": 1_060_897_792,
+        "2b": 2_348_347_392,
+        "4b": 4_732_489_216,
+        "8b": 8_528_318_464,
+        "14b": 15_119_523_840,
+        "38b": 38_390_405_504,
+        "30b-a3b": 30_848_730_112,
+        "241b-a28b": 240_699_370_368,
+        "tiny": 1_130_400,
+        "tiny-moe": 1_524_512,
+    },
 }
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]
 

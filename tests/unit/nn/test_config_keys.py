@@ -50,7 +50,7 @@ IGNORED = {
     "eoi_token_index": "of processors",
     "attn_logit_softcapping": "Gemma 3's attention in transformers does not read it",
     "final_logit_softcapping": "transformers' class with images does not read it",
-    "max_position_embeddings": "of rotary embeddings with scaling, which are refused",
+    "max_position_embeddings": "of rotary embeddings that are stretched beyond it: refused",
     "pretraining_tp": "of an older Llama; the model of today has none",
     "image_seq_length": "of processors",
     "router_aux_loss_coef": "train.aux_loss takes its place",
@@ -98,6 +98,10 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
         {"type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     ],
     "vision_feature_layer": [1, -2, [1, 2], [], 0, 99],
+    "image_size": [64, [64, 64], [32, 64], []],
+    "patch_size": [4, [4, 4], [4, 8], []],
+    "norm_type": ["rms_norm", "layer_norm", "batch_norm"],
+    "downsample_ratio": [1.0, 0.25, 0.3],
     "sliding_window": [100, 1],
 }
 NESTED = [case for case in CASES if text_part(case)]
@@ -281,7 +285,9 @@ def test_who_says_whether_the_head_is_the_embedding(case: str, inner: bool, tied
     import transformers
 
     with torch.device("meta"):
-        model = getattr(transformers, CASES[case][1])(CONFIG_MAPPING[case].from_dict(copy.deepcopy(arch)))
+        model = getattr(transformers, CASES[case][1])(
+            CONFIG_MAPPING[arch["model_type"]].from_dict(copy.deepcopy(arch))
+        )
     model.tie_weights()
     same = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert made_of(case, arch)["tied"] == same
@@ -297,6 +303,8 @@ def numbers(case: str, part: str) -> Iterator[str]:
 LISTED = (
     "eos_token_id",
     "vision_feature_layer",
+    "image_size",
+    "patch_size",
     "mlp_only_layers",
     "deepstack_visual_indexes",
     "fullatt_block_indexes",

@@ -28,6 +28,7 @@ FAMILIES |= {"llava": "llava_sft", "qwen25_vl": "qwen25_vl_sft", "qwen3_asr": "q
 FAMILIES |= {"qwen25_omni": "qwen25_omni_sft"}
 FAMILIES |= {"gemma3": "gemma3_sft"}
 FAMILIES |= {"qwen3": "qwen3_sft", "qwen3_next": "qwen3_next_sft"}
+FAMILIES |= {"internvl": "internvl_sft"}
 SIZES = [
     (recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size
 ]

@@ -50,8 +50,7 @@ WHOLE: dict[str, tuple[int, int]] = {
     "sliding_window": (0, 2**31),
     "max_source_positions": (1, 2**16),
     "num_position_embeddings": (1, 2**20),
-    "image_size": (1, SIDE),
-    **dict.fromkeys(("patch_size", "spatial_merge_size", "temporal_patch_size"), (1, 2**10)),
+    **dict.fromkeys(("spatial_merge_size", "temporal_patch_size"), (1, 2**10)),
     **dict.fromkeys(("in_channels", "num_channels"), (1, 2**6)),
     **dict.fromkeys(("image_seq_length", "mm_tokens_per_image"), (0, 2**20)),
     "query_pre_attn_scalar": (1, WIDTH),
@@ -71,6 +70,9 @@ REAL: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), (0.0, 1.0)),
     **dict.fromkeys(("initializer_range", "initializer_factor", "layer_scale_initial_scale"), (0.0, 1e4)),
     **dict.fromkeys(("attention_dropout", "dropout", "activation_dropout"), (0.0, 1.0)),
+    **dict.fromkeys(("hidden_dropout_prob", "projection_dropout"), (0.0, 1.0)),
+    "downsample_ratio": (2**-10, 1.0),
+    "layer_scale_init_value": (-1e4, 1e4),
     "router_aux_loss_coef": (0.0, 1e6),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-6, 1e6)),
     "rope_theta": (1e-6, 1e15),
@@ -94,11 +96,18 @@ FLAGS = {
         "is_causal",
         "is_encoder_decoder",
     ),
-    *("output_hidden_states", "return_dict"),
+    *("output_hidden_states", "return_dict", "use_qk_norm", "use_mask_token", "use_mean_pooling"),
+    "use_absolute_position_embeddings",
 }
 TEXTS = {
     *("model_type", "hidden_act", "activation_function", "projector_hidden_act", "rope_type", "dtype"),
-    *("torch_dtype", "vision_feature_select_strategy", "vision_aspect_ratio", "transformers_version"),
+    *(
+        "torch_dtype",
+        "vision_feature_select_strategy",
+        "vision_aspect_ratio",
+        "transformers_version",
+        "norm_type",
+    ),
 }
 OBJECTS = {"text_config", "vision_config", "audio_config", "thinker_config"}  # parts that zoo builds
 OTHER_OBJECTS = {
@@ -115,11 +124,13 @@ WHOLES: dict[str, tuple[int, int]] = {
     "deepstack_visual_indexes": (-LAYERS, LAYERS),
     "fullatt_block_indexes": (-LAYERS, LAYERS),
     "vision_feature_layer": (-LAYERS, LAYERS),
+    "image_size": (1, SIDE),
+    "patch_size": (1, 2**10),
     "eos_token_id": TOKEN,
     "upsample_rates": (1, 2**10),
     "upsampling_ratios": (1, 2**10),
 }
-EITHER = {"vision_feature_layer", "eos_token_id"}  # one number, or a list of them
+EITHER = {"vision_feature_layer", "image_size", "patch_size", "eos_token_id"}  # one number, or a list of them
 LISTS = {*WHOLES, "layer_types", "image_grid_pinpoints", "architectures"}
 # What transformers takes and no decoder or tower here has: another architecture where it is anything else than this.
 ONLY: dict[str, Any] = {"per_layer_config": None, "is_causal": True}

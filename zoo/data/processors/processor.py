@@ -178,7 +178,7 @@ class Processor:
                 if name.removesuffix("_kwargs") in media:
                     options[name] = {**options.get(name, {}), **values}
             arguments = {**media, "return_tensors": "pt", **options}
-            features = self.hf(text=text, **arguments)
+            features = self.call_hf(text, arguments)
             input_ids = as_tensor(features["input_ids"][0], torch.int64)
             tensors = self.media_tensors(features)
             if overlong and not overlong.shrink and len(input_ids) > overlong.budget:
@@ -302,6 +302,11 @@ class Processor:
     def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
         """Further arguments of the HF processor's call, or other ones than `media`; `fps` is that of the videos, in Hz."""
         return {}
+
+    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What the HF processor makes of a text with its media; `arguments` are those of its call."""
+        features: Mapping[str, Any] = self.hf(text=text, **arguments)
+        return features
 
     def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
         """Limits of pixels as arguments of the HF processor's call: {"images_kwargs": ..., "videos_kwargs": ...}."""

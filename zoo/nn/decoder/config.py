@@ -47,6 +47,7 @@ def transformer_config(
     that a sample could reach.
     """
     _refuse_short_window(text, recipe)
+    _refuse_stretched_rotary(text, recipe)
     parallel, precision = recipe.parallel, recipe.engine.precision or "fp32"
     dtype = DTYPES[precision]
     config = TransformerConfig(
@@ -154,6 +155,16 @@ def _refuse_short_window(text: Any, recipe: Recipe) -> None:
         raise UserError(
             f"text_config.sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
             f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
+        )
+
+
+def _refuse_stretched_rotary(text: Any, recipe: Recipe) -> None:
+    """A dynamic rotary embedding is the default one for samples within max_position_embeddings."""
+    longest, budget = text.max_position_embeddings, recipe.packing.budget
+    if text.rope_parameters.get("rope_type") == "dynamic" and longest < budget:
+        raise UserError(
+            f"text_config.rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
+            f"{budget}: longer samples would be rotated otherwise, which is not built; set packing.budget={longest} or less"
         )
 
 

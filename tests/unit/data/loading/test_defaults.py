@@ -131,6 +131,7 @@ def disturbance(recipe: Recipe) -> tuple[float | None, float | None]:
         ("qwen35_vl_moe_sft", "tiny-moe"),
         ("qwen3_omni_sft", "tiny"),
         ("llava_sft", "tiny"),
+        ("internvl_sft", "tiny"),
         ("llava_onevision_lora", "tiny-onevision"),
     ],
 )

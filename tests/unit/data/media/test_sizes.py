@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support import tiny_internvl
 from support.tile_rows import draw
 from support.tiny_gemma3 import tiny_config as tiny_gemma3
 from support.tiny_llava import tiny_config
@@ -18,6 +19,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.models.gemma3.processor import build_processor as build_gemma3
+from zoo.models.internvl.processor import build_processor as build_internvl
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
 from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
@@ -26,7 +28,7 @@ from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 FAMILIES = (
     *("timestamped", "omni", "qwen25_omni", "qwen25_vl", "gemma3"),
-    *("llava", "llava_next", "llava_onevision"),
+    *("llava", "llava_next", "llava_onevision", "internvl"),
 )
 
 
@@ -40,6 +42,8 @@ def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
         return build_qwen25(VISION)
     if request.param == "qwen25_omni":
         return build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}})
+    if request.param == "internvl":
+        return build_internvl(tiny_internvl.tiny_config())
     return build_omni(arch) if request.param == "omni" else build_llava(tiny_config(request.param))
 
 

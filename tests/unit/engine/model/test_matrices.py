@@ -24,6 +24,18 @@ SEPARATE = {f"self_attn.{part}_proj": 1 for part in ("q", "k", "v", "out")}
 CLIP = {f"vision.encoder.layers.N.{name}": 1 for name in (*SEPARATE, "mlp.fc1", "mlp.fc2")}
 LLAVA = {**CLIP, "projector.linear_1": 1, "projector.linear_2": 1}
 
+VIT = (
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.projection_layer",
+    "mlp.fc1",
+    "mlp.fc2",
+)
+INTERNVL = dict.fromkeys(
+    (*(f"vision.encoder.layer.N.{name}" for name in VIT), "projector.linear_1", "projector.linear_2"), 1
+)
+
 
 def _layer(prefix: str, *parts: dict[str, int]) -> dict[str, int]:
     named = {name: count for part in parts for name, count in part.items()}
@@ -94,6 +106,7 @@ WANTED = {  # parameter -> its matrices
         **_layer("multi_token", ATTENTION, EXPERTS, SHARED),
         "multi_token.eh_proj": 1,
     },
+    "internvl_sft": {**INTERNVL, **_layer("decoder", ATTENTION, DENSE)},
     "llava_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
     "llava_onevision_sft": {**LLAVA, **_layer("decoder", ATTENTION, DENSE)},
 }

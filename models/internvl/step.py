@@ -1,0 +1,26 @@
+"""InternVL's step: every tile, of an image or of a video's frame, is as many placeholders as it has embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from zoo.steps import MediaStream, PackedStep
+
+
+class InternVLStep(PackedStep):
+    """Media: pixel_values with num_tiles, as the processor describes them; `config` is an InternVLConfig."""
+
+    def tower_tokens(self) -> Mapping[str, tuple[int, ...]]:
+        """Images and videos have one placeholder between them, so the tower takes their tiles in the order of the row."""
+        return {"vision": (self.config.hf.image_token_id,)}
+
+    def media_streams(self, media: Mapping[str, Tensor]) -> Mapping[str, tuple[MediaStream, ...]]:
+        """Tiles one by one."""
+        if "pixel_values" not in media:
+            return {"vision": ()}
+        ones = torch.ones(int(media["num_tiles"].sum()), dtype=torch.int64)
+        outputs = (self.config.tile_tokens,) * len(ones)
+        return {"vision": (MediaStream("pixel_values", "num_tiles", (1,) * len(ones), outputs, ones),)}
