@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import rank_tasks
 from support.pool import Pool, PoolError
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
@@ -40,6 +41,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
     "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
+    "glm45v": lambda folder: write_tiny_glm45v(folder, **LAYERS),
     "qwen35": lambda folder: write_tiny_qwen35(folder, tied=True),
     "qwen35 experts and MTP": lambda folder: write_tiny_qwen35(folder, moe=True, mtp=1),
     "qwen3 experts": lambda folder: write_tiny_qwen3(folder, moe=True, **LAYERS),
@@ -390,6 +392,8 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("gemma3_sft", "4b"): (4_300_079_472, 883),
     ("gemma3_sft", "12b"): (12_187_325_040, 1065),
     ("gemma3_sft", "27b"): (27_432_406_640, 1247),
+    ("glm45v_sft", "4.5-106b-a12b"): (107_710_933_120, 18_106),
+    ("glm45v_sft", "4.6-106b-a12b"): (107_710_933_120, 18_106),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),
     ("qwen35_vl_sft", "2b"): (2_274_069_824, 632),
     ("qwen35_vl_sft", "4b"): (4_659_865_088, 738),

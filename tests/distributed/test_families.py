@@ -20,6 +20,7 @@ MORE = (
     "qwen3_sft",
     "qwen3_moe_sft",
     "qwen3_next_sft",
+    "glm45v_sft",
 )
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MORE]
 COMMON = (

@@ -22,7 +22,9 @@ from zoo.packing import PackedLayout
 NAMES = {
     "omni": ("image-long", "audio-short", "text-short", "turns", "video-short", "image+video+audio"),
     "mtp": ("image-long", "text-short", "turns", "video-short", "image+video"),
+    "sigmoid": ("image-long", "text-short", "turns", "video-short", "image+video"),
 }
+SLOW = {"sigmoid"}  # of these
 ALIGN = 8
 AUXILIARY = ("train.aux_loss=0.5", "train.z_loss=0.1")
 # Balancing by a bias on the router's choice, which megatron-core has for sigmoid scores alone.
@@ -70,7 +72,10 @@ class Prepared:
         )
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NAMES],
+)
 def prepared(
     request: pytest.FixtureRequest,
     pool: Pool,
@@ -84,7 +89,7 @@ def prepared(
     folder = str(model.write(root / "checkpoint"))
     assembly = assemble(recipe_for(folder, recipe=model.recipe))
     hf = getattr(assembly.config.hf, "thinker_config", assembly.config.hf)
-    kinds = ("image", "video", "audio", "vision_start", "audio_start")
+    kinds = ("image", "video", "audio", "vision_start", "audio_start", "video_start", "video_end")
     ids = [getattr(hf, f"{kind}_token_id") for kind in kinds if hasattr(hf, f"{kind}_token_id")]
     examples = model.examples(assembly.processor)
     rows = [examples[row].sample for row in NAMES[name]]
@@ -153,15 +158,12 @@ def test_poisoned_padding(
 
 def test_what_is_compared_is_there(prepared: Prepared) -> None:
     """Every MoE layer has both losses, those of multi-token prediction too, and where it is on a bias that moved."""
-    sparse = {
-        "omni_moe": 3,
-        "5_moe": 5,
-    }  # of the tiny models: the dense layer has none; 4 layers and one of MTP
-    layers = sparse["omni_moe" if prepared.model.recipe == "qwen3_omni_sft" else "5_moe"]
+    # Of the tiny models: the dense layer has none; 4 layers and one of MTP.
+    layers = {"qwen3_omni_sft": 3, "glm45v_sft": 3}.get(prepared.model.recipe, 5)
     for wanted in prepared.clean[0].metrics.values():
         assert int((wanted > 0).sum()) == layers
     biases = prepared.clean[0].biases
-    assert len(biases) == (layers if prepared.transformer else 0)
+    assert len(biases) == (layers if prepared.transformer or prepared.model is MODELS["sigmoid"] else 0)
     assert all(bool(bias.abs().sum() > 0) for bias in biases.values())
 
 

@@ -28,6 +28,7 @@ PUBLISHED = {
     "qwen3_moe_sft": "30b-a3b",
     "qwen3_next_sft": "80b-a3b",
     "internvl_sft": "1b",
+    "glm45v_sft": "4.5-106b-a12b",
 }
 
 

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import tiny_internvl, tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_omni, tiny_qwen25_vl
+from support import (
+    tiny_glm45v,
+    tiny_internvl,
+    tiny_llava,
+    tiny_omni,
+    tiny_qwen3_vl,
+    tiny_qwen25_omni,
+    tiny_qwen25_vl,
+)
 from support.engine import Zoo
 from support.loops import differing, engine_recipe, grpo, held_by, hf_values, loop_batch, loop_examples
 from support.matrix import MODELS
@@ -27,6 +35,7 @@ PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "qwen25_vl_sft": tiny_qwen25_vl.publish,
     "qwen25_omni_sft": tiny_qwen25_omni.published,
     "internvl_sft": tiny_internvl.publish,
+    "glm45v_sft": tiny_glm45v.publish,
     "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
     "qwen3_vl_moe_sft": tiny_qwen3_vl.turn_experts,
     "llava_onevision_sft": tiny_llava.publish,

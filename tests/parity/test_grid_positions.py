@@ -9,7 +9,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
-from support import tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
+from support import tiny_glm45v, tiny_qwen3_vl, tiny_qwen25_vl, tiny_qwen35
 from torch import Tensor
 from transformers import AutoModel
 
@@ -64,8 +64,29 @@ class Family:
         """Whether a video stands as a whole, on a clock; else each frame stands behind its time."""
         return hasattr(self.config.vision_config, "tokens_per_second")
 
+    @property
+    def around(self) -> list[int]:
+        """Tokens before and behind an image or a frame, then before and behind a video."""
+        config, kinds = self.config, ("image", "video") if self.shared else ("vision", "vision")
+        return [getattr(config, f"{kind}_{end}_token_id") for kind in kinds for end in ("start", "end")]
 
-TINY = {"qwen3_vl": tiny_qwen3_vl, "qwen35_vl": tiny_qwen35, "qwen25_vl": tiny_qwen25_vl}
+    @property
+    def shared(self) -> bool:
+        """Whether frames have the placeholders of images."""
+        return hasattr(self.config, "video_start_token_id")
+
+    def positions(self, ids: Tensor, layout: PackedLayout, media: dict[str, Tensor]) -> Tensor:
+        """(3, 1, T) of a packed row (1, T), as the step comes to them."""
+        layout, ids, *_ = self.step.expand(layout, ids, ids, ids, media)
+        return self.step.positions(ids, layout, media)
+
+
+TINY = {
+    "qwen3_vl": tiny_qwen3_vl,
+    "qwen35_vl": tiny_qwen35,
+    "qwen25_vl": tiny_qwen25_vl,
+    "glm45v": tiny_glm45v,
+}
 
 
 def made(name: str) -> Family:
@@ -84,7 +105,8 @@ def tokens(family: Family, row: list[Medium]) -> Tensor:
     """(L,) ids as the processor writes them."""
     ids: list[int] = []
     config = family.config
-    start, end = config.vision_start_token_id, config.vision_end_token_id
+    start, end, begin, finish = family.around
+    framed = config.image_token_id if family.shared else config.video_token_id
     for medium in row:
         time, height, width = medium.grid
         count = height * width // 4
@@ -95,8 +117,8 @@ def tokens(family: Family, row: list[Medium]) -> Tensor:
         elif family.whole:
             ids += [start, *[config.video_token_id] * count * time, end]
         else:
-            frame = [TEXT, TEXT, start, *[config.video_token_id] * count, end]
-            ids += [start, *frame * time, end]
+            frame = [TEXT, TEXT, start, *[framed] * count, end]
+            ids += [begin, *frame * time, finish]
     return torch.tensor(ids)
 
 
@@ -113,19 +135,22 @@ def wanted(family: Family, ids: Tensor, row: list[Medium]) -> Tensor:
     if not family.whole:
         media.pop("second_per_grid_ts", None)
     types = (ids == hf.config.image_token_id).int() + 2 * (ids == hf.config.video_token_id).int()
+    if family.shared:
+        begun, ended = ((ids == token).cumsum(0) for token in family.around[2:])
+        types += types * (begun > ended)
     return hf.get_rope_index(ids[None], types[None], **media)[0][:, 0]
 
 
 @QUIET
 @given(pack=st.lists(ROWS, min_size=1, max_size=4), align=st.sampled_from([1, 4, 7]), tail=st.integers(0, 3))
 def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, family: Family) -> None:
-    config, step = family.config, family.step
+    config = family.config
     ids = [tokens(family, row) for row in pack]
     media = media_of([medium for row in pack for medium in row])
     total = PackedLayout.from_lengths([len(i) for i in ids], align).total + tail * align
     layout = PackedLayout.from_lengths([len(i) for i in ids], align, total)
     padding = config.image_token_id  # poison: what stands on padding must not matter
-    positions = step.positions(layout.pack_list(ids, fill=padding), layout, media)
+    positions = family.positions(layout.pack_list(ids, fill=padding), layout, media)
     assert positions.shape == (3, 1, total) and positions.dtype == torch.int64
     segments = positions[:, 0].split(list(layout.padded_lengths), dim=1)
     for segment, row, i in zip(segments, pack, ids, strict=True):
@@ -134,13 +159,13 @@ def test_positions_of_any_pack(pack: list[list[Medium]], align: int, tail: int, 
         assert torch.equal(behind, torch.arange(1, behind.shape[1] + 1).expand(3, -1))
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl", "glm45v"])
 def test_a_time_axis_of_a_video_stands_still_within_a_frame(name: str) -> None:
     """Worked by hand: 1 token of text, then 2 frames of 1 x 2 tokens."""
     row, family = [Medium("text", (1, 2, 2)), Medium("video", (2, 2, 4))], made(name)
     ids = tokens(family, row)
     layout = PackedLayout.from_lengths([len(ids)])
-    found = family.step.positions(ids[None], layout, media_of(row))[:, 0].T.tolist()
+    found = family.positions(ids[None], layout, media_of(row))[:, 0].T.tolist()
     text = [[n, n, n] for n in range(14)]
     first, second = [[5, 5, 5], [5, 5, 6]], [[11, 11, 11], [11, 11, 12]]
     assert found == [*text[:5], *first, *text[7:11], *second, text[13], [14, 14, 14]]

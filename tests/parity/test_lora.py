@@ -24,6 +24,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import write_tiny_omni
@@ -100,6 +101,7 @@ CASES = {
         "language",
         ALL + EXPERTS,
     ),
+    "glm45v": Case("glm45v_sft", write_tiny_glm45v, vision_examples, SEEN, ALL + EXPERTS),
 }
 # A part of a fused weight, of the experts, by regular expressions.
 FEW = {

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_internvl, tiny_llava, tiny_omni, tiny_qwen3_vl, tiny_qwen25_omni, tiny_qwen25_vl
+from support import (
+    tiny_glm45v,
+    tiny_internvl,
+    tiny_llava,
+    tiny_omni,
+    tiny_qwen3_vl,
+    tiny_qwen25_omni,
+    tiny_qwen25_vl,
+)
 from support.adapters import adapt
 from support.engine import single_process_world
 from support.matrix import MODELS
@@ -41,6 +49,7 @@ PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
     "qwen25_vl_sft": tiny_qwen25_vl.publish,
     "qwen25_omni_sft": tiny_qwen25_omni.published,
     "internvl_sft": tiny_internvl.publish,
+    "glm45v_sft": tiny_glm45v.publish,
 }
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in ("gdn", "moe", "omni", "llava", "windows"))]

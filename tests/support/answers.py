@@ -18,6 +18,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
 from support.tiny_omni import load_thinker, write_tiny_omni
@@ -127,4 +128,5 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "qwen25_vl": partial(
         other, partial(write_tiny_qwen25_vl, vision=SLOW_CLOCK), "qwen25_vl", vision_examples
     ),
+    "glm45v": partial(other, write_tiny_glm45v, "glm45v", vision_examples),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support import (
     tiny_gemma3,
+    tiny_glm45v,
     tiny_internvl,
     tiny_llava,
     tiny_omni,
@@ -39,6 +40,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
     "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
     "gemma3": ("gemma3", "Gemma3ForConditionalGeneration"),
+    "glm4v_moe": ("glm45v", "Glm4vMoeForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
     "llava_onevision": ("llava", "LlavaOnevisionForConditionalGeneration"),
@@ -63,6 +65,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_qwen3_asr.tiny_config()
     elif case == "gemma3":
         config = tiny_gemma3.tiny_config()
+    elif case == "glm4v_moe":
+        config = tiny_glm45v.tiny_config()
     elif case == "qwen2_5_vl":
         config = tiny_qwen25_vl.tiny_config()
     elif case == "qwen2_5_omni_thinker":
@@ -109,7 +113,7 @@ def changed(arch: Arch, part: str, key: str, value: Any) -> Arch:
     arch = copy.deepcopy(arch)
     place = arch[part] if part else arch
     media = ({f"{kind}_token_id", f"{kind}_token_index"} for kind in ("image", "video", "audio"))
-    for alias in ({"num_experts", "num_local_experts"}, *media):
+    for alias in ({"num_experts", "num_local_experts", "n_routed_experts"}, *media):
         for name in alias if key in alias else ():
             place.pop(name, None)
     place[key] = value
@@ -152,6 +156,9 @@ def _step(family: Any, config: Any) -> list[Any]:
     read = [step.tower_tokens()]
     if hasattr(step, "_tokens"):
         read.append(step._tokens())
+    if hasattr(config.root, "video_start_token_id"):  # by which frames are told from images
+        ids = torch.tensor([[390, 373, 391, 373]])
+        read.append(step.expand(PackedLayout.from_lengths([4]), ids, ids, ids, {})[1].tolist())
     if hasattr(config.vision, "tokens_per_second"):
         ids = torch.tensor([[config.root.video_token_id] * 2])
         grid = torch.tensor([[2, config.vision.spatial_merge_size, config.vision.spatial_merge_size]])

@@ -124,7 +124,8 @@ class Zoo:
             loss, _ = loss_function(output)
             loss.backward()
             total += float(loss.detach())
-        found = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        found = {n: None if p.grad is None else p.grad.clone() for n, p in trained.items()}
         self.model.zero_grad(set_to_none=True)
         return total, found
 

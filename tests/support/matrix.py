@@ -102,6 +102,12 @@ def _qwen3_next(folder: Path) -> Path:
     return write_tiny_qwen3_next(folder, mtp=1)
 
 
+def _glm45v(folder: Path) -> Path:
+    from support.tiny_glm45v import write_tiny_glm45v
+
+    return write_tiny_glm45v(folder, num_hidden_layers=4, first_k_dense_replace=1)
+
+
 def _llava(folder: Path) -> Path:
     from support.tiny_llava import write_tiny_llava
 
@@ -194,6 +200,9 @@ MODELS = {
         ("train.mtp_loss=0.3",),
     ),
     "tiles": Model("experts, shuffled tiles", "internvl_sft", _internvl, tile_examples, TILED),
+    "sigmoid": Model(
+        "experts by sigmoid routing, shared expert", "glm45v_sft", _glm45v, vision_examples, SEEN
+    ),
     "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
 }
 
@@ -229,6 +238,7 @@ CORE = {
     ("ep2", "text"),
     ("pp2", "next"),
     ("ep2", "tiles"),
+    ("cp2 ep2", "sigmoid"),
 }
 
 # (parallel, model) that validation refuses, by a part of its message.
@@ -240,7 +250,10 @@ REFUSED = {
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
         for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way")
     },
-    **{("tp2", model): NEEDS_SP for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles")},
+    **{
+        ("tp2", model): NEEDS_SP
+        for model in ("deepstack", "moe", "mtp", "text", "next", "omni", "tiles", "sigmoid")
+    },
 }
 
 LAYOUTS = ("padded (mode none)", "packed from a padded batch", "packed by the loader", "packed to pad_to")

@@ -17,6 +17,7 @@ from torch import Tensor
 from support import (
     tiny,
     tiny_gemma3,
+    tiny_glm45v,
     tiny_internvl,
     tiny_llava,
     tiny_qwen3_vl,
@@ -101,6 +102,10 @@ QWEN25_VL: dict[str, Any] = {
     "kind": "Qwen2_5_VLForConditionalGeneration",
     "publish": tiny_qwen25_vl.publish,
 }
+GLM45V: dict[str, Any] = {
+    "kind": "Glm4vMoeForConditionalGeneration",
+    "publish": tiny_glm45v.publish,
+}
 QWEN35: dict[str, Any] = {
     "kind": "Qwen3_5ForConditionalGeneration",
     "randomise": tiny_qwen35.randomise,
@@ -166,6 +171,7 @@ TINY = {
     "gemma3": Stack("gemma3_sft", "tiny", **GEMMA3),
     "qwen3": Stack("qwen3_moe_sft", "tiny-moe", **QWEN3),
     "qwen3_next": Stack("qwen3_next_sft", "tiny", **QWEN3_NEXT),
+    "glm45v": Stack("glm45v_sft", "tiny", **GLM45V),
 }
 # Widths that kernels refuse or round up, one family each: heads of 20 and 24, experts of 14, odd numbers of experts, a
 # hidden size of 40 and a vocabulary that is no multiple of anything.
@@ -245,6 +251,18 @@ ODD = {
         text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
         vision={"hidden_size": 80, "intermediate_size": 100},
     ),
+    "glm45v odd": replace(
+        TINY["glm45v"],
+        text={
+            **_HEADS_20,
+            "vocab_size": 397,
+            "mrope": [2, 1, 2],  # half of 20 turns
+            "moe_intermediate_size": 14,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 3,
+        },
+        vision={**_TOWER_20, "out_hidden_size": 40},
+    ),
 }
 
 ODD |= {
@@ -320,6 +338,13 @@ WIDE = {
     ),
     "internvl 1b": Stack(
         "internvl_sft", "1b", text=SMALL, vision={"num_hidden_layers": 2, "image_size": 112}, **INTERNVL
+    ),
+    "glm45v 4.5-106b-a12b": Stack(
+        "glm45v_sft",
+        "4.5-106b-a12b",
+        text=SMALL | {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        vision={"depth": 2},
+        **GLM45V,
     ),
     "llava onevision-0.5b": Stack(
         "llava_onevision_sft",

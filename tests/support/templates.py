@@ -92,6 +92,24 @@ QWEN38 = (  # Qwen3.8's: an instruction first, thinking under reasoning_content 
     "{{- '<think>\\n' ~ (m.reasoning_content or '') | trim ~ '\\n</think>\\n\\n' -}}{%- endif -%}"
     "{{- text ~ '<|im_end|>\\n' -}}{%- endfor -%}" + PROMPT
 )
+GLM45V = (  # GLM-4.5V: no turn has an end, the last answers have a block of thinking, earlier ones an empty one
+    "{%- macro said(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}{%- for part in content -%}"
+    "{%- if part.type == 'text' -%}{{- part.text -}}{%- elif part.type == 'image' -%}"
+    "{{- '<|begin_of_image|><|image_pad|><|end_of_image|>' -}}{%- else -%}"
+    "{{- '<|begin_of_video|><|video_pad|><|end_of_video|>' -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{%- set ns = namespace(last=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+    "{%- for m in messages -%}{%- set text = said(m.content) -%}"
+    "{%- if m.role == 'assistant' -%}{%- set thought = '' -%}{%- if '</think>' in text -%}"
+    "{%- set thought = text.split('</think>')[0].split('<think>')[-1].strip() -%}"
+    "{%- set text = text.split('</think>')[-1].lstrip('\\n') -%}{%- endif -%}"
+    "{{- '<|assistant|>\\n<think>' ~ (thought if loop.index0 > ns.last else '') ~ '</think>' -}}"
+    "{%- if text.strip() -%}{{- '\\n' ~ text.strip() -}}{%- endif -%}"
+    "{%- for call in m.tool_calls or [] -%}{{- '\\n<tool_call>' ~ call.function.name ~ '</tool_call>' -}}{%- endfor -%}"
+    "{%- elif m.role == 'tool' -%}{{- '<|observation|>\\n<tool_response>' ~ text ~ '</tool_response>' -}}"
+    "{%- else -%}{{- '<|' ~ m.role ~ '|>\\n' ~ text -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"
+)
 LLAVA_15 = (  # llava-1.5-*-hf: images first, a space behind each turn
     "{% for m in messages %}{% if m.role != 'system' %}{{ m.role.upper() + ': ' }}{% endif %}"
     "{% for p in m.content if p.type == 'image' %}{{ '<|image_pad|>\\n' }}{% endfor %}"

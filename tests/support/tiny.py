@@ -28,6 +28,7 @@ RECIPES = [
     ("qwen3_moe_sft", "tiny-moe"),
     ("qwen3_next_sft", "tiny"),
     ("internvl_sft", "tiny"),
+    ("glm45v_sft", "tiny"),
 ]  # and their tiny sizes
 
 TEXT: dict[str, Any] = {  # dense; the hidden size is neither heads * head_dim nor near another width

@@ -34,8 +34,8 @@ def num_experts(arch: Mapping[str, Any]) -> int:
     if "moe" not in kind and not kind.endswith("_next"):
         return 0
     return (
-        text.get("num_experts") or text.get("num_local_experts") or 0
-    )  # the second as transformers saves some
+        text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts") or 0
+    )  # the last as transformers saves some
 
 
 def data_parallel(recipe: Recipe, world_size: int) -> int:

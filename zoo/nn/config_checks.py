@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.errors import UserError
-from zoo.nn.decoder.config import activation, normalised
+from zoo.nn.decoder.config import activation, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
 
@@ -24,7 +24,7 @@ def check_decoder(config: Any) -> None:
     `config` is a zoo.nn.family.FamilyConfig.
     """
     text = config.text
-    _refuse_unbuilt(text)
+    _refuse_unbuilt(text, config.traits)
     heads, groups = text.num_attention_heads, text.num_key_value_heads
     if heads % groups:
         raise UserError(
@@ -32,15 +32,18 @@ def check_decoder(config: Any) -> None:
         )
     _check_layers(config)
     _check_experts(text)
+    if "sigmoid_routing" in config.traits:
+        _check_sigmoid_routing(text)
     _check_rotary(config)
 
 
-def _refuse_unbuilt(text: Any) -> None:
+def _refuse_unbuilt(text: Any, traits: tuple[str, ...]) -> None:
+    biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in traits
     if activation(text) not in ACTIVATIONS:
         key = "hidden_activation" if hasattr(text, "hidden_activation") else "hidden_act"
         raise UserError(f"text_config.{key} is {activation(text)!r}; wanted {' or '.join(ACTIVATIONS)}")
     wanted = (
-        ("attention_bias", bool(getattr(text, "attention_bias", False)), False),
+        ("attention_bias", biased, False),
         ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
         ("use_sliding_window", bool(getattr(text, "use_sliding_window", False)), False),
     )
@@ -97,6 +100,33 @@ def _check_experts(text: Any) -> None:
     if getattr(text, "shared_expert_intermediate_size", None) == 0:
         raise UserError(
             "text_config.shared_expert_intermediate_size is 0; wanted the width of the shared expert"
+        )
+
+
+def _check_sigmoid_routing(text: Any) -> None:
+    if text.num_experts_per_tok > 1 and not normalised(text):
+        raise UserError(
+            "text_config.norm_topk_prob is false; the sigmoid scores of a token's experts are divided by their sum here, "
+            "as in the published models: set it to true"
+        )
+    experts, groups, chosen = text.num_experts, text.n_group, text.topk_group
+    if chosen > groups or experts % groups or experts // groups < 2:
+        raise UserError(
+            f"text_config.n_group is {groups} and topk_group {chosen}; wanted a divisor of the {experts} experts that "
+            "leaves two or more to a group, and no more groups to a token than there are"
+        )
+    if not limits_groups(text):
+        return
+    if text.num_experts_per_tok > chosen * experts // groups:
+        raise UserError(
+            f"text_config.topk_group is {chosen}: these groups have {chosen * experts // groups} experts, fewer than "
+            f"num_experts_per_tok {text.num_experts_per_tok}"
+        )
+    # megatron-core scores a group by its best num_experts_per_tok // topk_group experts, transformers by its best two.
+    if text.num_experts_per_tok // chosen != 2:
+        raise UserError(
+            f"text_config.num_experts_per_tok is {text.num_experts_per_tok} and topk_group {chosen}; this router takes two "
+            "experts of each group of a token, or all groups: set topk_group to n_group or to half of num_experts_per_tok"
         )
 
 

@@ -43,7 +43,8 @@ def layer_kinds(text: Any) -> list[tuple[bool, bool]]:
 def _layer(config: FamilyConfig, linear: bool, sparse: bool) -> DecoderCost:
     text = config.text
     mixing = _linear_attention(text) if linear else _attention(text, "output_gate" in config.traits)
-    return DecoderCost(mixing.per_token + (_experts(text) if sparse else _mlp(text)), mixing.per_pair)
+    gated = "plain_shared_expert" not in config.traits
+    return DecoderCost(mixing.per_token + (_experts(text, gated) if sparse else _mlp(text)), mixing.per_pair)
 
 
 def _attention(text: Any, gated: bool) -> DecoderCost:
@@ -75,8 +76,9 @@ def _mlp(text: Any) -> float:
     return 6.0 * text.hidden_size * text.intermediate_size
 
 
-def _experts(text: Any) -> float:
-    """Router, the experts of a token, and the shared one with its gate."""
+def _experts(text: Any, gated: bool) -> float:
+    """Router, the experts of a token, and the shared one, with its gate where it has one."""
     hidden, shared = text.hidden_size, getattr(text, "shared_expert_intermediate_size", 0) or 0
     routed = text.num_experts_per_tok * 6.0 * hidden * text.moe_intermediate_size
-    return 2.0 * hidden * text.num_experts + routed + 6.0 * hidden * shared + 2.0 * hidden * bool(shared)
+    gate = 2.0 * hidden * (gated and bool(shared))
+    return 2.0 * hidden * text.num_experts + routed + 6.0 * hidden * shared + gate

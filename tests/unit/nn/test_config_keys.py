@@ -43,6 +43,8 @@ IGNORED = {
     "bos_token_id": "of generation",
     "eos_token_id": "of generation",
     "vision_end_token_id": "of processors",
+    "image_start_token_id": "of processors",
+    "image_end_token_id": "of processors",
     "user_token_id": "of the talker",
     "seconds_per_chunk": "of processors, whose order of sound among frames the positions follow",
     "audio_end_token_id": "of processors",
@@ -66,7 +68,14 @@ IGNORED = {
     "token_classification_bias": "of the forced aligner",
 }
 USED_IN = {  # of the above, where they are used all the same
-    "text_config.tie_word_embeddings": {"llava", "llava_onevision", "qwen3", "qwen3_moe", "qwen3_next"},
+    "text_config.tie_word_embeddings": {
+        "llava",
+        "llava_onevision",
+        "glm4v_moe",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_next",
+    },
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
     "audio_config.max_position_embeddings": {"qwen3_asr"},
     "text_config.sliding_window": {"gemma3", "llava_next", "qwen3_omni_moe_thinker"},

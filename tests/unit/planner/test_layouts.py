@@ -29,6 +29,7 @@ FAMILIES |= {"qwen25_omni": "qwen25_omni_sft"}
 FAMILIES |= {"gemma3": "gemma3_sft"}
 FAMILIES |= {"qwen3": "qwen3_sft", "qwen3_next": "qwen3_next_sft"}
 FAMILIES |= {"internvl": "internvl_sft"}
+FAMILIES |= {"glm45v": "glm45v_sft"}
 SIZES = [
     (recipe, size) for family, recipe in FAMILIES.items() for size in size_names(family) if "tiny" not in size
 ]

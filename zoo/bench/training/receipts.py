@@ -30,7 +30,8 @@ def receipts(config: Any, count: int, longest: int = 2048) -> list[Sample]:
         UserError: a family without images as grids of patches.
     """
     root, vision = config.root, config.vision
-    marks = [getattr(root, name, None) for name in ("vision_start_token_id", "vision_end_token_id")]
+    names = ("start_token_id", "end_token_id")
+    marks = [getattr(root, f"vision_{name}", getattr(root, f"image_{name}", None)) for name in names]
     if vision is None or not hasattr(vision, "spatial_merge_size") or None in marks:
         raise UserError(
             f"zoo bench train: {config.title} takes no images as grids of patches, which its samples have; "

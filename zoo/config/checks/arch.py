@@ -38,7 +38,9 @@ WHOLE: dict[str, tuple[int, int]] = {
     "linear_conv_kernel_dim": (1, 64),
     "vocab_size": (1, 2**24),
     "codebook_size": (1, 2**24),
-    **dict.fromkeys(("num_experts", "num_local_experts"), (0, 2**13)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 2**13)),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), (1, 2**10)),
+    "first_k_dense_replace": (0, LAYERS),
     "num_experts_per_tok": (1, 2**13),
     "decoder_sparse_step": (1, LAYERS),
     "full_attention_interval": (1, LAYERS),
@@ -75,6 +77,7 @@ REAL: dict[str, tuple[float, float]] = {
     "layer_scale_init_value": (-1e4, 1e4),
     "router_aux_loss_coef": (0.0, 1e6),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (1e-6, 1e6)),
+    "routed_scaling_factor": (1e-6, 1e6),
     "rope_theta": (1e-6, 1e15),
     "partial_rotary_factor": (1e-6, 1.0),
     "factor": (1e-6, 1e6),
@@ -150,8 +153,8 @@ def check_arch(arch: Any, given: str = "config.json") -> None:
         if said:
             raise ConfigError(f"{given}: {printable(where, 200)} is {_shown(value)}; wanted {said}")
     for part in _parts(arch):
-        layers, experts = part.get("num_hidden_layers") or 0, part.get("num_experts") or 0
-        experts = max(experts, part.get("num_local_experts") or 0)
+        layers = part.get("num_hidden_layers") or 0
+        experts = max(part.get(key) or 0 for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         if layers * experts > EXPERTS_OF_ALL_LAYERS:
             raise ConfigError(
                 f"{given}: {layers} layers of {experts} experts are {layers * experts:,} in all; wanted at most "

@@ -27,6 +27,9 @@ class ChatMarkers:
 
     header: str  # "<|im_start|>assistant\n"
     end: str  # "<|im_end|>"; has loss
+    # Where a template ends no turn and the token that begins the next one does, further such tokens than `end`, which is
+    # then written behind a chat's last answer.
+    further_ends: tuple[str, ...] = ()
 
 
 CHATML = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
@@ -43,7 +46,8 @@ class AnswerFinder:
     def __init__(self, tokenizer: Any, markers: ChatMarkers) -> None:
         self.tokenizer, self.markers = tokenizer, markers
         self._header = tokenizer.encode(markers.header, add_special_tokens=False)
-        self._end = tokenizer.encode(markers.end, add_special_tokens=False)[-1]
+        ends = (markers.end, *markers.further_ends)
+        self._ends = {tokenizer.encode(end, add_special_tokens=False)[-1] for end in ends}
 
     def spans(self, row: Row, input_ids: Tensor) -> list[Span]:
         """Tokens of each answer, its end-of-turn token included."""
@@ -88,8 +92,9 @@ class AnswerFinder:
         turns = [index for index, token in enumerate(ids) if token == self._header[0]]
         for turn, limit in itertools.pairwise([*turns, len(ids)]):
             start = self._after_header(ids, turn)
-            if start is not None and self._end in ids[start:limit]:
-                yield Span(start, ids.index(self._end, start) + 1)
+            if start is not None:
+                ends = (at for at in range(start, limit) if ids[at] in self._ends)
+                yield from (Span(start, at + 1) for at in itertools.islice(ends, 1))
 
     def _after_header(self, ids: list[int], turn: int) -> int | None:
         """The token behind the header of the turn that begins at `turn`; None for another role's turn."""

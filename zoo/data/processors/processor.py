@@ -394,6 +394,8 @@ class Processor:
         answers: list[Span] = []
         if self._header:
             text = self._render(messages, **options)
+            if self.markers.further_ends and messages[-1]["role"] == "assistant":
+                text += self.markers.end
         else:
             text, answers = plain_turns.write(partial(self._render, **options), messages, self.markers.end)
         check_said(row, text)

@@ -17,7 +17,7 @@ from torch import Tensor
 from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.answers import CHATML
+from zoo.data.processors.answers import CHATML, ChatMarkers
 from zoo.data.processors.processor import Processor, as_tensor
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
@@ -47,12 +47,12 @@ def vision_geometry(vision_config: Any) -> dict[str, int]:
     }
 
 
-def load_processor(source: str, kind: str, wanted: Mapping[str, Any]) -> Any:
+def load_processor(source: str, kind: str | tuple[str, ...], wanted: Mapping[str, Any]) -> Any:
     """The Hugging Face processor of a folder.
 
     Args:
         source: the folder.
-        kind: name of the processor's class.
+        kind: name of the processor's class, or names that it may have.
         wanted: what the architecture asks of the processor: {"image_processor.patch_size": 16}.
 
     Raises:
@@ -70,8 +70,11 @@ def load_processor(source: str, kind: str, wanted: Mapping[str, Any]) -> Any:
             f"model.init: no processor can be loaded from {Path(source)}: {said}; its folder should hold "
             "preprocessor_config.json (or processor_config.json), the tokenizer's files and the chat template."
         ) from error
-    if type(hf).__name__ != kind:
-        raise ConfigError(f"model.init: {source} has a {type(hf).__name__}; a {kind} is wanted.")
+    kinds = (kind,) if isinstance(kind, str) else kind
+    if type(hf).__name__ not in kinds:
+        raise ConfigError(
+            f"model.init: {source} has a {type(hf).__name__}; a {' or '.join(kinds)} is wanted."
+        )
     for name, value in wanted.items():
         part, _, attribute = name.partition(".")
         seen = getattr(getattr(hf, part), attribute)
@@ -197,7 +200,7 @@ def frames_as_they_are(hf: Any, videos: Sequence[Any], fps: float | None) -> dic
         for frames in videos
     ]
     options = {"do_sample_frames": False, "video_metadata": times}
-    if hf.video_processor.cap_pixels_per_frame is None:
+    if getattr(hf.video_processor, "cap_pixels_per_frame", False) is None:
         options["cap_pixels_per_frame"] = False  # what it does today (without a warning that it may change)
     return options
 
@@ -208,6 +211,7 @@ class PatchProcessor(Processor):
     Args:
         hf: transformers' processor.
         token_ids: config key -> id of the tokens around and in the place of media.
+        markers: how its chat template writes an assistant's turn.
 
     Attributes:
         frame_size: limits of pixels of a video, as its processor counts them.
@@ -215,8 +219,8 @@ class PatchProcessor(Processor):
 
     modalities: tuple[str, ...] = ("text", "image", "video")
 
-    def __init__(self, hf: Any, token_ids: Mapping[str, int]) -> None:
-        super().__init__(hf, MARKERS)
+    def __init__(self, hf: Any, token_ids: Mapping[str, int], markers: ChatMarkers = MARKERS) -> None:
+        super().__init__(hf, markers)
         self.token_ids = dict(token_ids)
         self.frame_size: Any = hf.video_processor.size
         self.pixels_of_token = (hf.image_processor.patch_size * hf.image_processor.merge_size) ** 2

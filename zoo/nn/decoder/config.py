@@ -34,6 +34,8 @@ def transformer_config(
     zero_centered: bool = False,
     qkv_bias: bool = False,
     sandwich_norms: bool = False,
+    sigmoid_routing: bool = False,
+    plain_shared_expert: bool = False,
     mtp_layers: int = 0,
 ) -> TransformerConfig:
     """The decoder of a Hugging Face text config (`hidden_size`, `num_hidden_layers`, ...) under a recipe.
@@ -41,7 +43,8 @@ def transformer_config(
     Sizes come from `text`, everything about execution from `recipe`, which has been validated. What follows
     is what a family has and its configs don't say: `qk_norm`, RMSNorm of queries and keys per head; `output_gate`,
     a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `qkv_bias`, a bias to
-    queries, keys and values; `sandwich_norms`, norms behind attention and MLP too; `mtp_layers`, layers that predict further tokens.
+    queries, keys and values; `sandwich_norms`, norms behind attention and MLP too; `sigmoid_routing`, experts chosen by sigmoid scores and a bias that stays as it is;
+    `plain_shared_expert`, one without a gate; `mtp_layers`, layers that predict further tokens.
 
     What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
     that a sample could reach.
@@ -74,7 +77,7 @@ def transformer_config(
         init_method_std=text.initializer_range,
         **RECOMPUTE[recipe.engine.recompute],
         **(FP8 if recipe.engine.fp8 else {}),
-        **_expert_settings(text, recipe),
+        **_expert_settings(text, recipe, sigmoid_routing, plain_shared_expert),
         **_linear_attention_settings(text),
         **_window_settings(text),
         softmax_scale=_softmax_scale(text),
@@ -183,7 +186,27 @@ def _linear_attention_settings(text: Any) -> dict[str, Any]:
     }
 
 
-def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
+def limits_groups(text: Any) -> bool:
+    """Whether a token's experts are all of some groups, of fewer than there are."""
+    return getattr(text, "topk_group", 1) < getattr(text, "n_group", 1)
+
+
+def _sigmoid_settings(text: Any) -> dict[str, Any]:
+    """Settings of a router with sigmoid scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+    The bias chooses and does not weigh. It balances a pretraining; here no update moves it.
+    """
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_num_groups": text.n_group if limits_groups(text) else None,
+        "moe_router_group_topk": text.topk_group if limits_groups(text) else None,
+        "moe_router_topk_scaling_factor": text.routed_scaling_factor,
+    }
+
+
+def _expert_settings(text: Any, recipe: Recipe, sigmoid: bool, plain_shared: bool) -> dict[str, Any]:
     """Settings of the MoE layers; empty for a dense decoder."""
     experts = getattr(text, "num_experts", None)
     if not experts:
@@ -195,10 +218,11 @@ def _expert_settings(text: Any, recipe: Recipe) -> dict[str, Any]:
     return {
         "num_moe_experts": experts,
         "moe_router_topk": text.num_experts_per_tok,
-        "moe_router_pre_softmax": not normalised(text),
+        "moe_router_pre_softmax": not normalised(text) and not sigmoid,
+        **(_sigmoid_settings(text) if sigmoid else {}),
         "moe_ffn_hidden_size": text.moe_intermediate_size,
         "moe_shared_expert_intermediate_size": shared,
-        "moe_shared_expert_gate": shared is not None,
+        "moe_shared_expert_gate": shared is not None and not plain_shared,
         "moe_layer_freq": is_moe,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": recipe.train.aux_loss,

@@ -57,7 +57,29 @@ class Router(TopKRouter):
     megatron-core 0.19.2 takes the z-loss of each TP and CP rank's tokens and then the mean over ranks. Padding
     lies unevenly on them, so tokens that share a rank with padding would weigh more than others. Here it is the
     mean over all real tokens of the micro-batch. Costs one all-reduce of a number where there is padding.
+
+    A bias on the choice of experts that no update moves (`moe_router_bias_update_rate` 0) is a parameter without gradient:
+    weights are read, saved and exported by parameters, megatron-core's buffer would be left out.
     """
+
+    expert_bias: Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.enable_expert_bias and not self.config.moe_router_bias_update_rate:
+            bias: Any = self.expert_bias
+            del self.expert_bias
+            self.expert_bias = torch.nn.Parameter(bias, requires_grad=False)
+            self.frozen_expert_bias = True  # megatron-core's name: it leaves such a bias alone
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """As torch's, but for the experts' bias, which stays in fp32: rounded to bf16 it would choose other experts."""
+        before = None if self.expert_bias is None else self.expert_bias.data
+        super()._apply(fn, recurse)
+        bias = self.expert_bias
+        if bias is not None and before is not None and bias.dtype != before.dtype:
+            bias.data = before.to(bias.device)
+        return self
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
@@ -103,7 +125,7 @@ class Router(TopKRouter):
 
         megatron-core 0.19.2 gives the mask (N,) one axis too few, and compiles this for every process that calls it.
         """
-        if not (self.enable_expert_bias and torch.is_grad_enabled()):
+        if not (self.enable_expert_bias and torch.is_grad_enabled()) or self.frozen_expert_bias:
             return
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]

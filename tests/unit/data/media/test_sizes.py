@@ -19,6 +19,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.models.gemma3.processor import build_processor as build_gemma3
+from zoo.models.glm45v.processor import build_processor as build_glm45v
 from zoo.models.internvl.processor import build_processor as build_internvl
 from zoo.models.llava.processor import build_processor as build_llava
 from zoo.models.qwen3_omni.processor import build_processor as build_omni
@@ -32,7 +33,7 @@ FAMILIES = (
 )
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("glm45v", marks=pytest.mark.slow)])
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     if request.param == "timestamped":
         return TimestampedProcessor.build(VISION)
@@ -44,6 +45,8 @@ def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
         return build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}})
     if request.param == "internvl":
         return build_internvl(tiny_internvl.tiny_config())
+    if request.param == "glm45v":
+        return build_glm45v(VISION)
     return build_omni(arch) if request.param == "omni" else build_llava(tiny_config(request.param))
 
 

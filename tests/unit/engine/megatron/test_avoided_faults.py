@@ -19,7 +19,9 @@ REPO = Path(__file__).parents[4]
 
 def count(router_class: Any) -> torch.Tensor:
     """Tokens per expert of three tokens, the last of them padding, two experts."""
-    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.zeros(2))
+    router = SimpleNamespace(
+        enable_expert_bias=True, frozen_expert_bias=False, local_tokens_per_expert=torch.zeros(2)
+    )
     routing_map = torch.tensor([[True, False], [False, True], [True, True]])
     padding = torch.tensor([False, False, True])
     router_class._apply_expert_bias(router, routing_map, padding)

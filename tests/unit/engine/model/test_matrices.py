@@ -85,6 +85,18 @@ GEMMA3 = {
     "projector.mm_input_projection_weight": 1,
     **_layer("decoder", ATTENTION, DENSE),
 }
+GLM = {
+    **{f"vision.blocks.N.{name}": 1 for name in GATED},
+    **{f"vision.merger.{name}_proj": 1 for name in ("gate", "up", "down")},
+    "vision.merger.proj": 1,
+    **_layer(
+        "decoder",
+        ATTENTION,
+        EXPERTS,
+        DENSE,
+        {name: n for name, n in SHARED.items() if "gate_weight" not in name},
+    ),
+}
 WANTED = {  # parameter -> its matrices
     "gemma3_sft": GEMMA3,
     "qwen25_vl_sft": QWEN25,
@@ -94,6 +106,7 @@ WANTED = {  # parameter -> its matrices
         **_layer("decoder", ATTENTION, DENSE),
     },
     "qwen25_omni_sft": QWEN25_OMNI,
+    "glm45v_sft": GLM,
     "qwen3_vl_sft": _qwen3_vl(DENSE),
     "qwen3_vl_moe_sft": _qwen3_vl(EXPERTS),
     "qwen35_vl_sft": _qwen35(DENSE),
