@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.processors.labels import text_begins
 from zoo.data.sources.formats.grounding import BOX, written
 from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+from zoo.errors import ConfigError
 
 THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*)", re.DOTALL)
+NOT_SET = (
+    "tools",
+    "documents",
+    "add_generation_prompt",
+)  # names that chat templates read of a row or of a call
 EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*</think>)?\s*")  # that a template may put before an answer
 
 
@@ -138,3 +145,18 @@ def _parts(content: str) -> str | list[dict[str, str]]:
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts
+
+
+def check_template_arguments(hf: Any, arguments: Iterable[str]) -> None:
+    """Refuse names in data.template that the chat template of `hf`, a Hugging Face processor, can't be given.
+
+    Raises:
+        ConfigError: the template doesn't read it, or it is not for a recipe to set.
+    """
+    own = {*signature(hf.apply_chat_template).parameters, "messages", *NOT_SET}
+    for name in arguments:
+        if name in own or not re.search(rf"\b{re.escape(name)}\b", str(hf.chat_template)):
+            raise ConfigError(
+                f"data.template.{name}: the chat template reads no such argument; see the names in the folder's "
+                "chat_template.jinja, or leave it out."
+            )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from zoo.data.processors.augment import Augment, augmented
 from zoo.data.processors.chat import (
     chat_messages,
     check_said,
+    check_template_arguments,
     check_tools,
     tools_of,
     wants_thoughts,
@@ -44,11 +44,6 @@ from zoo.data.sources.rows import PLACEHOLDER, Row
 from zoo.errors import ConfigError, UserError
 
 AS_IT_IS = PixelLimits()  # of the processor
-NOT_SET = (
-    "tools",
-    "documents",
-    "add_generation_prompt",
-)  # names that chat templates read of a row or of a call
 
 
 class Sketch(NamedTuple):
@@ -260,18 +255,8 @@ class Processor:
         return SampleSize(sample.length, self.tower_rows(sample.media), sample.fit)
 
     def set_template(self, arguments: Mapping[str, Any]) -> None:
-        """Arguments of the chat template, of every row (data.template).
-
-        Raises:
-            ConfigError: one that the template doesn't read, or that is not for a recipe to set.
-        """
-        own = {*signature(self.hf.apply_chat_template).parameters, "messages", *NOT_SET}
-        for name in arguments:
-            if name in own or not re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)):
-                raise ConfigError(
-                    f"data.template.{name}: the chat template reads no such argument; see the names in the folder's "
-                    "chat_template.jinja, or leave it out."
-                )
+        """Arguments of the chat template, of every row; `check_template_arguments` says which are refused."""
+        check_template_arguments(self.hf, arguments)
         self._template = dict(arguments)
 
     def check_pixels(self, keys: Sequence[str]) -> None:
