@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zoo.config.compose import load_recipe
     from zoo.config.schema import (
         DataConfig,
+        DistillConfig,
         EngineConfig,
         LogConfig,
         LoraConfig,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "DataConfig",
+    "DistillConfig",
     "Engine",
     "EngineConfig",
     "Event",
@@ -79,7 +81,19 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_child=_forked)
 
-_SECTIONS = ("Data", "Engine", "Log", "Lora", "Machine", "Model", "Packing", "Parallel", "Run", "Train")
+_SECTIONS = (
+    "Data",
+    "Distill",
+    "Engine",
+    "Log",
+    "Lora",
+    "Machine",
+    "Model",
+    "Packing",
+    "Parallel",
+    "Run",
+    "Train",
+)
 _WHERE = {
     **{f"{name}Config": ("zoo.config.schema", f"{name}Config") for name in _SECTIONS},
     "Engine": ("zoo.engine.loops.engine", "Engine"),

@@ -104,7 +104,7 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
         {"rope_type": "default", "rope_theta": 777.0},
         {"rope_type": "default", "rope_theta": None},
         {"full_attention": {"rope_type": "default", "rope_theta": 777.0}},
-        {"type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"type": "dynamic", "factor": 2.0, "rope_theta": 1.1e4},
     ],
     "vision_feature_layer": [1, -2, [1, 2], [], 0, 99],
     "image_size": [64, [64, 64], [32, 64], []],

@@ -163,8 +163,10 @@ def _refuse_short_window(text: Any, recipe: Recipe) -> None:
 
 def _refuse_stretched_rotary(text: Any, recipe: Recipe) -> None:
     """A dynamic rotary embedding is the default one for samples within max_position_embeddings."""
+    if getattr(text, "rope_parameters", {}).get("rope_type") != "dynamic":
+        return
     longest, budget = text.max_position_embeddings, recipe.packing.budget
-    if text.rope_parameters.get("rope_type") == "dynamic" and longest < budget:
+    if longest < budget:
         raise UserError(
             f"text_config.rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
             f"{budget}: longer samples would be rotated otherwise, which is not built; set packing.budget={longest} or less"

@@ -27,9 +27,12 @@ def test_one_thread_beside_a_gpu(
     for name in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     loaded_with: list[int] = []
-    monkeypatch.setattr(
-        initial_weights, "load_hf", lambda *_, **__: loaded_with.append(torch.get_num_threads())
-    )
+
+    def load(*_: Any, **__: Any) -> Any:
+        loaded_with.append(torch.get_num_threads())
+        return SimpleNamespace(entries={})
+
+    monkeypatch.setattr(initial_weights, "load_hf", load)
     monkeypatch.setattr(initial_weights, "model_dims", lambda _: None)
     source = SimpleNamespace(kind="hf", weights=None)
     assembly: Any = SimpleNamespace(family=SimpleNamespace(load=lambda _: None), source=source)
