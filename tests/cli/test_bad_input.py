@@ -21,7 +21,7 @@ RECIPE = "recipe=qwen3_omni_sft"
         (["train", RECIPE, RECIPE], "recipe is given 2 times (qwen3_omni_sft, qwen3_omni_sft); give one"),
         (
             ["train", "recipe=qwen3_omi_sft"],
-            "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft, qwen3_vl_sft, qwen35_vl_sft",
+            "recipe=qwen3_omi_sft: no such recipe; nearest: qwen3_omni_sft, qwen25_omni_sft, qwen3_moe_sft",
         ),
         (
             ["train", "recipe=my.yaml"],
