@@ -59,7 +59,10 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/data/media/test_bounds.py": {"test_a_worker_keeps_its_bounds": 10, "test_lines_without_end": 8},
     "unit/data/sources/test_sources.py": {"test_a_mixture_is_drawn_and_resumed_to_the_sample": 0},
     "unit/nn/test_config_keys.py": {
-        "test_every_key_is_used_or_refused_or_in_the_list": 10,
+        "test_every_key_is_used_or_refused_or_in_the_list": 14,
+        "test_nested_configs_are_objects": 12,
+        "test_keys_that_a_config_does_not_have_change_neither_model": 5,
+        "test_what_transformers_takes_and_no_model_here_has": 3,
         "test_who_says_whether_the_head_is_the_embedding": 4,
         "test_numbers_have_bounds_and_types": 2,
         "test_transformers_ignores_what_is_in_the_list": 3,
