@@ -45,7 +45,7 @@ class Options(Bounded):
     size: str = "2b"
     settings: tuple[str, ...] = SETTINGS
     backends: tuple[str, ...] = ("torch", "te")
-    data: str = ""  # a JSONL file or bundled set, through the loader; "": the samples of `zoo.bench.training.receipts`
+    data: str = ""  # a JSONL file, bundled set or mapping, through the loader; "": the samples of `zoo.bench.training.receipts`
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
@@ -138,8 +138,10 @@ def bench_recipe(options: Options, overrides: Sequence[str]) -> Recipe:
         "export=false",
         "train.eval_rows=0",
     ]
-    recipe = load_recipe(options.recipe, [*fixed, *overrides])
-    if options.data:
+    mapping = options.data.startswith("{")  # as data.train takes it
+    rows = [f"data.train=[{options.data}]"] if mapping else []
+    recipe = load_recipe(options.recipe, [*fixed, *rows, *overrides])
+    if options.data and not mapping:
         recipe = replace(recipe, data=replace(recipe.data, train=[options.data]))
     if not options.layers:
         return recipe
