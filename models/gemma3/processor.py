@@ -25,7 +25,7 @@ from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.models.gemma3.config import Gemma3Config
 
 GEMMA = ChatMarkers(header="<start_of_turn>model\n", end="<end_of_turn>")
-# Of the bundled tokenizer, for what Gemma's calls the beginning, the tokens and the end of an image.
+# The bundled tokenizer's tokens for the beginning, the placeholders and the end of an image.
 TINY_TOKENS = {
     "boi_token": "<|vision_start|>",
     "image_token": "<|image_pad|>",

@@ -146,7 +146,7 @@ def test_files_are_as_this_repository_has_them(package: bool, vision: bool, tmp_
     """They pass the linter and its formatting, and no placeholder of a template is left."""
     (tmp_path / "tests" / "support").mkdir(parents=True)
     for name in ("__init__.py", "pairs.py"):
-        (tmp_path / "tests" / "support" / name).write_text('"""Of a checkout."""\n')
+        (tmp_path / "tests" / "support" / name).write_text('"""A file of a checkout."""\n')
     for path in lay_out("my_lm", tmp_path, package=package, vision=vision):
         assert "$" not in path.read_text(), path
     for check in (("check",), ("format", "--check")):

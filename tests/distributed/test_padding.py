@@ -158,7 +158,7 @@ def test_poisoned_padding(
 
 def test_what_is_compared_is_there(prepared: Prepared) -> None:
     """Every MoE layer has both losses, those of multi-token prediction too, and where it is on a bias that moved."""
-    # Of the tiny models: the dense layer has none; 4 layers and one of MTP.
+    # Routed layers of the tiny models: a dense layer has no router; 4 layers and one of MTP.
     layers = {"qwen3_omni_sft": 3, "glm45v_sft": 3}.get(prepared.model.recipe, 5)
     for wanted in prepared.clean[0].metrics.values():
         assert int((wanted > 0).sum()) == layers

@@ -10,7 +10,7 @@ from typing import Any
 
 KINDS = ("image", "multi_image", "video", "audio", "audio_in_video", "text")
 MIXTURES = ("image+video+audio", "audio+video+image+image", "spoken+image+spoken+audio", "turns")
-# Of each kind the shortest and the longest of the first held-out rows; for audio, a clip under one second and one over two.
+# The shortest and the longest of the first held-out rows of each kind; for audio, a clip under one second and one over two.
 NAMES = (*(f"{kind}-{end}" for kind in KINDS for end in ("short", "long")), *MIXTURES)
 
 

@@ -8,7 +8,7 @@ from support.rows import Example, held_out, named_examples
 
 KINDS = ("audio", "text")
 MIXTURES = ("context", "turns", "asr")
-# Of each kind the shortest and the longest of the first held-out rows: a clip under one second, and one over two.
+# The shortest and the longest of the first held-out rows of each kind: a clip under one second, and one over two.
 NAMES = (*(f"{kind}-{end}" for kind in KINDS for end in ("short", "long")), *MIXTURES)
 
 

@@ -8,7 +8,7 @@ from support.rows import Example, held_out, named_examples
 
 KINDS = ("image", "multi_image", "video", "text")
 MIXTURES = ("image+video", "video+video+image", "turns")
-# Of each kind the shortest and the longest of the first held-out rows.
+# The shortest and the longest of the first held-out rows of each kind.
 NAMES = (*(f"{kind}-{end}" for kind in KINDS for end in ("short", "long")), *MIXTURES)
 
 
