@@ -1,12 +1,12 @@
 """A student's loss and every gradient are those of transformers' logits of student and teacher, written out in plain torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import tiny_llava, tiny_omni, tiny_qwen3_vl
+from support import tiny_omni, tiny_qwen3_vl
 from support.engine import Zoo, recipe_for, single_process_world
 from support.matrix import MODELS
 from support.preference import KINDS, write_pairs
@@ -22,11 +22,6 @@ from zoo.errors import UserError
 
 WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
 LIMIT, NOISE = 5e-5, 1e-5  # relative; of gradients that are rounding alone
-PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
-    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
-    "llava_onevision_sft": tiny_llava.publish,
-    "qwen3_omni_sft": tiny_omni.published,
-}
 
 
 def other_weights(folder: Path, other: Path) -> Path:
@@ -96,7 +91,7 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
             batches = whole([make_batch(part, mode, 4, None, 0) for part in (samples[:3], samples[3:])])
             loss, gradients = zoo.gradients(batches, len(total), align=4, mode=mode)
             assert loss == pytest.approx(float(total.mean().detach()), rel=1e-5)
-            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+            compare(zoo, gradients, hf, model.publish)
 
 
 @pytest.mark.slow

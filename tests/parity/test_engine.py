@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import (
-    tiny_glm45v,
-    tiny_internvl,
-    tiny_llava,
-    tiny_omni,
-    tiny_qwen3_vl,
-    tiny_qwen25_omni,
-    tiny_qwen25_vl,
-)
+from support import tiny_omni
 from support.engine import Zoo
 from support.loops import differing, engine_recipe, grpo, held_by, hf_values, loop_batch, loop_examples
 from support.matrix import MODELS
@@ -31,18 +23,6 @@ from zoo.errors import UserError
 
 LOGPROBS, GRADIENTS = 2e-5, 2e-5
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
-PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
-    "qwen25_vl_sft": tiny_qwen25_vl.publish,
-    "qwen25_omni_sft": tiny_qwen25_omni.published,
-    "internvl_sft": tiny_internvl.publish,
-    "glm45v_sft": tiny_glm45v.publish,
-    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
-    "qwen3_vl_moe_sft": tiny_qwen3_vl.turn_experts,
-    "llava_onevision_sft": tiny_llava.publish,
-    "qwen3_omni_sft": tiny_omni.published,
-}
-
-
 CASES = [(name, "mixed") for name in MODELS] + [("dense", "left"), ("omni", "left"), ("deepstack", "right")]
 
 
@@ -77,7 +57,7 @@ def test_values_and_gradients_are_those_of_transformers(name: str, side: str, tm
         assert outcome.micro_batches > 1 and outcome.metrics["clipped"] > 0
         assert outcome.loss == pytest.approx(float(loss.detach()) / tokens, abs=1e-5)
         assert not differing(engine, tmp_path / "export")
-        compare(engine, hf, PUBLISH.get(model.recipe, dict))
+        compare(engine, hf, model.publish)
 
 
 def compare(engine: Any, hf: Any, publish: Callable[[Any], Mapping[str, Tensor]]) -> None:

@@ -6,8 +6,9 @@ from what was run and measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ class Model:
     examples: Callable[[Any], dict[str, Any]]  # processor -> examples by name
     groups: tuple[tuple[str, ...], ...]  # names of examples, one micro-batch a group
     overrides: tuple[str, ...] = ()
+    published: str = ""  # "module:function" of tests/support, where transformers' names in memory are others
+
+    def publish(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors of transformers' model by their published names."""
+        if not self.published:
+            return dict(tensors)
+        module, _, function = self.published.partition(":")
+        return getattr(import_module(f"support.{module}"), function)(tensors)
 
 
 @dataclass(frozen=True)
@@ -139,7 +148,14 @@ TILED = (("wide", "text-short", "three", "video+image+image", "turns"), ("text-l
 
 MODELS = {
     "dense": Model("dense, deepstack", "qwen3_vl_sft", _qwen3_vl(), vision_examples, SEEN),
-    "deepstack": Model("experts, deepstack", "qwen3_vl_moe_sft", _qwen3_vl(moe=True), vision_examples, SEEN),
+    "deepstack": Model(
+        "experts, deepstack",
+        "qwen3_vl_moe_sft",
+        _qwen3_vl(moe=True),
+        vision_examples,
+        SEEN,
+        published="tiny_qwen3_vl:turn_experts",
+    ),
     "moe": Model(
         "experts, shared expert with gate",
         "qwen35_vl_moe_sft",
@@ -169,9 +185,15 @@ MODELS = {
         _llava,
         tile_examples,
         TILED,
+        published="tiny_llava:publish",
     ),
     "windows": Model(
-        "dense with biases, windows in the tower", "qwen25_vl_sft", _qwen25_vl, vision_examples, SEEN
+        "dense with biases, windows in the tower",
+        "qwen25_vl_sft",
+        _qwen25_vl,
+        vision_examples,
+        SEEN,
+        published="tiny_qwen25_vl:publish",
     ),
     "sound": Model(
         "dense, sound",
@@ -181,7 +203,12 @@ MODELS = {
         (("audio-long", "text-short", "audio-short", "turns", "context"), ("text-long", "text-short")),
     ),
     "windows omni": Model(
-        "dense with biases, windows, audio", "qwen25_omni_sft", _qwen25_omni, make_examples, HEARD
+        "dense with biases, windows, audio",
+        "qwen25_omni_sft",
+        _qwen25_omni,
+        make_examples,
+        HEARD,
+        published="tiny_qwen25_omni:published",
     ),
     "two-way": Model(
         "dense, sliding layers, two-way attention in images",
@@ -189,8 +216,16 @@ MODELS = {
         _gemma3,
         tile_examples,
         (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
+        published="tiny_gemma3:publish",
     ),
-    "text": Model("text alone, dense and with experts", "qwen3_moe_sft", _qwen3, text_examples, SAID),
+    "text": Model(
+        "text alone, dense and with experts",
+        "qwen3_moe_sft",
+        _qwen3,
+        text_examples,
+        SAID,
+        published="tiny:experts_apart",
+    ),
     "next": Model(
         "text alone, hybrid with experts and MTP",
         "qwen3_next_sft",
@@ -198,12 +233,32 @@ MODELS = {
         text_examples,
         SAID,
         ("train.mtp_loss=0.3",),
+        published="tiny:experts_apart",
     ),
-    "tiles": Model("experts, shuffled tiles", "internvl_sft", _internvl, tile_examples, TILED),
+    "tiles": Model(
+        "experts, shuffled tiles",
+        "internvl_sft",
+        _internvl,
+        tile_examples,
+        TILED,
+        published="tiny_internvl:publish",
+    ),
     "sigmoid": Model(
-        "experts by sigmoid routing, shared expert", "glm45v_sft", _glm45v, vision_examples, SEEN
+        "experts by sigmoid routing, shared expert",
+        "glm45v_sft",
+        _glm45v,
+        vision_examples,
+        SEEN,
+        published="tiny_glm45v:publish",
     ),
-    "omni": Model("experts, deepstack, audio", "qwen3_omni_sft", _omni, make_examples, HEARD),
+    "omni": Model(
+        "experts, deepstack, audio",
+        "qwen3_omni_sft",
+        _omni,
+        make_examples,
+        HEARD,
+        published="tiny_omni:published",
+    ),
 }
 
 PARALLEL = {

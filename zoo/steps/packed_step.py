@@ -160,10 +160,9 @@ class PackedStep:
         """
         layout, batch = self.capture(batch), HostBatch.of(batch)
         logits = "last" if self.scores else logits
+        if logprobs and batch.labels is None:  # every real token is one to predict, as it came
+            batch = replace(batch, labels=batch.input_ids)
         parts = self.pack(batch, layout)
-        if logprobs and batch.labels is None:  # every real token is one to predict
-            labels = parts.input_ids.masked_fill(parts.padding_mask | (parts.source < 0), IGNORE)
-            parts = replace(parts, labels=labels)
         training = not (evaluate or logits or logprobs)
         inputs, found = self.shard(parts, batch.media, evaluate=evaluate, logits=logits, training=training)
         found = replace(found, caller_shape=tuple(batch.input_ids.shape))
