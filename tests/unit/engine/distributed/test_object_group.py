@@ -76,7 +76,7 @@ def test_the_newest_checkpoint_to_start_from_is_the_first_rank_s(tmp_path: Path)
         from zoo.engine.distributed.object_group import agreed
         seen = []
         family = type("Family", (), {"load": lambda self, part: self, "from_folder": lambda self, f: seen.append(f) or self,
-                                     "hf": None, "__call__": lambda self, *a: None})()
+                                     "hf": None, "__call__": lambda self, *a: self, "set_template": lambda self, t: None})()
         build.get_family = lambda name: family
         from zoo.config.schema import ModelConfig, Recipe
         found = build.assemble(Recipe(model=ModelConfig(family="x", init=str(init))))
