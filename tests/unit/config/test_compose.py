@@ -1,35 +1,20 @@
-"""A recipe from its files and overrides: what wins, what round-trips, and what each mistake is told."""
+"""A recipe from its files and overrides: what wins, and what round-trips."""
 
 import json
 from pathlib import Path
 
 import pytest
+from support.recipes import NAME, error_of, write
 
-from zoo.config import compose, files
+from zoo.config import compose
 from zoo.config.compose import load_recipe, resolve, save_recipe
-from zoo.config.files import root_recipes
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.errors import ConfigError, UserError
-
-NAME = "qwen3_omni_sft"
+from zoo.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compose, "gpu_count", lambda: 0)
-
-
-def write(path: Path, text: str) -> str:
-    path.write_text(text, encoding="utf-8")
-    return str(path)
-
-
-def error_of(*overrides: str, name: str = NAME) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_recipe(name, overrides)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # --- what wins
@@ -248,78 +233,6 @@ def test_a_mistake_in_an_entry(override: str, message: str) -> None:
     assert error_of(override).startswith(message)
 
 
-# --- hardware
-
-
-def test_hardware_is_a_number_of_a_kind() -> None:
-    recipe = load_recipe(NAME, ["size=30b-a3b", "hardware=2x8xh200"])
-    assert (recipe.machine.nodes, recipe.machine.gpus, recipe.machine.memory_gb) == (2, 8, 141)
-    assert recipe.hardware == "2x8xh200"
-    assert recipe.engine.precision == "bf16"
-    assert load_recipe(NAME, ["hardware=4xh100"]).machine.gpus == 4
-    near = error_of("hardware=8xh210")
-    assert near.startswith("hardware=8xh210: no such hardware; nearest: 8x") and "8xh200" in near
-    assert error_of("hardware=0xh100") == "hardware=0xh100: wanted at least one of them"
-    assert (
-        error_of("hardware=2xcpu") == "hardware=2xcpu: cpu is no GPU to have several of; write hardware=cpu"
-    )
-
-
-@pytest.mark.parametrize(
-    ("hardware", "gpu", "memory"),
-    [
-        ("8xa100", "a100", 80),
-        ("4xa100-40", "a100-40", 40),
-        ("8xb200", "b200", 180),
-        ("4xl40s", "l40s", 48),
-        ("2xrtx4090", "rtx4090", 24),
-        ("8x80gb", "80gb", 80),
-        ("H100", "h100", 80),
-        ("2x8xH100-80GB", "h100", 80),
-    ],
-)
-def test_any_gpu_by_name_or_by_memory(hardware: str, gpu: str, memory: float) -> None:
-    recipe = load_recipe(NAME, [f"hardware={hardware}"])
-    assert (recipe.machine.gpu, recipe.machine.memory_gb) == (gpu, memory)
-    assert recipe.engine.precision == "bf16" and recipe.parallel.plan
-
-
-def test_a_gpu_that_there_is_not() -> None:
-    assert "nearest: 4xrtx4090" in error_of("hardware=4x4090")
-    assert "any other GPU by its memory: 8x80gb" in error_of("hardware=8xtpu5")
-    assert error_of("hardware=8x0gb").startswith("hardware=8x0gb: no such hardware")
-    assert "h200" in error_of("hardware=h20o")
-
-
-def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
-    every = ["tp", "pp", "cp", "ep", "recompute", "memory", "batch"]
-    assert load_recipe(NAME, ["hardware=8xh100"]).parallel.plan == every
-    given = ["hardware=8xh100", "parallel.tp=2", "train.global_batch=4", "engine.recompute=full"]
-    assert load_recipe(NAME, given).parallel.plan == ["pp", "cp", "ep", "memory"]
-    given = ["hardware=8xh100", "parallel.stage_layers=[1,3]", "train.exp_avg_sq_dtype=bf16"]
-    assert load_recipe(NAME, given).parallel.plan == ["tp", "cp", "ep", "recompute", "batch"]
-    assert load_recipe(NAME, ["hardware=8xh100", "parallel.plan=[]"]).parallel.plan == []
-    mine = write(tmp_path / "mine.yaml", f"base: {NAME}\nparallel: {{pp: 2}}\n")
-    assert "pp" not in load_recipe(mine, ["hardware=8xh100"]).parallel.plan
-
-
-def test_hardware_auto_is_what_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_recipe(NAME, ["hardware=auto"]).engine.precision == "fp32"
-    assert load_recipe(NAME).machine.gpus is None
-    monkeypatch.setattr(compose, "gpu_count", lambda: 4)
-    monkeypatch.setattr(files, "gpu_count", lambda: 4)
-    for size, memory in ((150_754_000_000, 150.8), (85_520_000_000, 85.5), (25_000_000_000, 25.0)):
-        monkeypatch.setattr(files, "gpu_memory", lambda size=size: size)
-        recipe = load_recipe(NAME)
-        assert (recipe.hardware, recipe.machine.gpus, recipe.machine.memory_gb) == ("auto", 4, memory)
-        assert recipe.parallel.plan and recipe.machine.gpu is None
-    monkeypatch.setattr(files, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
-    assert load_recipe(NAME).machine.gpu == "h100"
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert load_recipe(NAME).machine.nodes == 4
-
-
 # --- saved and loaded again
 
 
@@ -345,153 +258,6 @@ def test_replace_checks_like_an_override() -> None:
     assert recipe.replace() == recipe
     with pytest.raises(ConfigError, match=r"^parallel\.tp=x: wanted a whole number from 1 to 100,000$"):
         recipe.replace({"parallel.tp": "x"})
-
-
-# --- what mistakes are told
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.steps=abc", "train.steps=abc: wanted a whole number from 1 to 1,000,000,000 or null"),
-        ("train.steps=1.5", "train.steps=1.5: wanted a whole number from 1 to 1,000,000,000 or null"),
-        ("train.lr=fast", "train.lr=fast: wanted a number from 0 to 100"),
-        ("train.lr=null", "train.lr=null: wanted a number from 0 to 100"),
-        ("export=maybe", "export=maybe: wanted true or false"),
-        ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
-        ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
-        ("parallel.planned=[[]]", "parallel.planned=[[]]: wanted a text or a list of texts"),
-        ("lora.targets=[{a: b}]", "lora.targets=[{a: b}]: wanted a text or a list of texts"),
-        (
-            "parallel.stage_layers=[[1]]",
-            "parallel.stage_layers=[[1]]: wanted a list of whole numbers from 1 to 100,000",
-        ),
-        (
-            "train.lr_scale={vision: [1]}",
-            "train.lr_scale={vision: [1]}: wanted a mapping of names to numbers from 0 to 1,000,000",
-        ),
-        ("model.arch=big", "model.arch=big: wanted a mapping"),
-        (
-            "data.train=[a,null]",
-            "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
-        ),
-        ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
-        ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
-        ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
-        ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text, shrink"),
-        ("engine.backend=jax", "engine.backend=jax: wanted one of auto, te, torch"),
-        ("engine.precision=fp8", "engine.precision=fp8: wanted one of fp32, bf16 or null"),
-        ("engine.recompute=all", "engine.recompute=all: wanted one of none, selective, full"),
-        ("train.stepz=3", "train.stepz: no such key; nearest: train.steps"),
-        ("lr=3", "lr: no such key; nearest: train.lr"),
-        ("trian.lr=3", "trian.lr: no such key; nearest: train.lr"),
-        ("train.steps.x=3", "train.steps.x: no such key; nearest: train.steps"),
-        ("zzz.zzz=3", "zzz.zzz: no such key; `zoo show --schema` lists the keys"),
-        ("train.steps", "train.steps: an override is written key=value, such as train.steps=100"),
-        ("=3", "=3: an override is written key=value, such as train.steps=100"),
-        ("recipe=x", "recipe=x: the recipe is named once, before its overrides"),
-        ("size=tini", "size=tini: no such size; nearest: tiny"),
-        ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
-        ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: 30b-a3b, tiny"),
-    ],
-)
-def test_a_mistake_in_an_override(override: str, message: str) -> None:
-    assert error_of(override) == message
-
-
-def test_values_that_cannot_be_read() -> None:
-    assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
-    assert error_of("run.dir=${x").startswith("run.dir: ${x: no such reference; ")
-    assert error_of("run.dir=${nowhere}").startswith(
-        "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
-    )
-
-
-def test_an_unknown_family_is_named_before_its_sizes() -> None:
-    with pytest.raises(UserError, match=r"^model.family: no family 'qwen3_omi'; nearest: "):
-        load_recipe(NAME, ["model.family=qwen3_omi"])
-
-
-def test_a_file_without_a_family(tmp_path: Path) -> None:
-    file = write(tmp_path / "mine.yaml", "train: {steps: 1}\n")
-    first = root_recipes()[0]
-    wanted = f"model.family is not set; write `base: {first}` (or another recipe) as its first line"
-    assert error_of(name=file) == f"{file}: {wanted}"
-    write(tmp_path / "mine.yaml", "trian: {steps: 1}\n")
-    assert error_of(name=file).startswith(f"{file}: trian.steps: no such key; nearest: train.steps")
-
-
-def test_an_unknown_recipe() -> None:
-    wanted = "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft"
-    assert error_of(name="qwen3_omni_stf").startswith(wanted)
-    assert error_of(name="./q.yaml").startswith("recipe=./q.yaml: no such file; recipes by name: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("train:\n  lr: [1\n", ":4: no valid YAML: "),
-        ("train:\n  lr: 1\n  lr: 2\n", ":4: no valid YAML: a key is given twice"),
-        ("train:\n  step: 1\n", ": train.step: no such key; nearest: train.steps"),
-        ("train:\n  lr: fast\n", ": train.lr=fast: wanted a number"),
-        (f"recipe: {NAME}\n", ": recipe: a file names the recipe it stands on as base: NAME"),
-        ("base: nothing\n", "recipe=nothing: no such recipe"),
-        ("run:\n  dir: ${\n", ": "),
-    ],
-)
-def test_a_mistake_in_a_file(text: str, message: str, tmp_path: Path) -> None:
-    file = write(tmp_path / "mine.yaml", "model: {family: qwen3_omni}\n" + text)
-    found = error_of("size=tiny", name=file)
-    assert message in found
-    if not message.startswith("recipe"):
-        assert found.startswith(file)
-
-
-def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
-    file = write(tmp_path / "x.yaml", "- a\n")
-    assert error_of(name=file) == f"{file}: wanted keys and values (`train:` and so on), found a list"
-
-
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "no text in UTF-8" in error_of(name=str(tmp_path / "x.yaml"))
-
-
-def test_a_base_that_leads_back(tmp_path: Path) -> None:
-    write(tmp_path / "a.yaml", "base: b.yaml\n")
-    write(tmp_path / "b.yaml", "base: a.yaml\n")
-    assert "leads back to itself" in error_of(name=str(tmp_path / "a.yaml"))
-
-
-def test_a_resolved_recipe_takes_no_overlay(tmp_path: Path) -> None:
-    save_recipe(load_recipe(NAME), tmp_path / "config.yaml")
-    message = error_of("size=tiny", name=str(tmp_path / "config.yaml"))
-    assert message.startswith("size=tiny: ")
-    assert "is a resolved recipe" in message
-
-
-def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
-    write(tmp_path / "config.json", "{")
-    assert "its JSON can't be read" in error_of(f"model.init={tmp_path}")
-    write(tmp_path / "config.json", "[]")
-    assert "wanted a JSON object" in error_of(f"model.init={tmp_path}")
-
-
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [
-        ("thinker_config.text_config.hiden_size", "model.arch.thinker_config.text_config.hidden_size"),
-        ("text_config.hidden_size", "model.arch.thinker_config"),
-    ],
-)
-def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
-    message = error_of(f"model.arch.{key}=64")
-    assert message == f"model.arch.{key}: no such key; nearest: {nearest}"
-
-
-def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
-    arch = load_recipe(NAME, ["size=tiny", "model.arch.thinker_config.audio_config.dropout=0.1"]).model.arch
-    assert arch["thinker_config"]["audio_config"]["dropout"] == 0.1
 
 
 # --- tasks

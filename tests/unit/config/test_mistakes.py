@@ -1,0 +1,160 @@
+"""What a mistake in a recipe, its files or its overrides is told."""
+
+from pathlib import Path
+
+import pytest
+from support.recipes import NAME, error_of, write
+
+from zoo.config import compose
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.config.files import root_recipes
+from zoo.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compose, "gpu_count", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.steps=abc", "train.steps=abc: wanted a whole number from 1 to 1,000,000,000 or null"),
+        ("train.steps=1.5", "train.steps=1.5: wanted a whole number from 1 to 1,000,000,000 or null"),
+        ("train.lr=fast", "train.lr=fast: wanted a number from 0 to 100"),
+        ("train.lr=null", "train.lr=null: wanted a number from 0 to 100"),
+        ("export=maybe", "export=maybe: wanted true or false"),
+        ("parallel.sp=2", "parallel.sp=2: wanted true or false or null"),
+        ("run.dir=[a]", "run.dir=[a]: wanted a text or null"),
+        ("parallel.planned=[[]]", "parallel.planned=[[]]: wanted a text or a list of texts"),
+        ("lora.targets=[{a: b}]", "lora.targets=[{a: b}]: wanted a text or a list of texts"),
+        (
+            "parallel.stage_layers=[[1]]",
+            "parallel.stage_layers=[[1]]: wanted a list of whole numbers from 1 to 100,000",
+        ),
+        (
+            "train.lr_scale={vision: [1]}",
+            "train.lr_scale={vision: [1]}: wanted a mapping of names to numbers from 0 to 1,000,000",
+        ),
+        ("model.arch=big", "model.arch=big: wanted a mapping"),
+        (
+            "data.train=[a,null]",
+            "data.train=[a, null]: wanted a path, a mapping such as {path: rows.jsonl, format: messages}, or a list of these",
+        ),
+        ("train=3", "train=3: train is a section; set its keys, train.<key>=value"),
+        ("packing.mode=bshd", "packing.mode=bshd: wanted one of thd, none"),
+        ("data.on_error=stop", "data.on_error=stop: wanted one of raise, skip"),
+        ("data.overlong=cut", "data.overlong=cut: wanted one of error, drop, truncate_text, shrink"),
+        ("engine.backend=jax", "engine.backend=jax: wanted one of auto, te, torch"),
+        ("engine.precision=fp8", "engine.precision=fp8: wanted one of fp32, bf16 or null"),
+        ("engine.recompute=all", "engine.recompute=all: wanted one of none, selective, full"),
+        ("train.stepz=3", "train.stepz: no such key; nearest: train.steps"),
+        ("lr=3", "lr: no such key; nearest: train.lr"),
+        ("trian.lr=3", "trian.lr: no such key; nearest: train.lr"),
+        ("train.steps.x=3", "train.steps.x: no such key; nearest: train.steps"),
+        ("zzz.zzz=3", "zzz.zzz: no such key; `zoo show --schema` lists the keys"),
+        ("train.steps", "train.steps: an override is written key=value, such as train.steps=100"),
+        ("=3", "=3: an override is written key=value, such as train.steps=100"),
+        ("recipe=x", "recipe=x: the recipe is named once, before its overrides"),
+        ("size=tini", "size=tini: no such size; nearest: tiny"),
+        ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
+        ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: 30b-a3b, tiny"),
+    ],
+)
+def test_a_mistake_in_an_override(override: str, message: str) -> None:
+    assert error_of(override) == message
+
+
+def test_values_that_cannot_be_read() -> None:
+    assert error_of("train.steps=[1").startswith("train.steps=[1: the value is no valid YAML (")
+    assert error_of("run.dir=${x").startswith("run.dir: ${x: no such reference; ")
+    assert error_of("run.dir=${nowhere}").startswith(
+        "run.dir: ${nowhere}: no such reference; ${oc.env:NAME} is"
+    )
+
+
+def test_an_unknown_family_is_named_before_its_sizes() -> None:
+    with pytest.raises(UserError, match=r"^model.family: no family 'qwen3_omi'; nearest: "):
+        load_recipe(NAME, ["model.family=qwen3_omi"])
+
+
+def test_a_file_without_a_family(tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", "train: {steps: 1}\n")
+    first = root_recipes()[0]
+    wanted = f"model.family is not set; write `base: {first}` (or another recipe) as its first line"
+    assert error_of(name=file) == f"{file}: {wanted}"
+    write(tmp_path / "mine.yaml", "trian: {steps: 1}\n")
+    assert error_of(name=file).startswith(f"{file}: trian.steps: no such key; nearest: train.steps")
+
+
+def test_an_unknown_recipe() -> None:
+    wanted = "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft"
+    assert error_of(name="qwen3_omni_stf").startswith(wanted)
+    assert error_of(name="./q.yaml").startswith("recipe=./q.yaml: no such file; recipes by name: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train:\n  lr: [1\n", ":4: no valid YAML: "),
+        ("train:\n  lr: 1\n  lr: 2\n", ":4: no valid YAML: a key is given twice"),
+        ("train:\n  step: 1\n", ": train.step: no such key; nearest: train.steps"),
+        ("train:\n  lr: fast\n", ": train.lr=fast: wanted a number"),
+        (f"recipe: {NAME}\n", ": recipe: a file names the recipe it stands on as base: NAME"),
+        ("base: nothing\n", "recipe=nothing: no such recipe"),
+        ("run:\n  dir: ${\n", ": "),
+    ],
+)
+def test_a_mistake_in_a_file(text: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "mine.yaml", "model: {family: qwen3_omni}\n" + text)
+    found = error_of("size=tiny", name=file)
+    assert message in found
+    if not message.startswith("recipe"):
+        assert found.startswith(file)
+
+
+def test_a_file_that_is_no_mapping(tmp_path: Path) -> None:
+    file = write(tmp_path / "x.yaml", "- a\n")
+    assert error_of(name=file) == f"{file}: wanted keys and values (`train:` and so on), found a list"
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "no text in UTF-8" in error_of(name=str(tmp_path / "x.yaml"))
+
+
+def test_a_base_that_leads_back(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "base: b.yaml\n")
+    write(tmp_path / "b.yaml", "base: a.yaml\n")
+    assert "leads back to itself" in error_of(name=str(tmp_path / "a.yaml"))
+
+
+def test_a_resolved_recipe_takes_no_overlay(tmp_path: Path) -> None:
+    save_recipe(load_recipe(NAME), tmp_path / "config.yaml")
+    message = error_of("size=tiny", name=str(tmp_path / "config.yaml"))
+    assert message.startswith("size=tiny: ")
+    assert "is a resolved recipe" in message
+
+
+def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:
+    write(tmp_path / "config.json", "{")
+    assert "its JSON can't be read" in error_of(f"model.init={tmp_path}")
+    write(tmp_path / "config.json", "[]")
+    assert "wanted a JSON object" in error_of(f"model.init={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("thinker_config.text_config.hiden_size", "model.arch.thinker_config.text_config.hidden_size"),
+        ("text_config.hidden_size", "model.arch.thinker_config"),
+    ],
+)
+def test_a_misspelt_key_of_the_architecture(key: str, nearest: str) -> None:
+    message = error_of(f"model.arch.{key}=64")
+    assert message == f"model.arch.{key}: no such key; nearest: {nearest}"
+
+
+def test_a_key_that_the_architecture_leaves_to_its_default_may_be_set() -> None:
+    arch = load_recipe(NAME, ["size=tiny", "model.arch.thinker_config.audio_config.dropout=0.1"]).model.arch
+    assert arch["thinker_config"]["audio_config"]["dropout"] == 0.1
