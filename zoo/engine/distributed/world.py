@@ -153,8 +153,10 @@ def _take_down(before: set[Any] | None) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     destroy_moe_metrics_tracker()  # it holds groups of this world, and metrics of its last forward pass
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # that of the last step
     parallel_state.destroy_model_parallel()
     get_cuda_rng_tracker().reset()
     if not dist.is_initialized():

@@ -198,6 +198,12 @@ def _clip_in_few_kernels() -> None:
         _replace(clip_grads, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale_in_place)
 
 
+def _set_the_scale_of_auxiliary_losses_anew() -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    _replace(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(set_aux_scale))
+
+
 SHIMS = (
     Shim(
         name="save-without-a-manager",
@@ -238,6 +244,13 @@ SHIMS = (
         fault="without Transformer Engine or Apex, the norm of the gradients reads that of every tensor from the device, one by one",
         last_broken="0.19.2",
         apply=_clip_in_few_kernels,
+    ),
+    Shim(
+        name="aux-scale-has-one-shape",
+        fault="the scale of routers' auxiliary losses is written into the tensor that is there, which a backward pass outside of the "
+        "schedules has made without an axis: the next schedule's, of one element, does not fit, and the step fails",
+        last_broken="0.19.2",
+        apply=_set_the_scale_of_auxiliary_losses_anew,
     ),
 )
 
@@ -356,6 +369,13 @@ def scale_in_place(chunk: int, overflow: Any, tensors: list[list[Tensor]], facto
     """Multiply all tensors, in the place of `local_multi_tensor_scale`; megatron-core gives them as source and target."""
     if tensors[1]:  # a rank may hold no part of any gradient
         torch._foreach_mul_(tensors[1], factor)
+
+
+def set_aux_scale(scale: Tensor) -> None:
+    """Take a scale of routers' auxiliary losses in the place of the one that is there, whatever the shape of either."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
 
 
 def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:

@@ -53,6 +53,25 @@ def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch)
     assert gradients[0].tolist() == [1.0] * 3
 
 
+def test_aux_scale_has_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
+
+    monkeypatch.setattr(Scaler, "set_loss_scale", Scaler.set_loss_scale)  # what is replaced comes back
+
+    def step_outside_then_inside_of_a_schedule() -> None:
+        monkeypatch.setattr(Scaler, "main_loss_backward_scale", None)
+        loss = torch.ones((), requires_grad=True)
+        Scaler.apply(torch.ones(2, requires_grad=True), loss).sum().backward()
+        Scaler.set_loss_scale(torch.full((1,), 0.5))
+        Scaler.apply(torch.ones(2, requires_grad=True), loss).sum().backward()
+        assert float(loss.grad) == 1.5
+
+    with shows("aux-scale-has-one-shape", RuntimeError):
+        step_outside_then_inside_of_a_schedule()
+    shim("aux-scale-has-one-shape").apply()
+    step_outside_then_inside_of_a_schedule()
+
+
 def saved_weights() -> dict[str, list[float]]:
     """fp32 weights as a save cuts them: two parameters, each in a bucket that is padded to eight elements."""
     from megatron.core.dist_checkpointing import ShardedTensor
