@@ -1,4 +1,4 @@
-"""Each family's recipe learns what it is for, from random weights: ten to fifty minutes each on two cores.
+"""Each family's recipe learns what it is for, from random weights: four to fifty minutes each on two cores.
 
 `python -m pytest -m slow tests/slow/test_learns.py`
 """
@@ -24,6 +24,7 @@ RECIPES = (
     "qwen3_moe_sft",
     "qwen3_next_sft",
     "internvl_sft",
+    "qwen3_asr_sft",
 )
 
 
