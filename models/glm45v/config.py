@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.nn.inputs import RotaryShape
 from zoo.packing.cost import TowerCost
+
+DENSE = "it has a rotary embedding of neighbouring channels, norms behind attention and MLP, and MLPs whose gate and up are one weight"
 
 
 class GLM45VConfig(FamilyConfig):
@@ -16,6 +18,7 @@ class GLM45VConfig(FamilyConfig):
 
     title = "GLM-4.5V"
     kinds = ("glm4v_moe",)
+    not_built: ClassVar[dict[str, str]] = dict.fromkeys(("glm4v", "glm46v"), DENSE)
     mrope_section = (8, 12, 12)
 
     @cached_property

@@ -9,6 +9,7 @@ from zoo.packing.cost import TowerCost
 # Decoders, and what each has that its config doesn't say.
 DECODERS = {"qwen2": ("qkv_bias",), "qwen3": ("qk_norm",), "qwen3_moe": ("qk_norm",)}
 NORMS = ("layer_norm", "rms_norm")
+SINKS = "whose attention sinks, experts with biases and bounded activations zoo's decoder lacks"  # of GPT-OSS
 
 
 class InternVLConfig(FamilyConfig):
@@ -20,9 +21,9 @@ class InternVLConfig(FamilyConfig):
     def check(self) -> None:
         """UserError for decoders, towers and projectors that are not built."""
         if self.text.model_type not in DECODERS:
-            sinks = ", whose attention sinks zoo's decoder lacks" if self.text.model_type == "gpt_oss" else ""
+            lack = f", {SINKS}" if self.text.model_type == "gpt_oss" else ""
             raise UserError(
-                f"text_config.model_type is {self.text.model_type!r}{sinks}; {self.title} here has {', '.join(DECODERS)} only"
+                f"text_config.model_type is {self.text.model_type!r}{lack}; {self.title} here has {', '.join(DECODERS)} only"
             )
         vision = self.vision
         for key, value, built in (

@@ -148,10 +148,34 @@ def test_a_dynamic_rotary_embedding_is_the_default_one_within_its_length(
     Zoo.load(folder, cpu_world, FAMILY, "packing.budget=100")
 
 
+GPT_OSS = {  # of InternVL3_5-GPT-OSS-20B-A4B-Preview
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "vocab_size": 200064,
+}
 REFUSED = [
     (
-        {"text": {"model_type": "gpt_oss"}},
-        "'gpt_oss', whose attention sinks zoo's decoder lacks; .* qwen3_moe only",
+        {"text": GPT_OSS},
+        "text_config.model_type is 'gpt_oss', whose attention sinks, experts with biases and .* lacks; .* qwen3_moe only",
     ),
     ({"text": {"model_type": "gemma"}}, "'gemma'; InternVL here has qwen2"),
     ({"vision_feature_layer": -2}, "vision_feature_layer is -2; InternVL here has -1 only"),

@@ -37,6 +37,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/data/processors/test_qwen25_omni_processor.py": {"test_saved_files_load_by_auto_and_by_us": 0},
     "unit/bridge/test_gemma3.py": {"test_the_table_covers_names_and_shapes": 0},
     "unit/nn/test_reach.py": {"test_a_whole_row": 4, "test_a_context_parallel_rank": 5},
+    "unit/bridge/test_published_names.py": {"*": 9},
     "unit/bridge/test_internvl.py": {"test_the_table_covers_names_and_shapes": 3},
     "unit/bridge/test_glm45v.py": {"test_the_table_covers_names_and_shapes": 0},
     "unit/bridge/test_qwen25_vl.py": {"test_the_table_covers_names_and_shapes": 4},
