@@ -25,6 +25,7 @@ RECIPES = (
     "qwen3_next_sft",
     "internvl_sft",
     "qwen3_asr_sft",
+    "glm45v_sft",
 )
 
 
