@@ -53,7 +53,6 @@ class Qwen25OmniConfig(OmniConfig):
             rows_per_token=4.0,
             window=2 * audio.n_window,
             kept=mel + 3.0 * width + kept / 2,
-            piece=2 * audio.n_window,
             attended=layers * width / 2,
         )
         return {"vision": window_cost(self.vision), "audio": cost}

@@ -43,7 +43,10 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/bridge/test_qwen25_vl.py": {"test_the_table_covers_names_and_shapes": 4},
     "unit/bridge/test_export.py": {"test_under_gloo": 0},
     "unit/bridge/test_quantised.py": {"test_blocks_that_are_cut_short_and_every_slice": 0},
-    "unit/cli/test_plan.py": {"test_a_plan_says_nothing_else": 0},
+    "unit/cli/test_plan.py": {
+        "test_a_plan_says_nothing_else": 0,
+        "test_sizes_that_are_given_and_do_not_fit": 0,
+    },
     "unit/config/test_foreign.py": {"test_common_names": 6},
     "unit/config/test_recipes.py": {
         "test_a_recipe_resolves_at_every_size_and_on_all_hardware": 60,
@@ -89,6 +92,7 @@ SLOW: dict[str, dict[str, int]] = {
     "unit/engine/distributed/test_object_group.py": {
         "test_the_first_rank_s_view_is_everybody_s": 0,
         "test_the_newest_checkpoint_to_start_from_is_the_first_rank_s": 0,
+        "test_ranks_with_different_recipes_are_refused": 0,
     },
     "unit/engine/watchdog/test_progress.py": {
         "test_a_save_that_gets_on_is_seen_to": 5,
@@ -124,8 +128,8 @@ SLOW: dict[str, dict[str, int]] = {
         "test_alternating_calls_give_what_a_fresh_model_gives": 4,
         "test_a_call_writes_nothing_on_the_modules": 2,
     },
-    "parity/test_flops.py": {"test_flops_of_a_sample_by_part": 9},
-    "parity/test_generate.py": {"test_greedy_answers_are_those_of_transformers": 9},
+    "parity/test_flops.py": {"test_flops_of_a_sample_by_part": 20},
+    "parity/test_generate.py": {"test_greedy_answers_are_those_of_transformers": 20},
     "parity/test_gemma3.py": {
         "test_other_architectures": 13,
         "test_every_gradient": 6,
@@ -200,7 +204,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "parity/test_internvl.py": {
         "test_the_rows_are_what_they_should_be": 3,
-        "test_every_gradient": 7,
+        "test_every_gradient": 20,
         "test_configs_that_are_not_built_are_refused": 1,
         "*": 0,
     },
@@ -218,11 +222,11 @@ SLOW: dict[str, dict[str, int]] = {
     "parity/test_qwen25_vl_weights.py": {"test_what_goes_in_comes_out_as_published": 4},
     "parity/test_qwen35_vl.py": {
         "test_other_architectures_or_an_error": 16,
-        "test_every_gradient": 5,
+        "test_every_gradient": 9,
         "test_rows_from_a_padded_batch": 7,
         "test_activations_made_again_give_the_same_gradients": 3,
     },
-    "parity/test_qwen35_vl_mtp.py": {"test_multi_token_prediction": 8},
+    "parity/test_qwen35_vl_mtp.py": {"test_multi_token_prediction": 20},
     "parity/test_qwen35_vl_weights.py": {"test_what_goes_in_comes_out": 4},
     "parity/test_qwen3_omni_variants.py": {"test_logits_or_an_error": 7},
     "parity/test_qwen3.py": {

@@ -9,7 +9,7 @@ Per token, with h the hidden width, q and k the widths of queries and keys, f th
     attention    2 h before it, and q + (q + 2 k) as projected, q + k rotated, q that comes out
     MLP          2 h before it, and 5 f: both halves of the projection, the gate's input and value, the product
                  (fused 3 f: both halves and the product)
-    experts      h + 5 f (3 f) for each expert of a token, and the router's logits
+    experts      h + 6 f (3 f) for each expert of a token, and the router's logits
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ class Kept:
         text, parallel, size = self.text, self.recipe.parallel, self.size
         routed = self.shared * text.num_experts_per_tok * parallel.etp  # an even share of them
         width = text.moe_intermediate_size / parallel.etp
-        kept = routed * (text.hidden_size + self._swiglu * width) * size + routed * 24
+        inner = self._swiglu if self.fused else self._swiglu + 1  # the product as it is before its probability
+        kept = routed * (text.hidden_size + inner * width) * size + routed * 24
         kept += self.shared * text.num_experts * FP32
         shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
         if shared:
