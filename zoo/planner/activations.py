@@ -170,7 +170,7 @@ class Kept:
         text, parallel, size = self.text, self.recipe.parallel, self.size
         routed = self.shared * text.num_experts_per_tok * parallel.etp  # an even share of them
         width = text.moe_intermediate_size / parallel.etp
-        inner = self._swiglu if self.fused else self._swiglu + 1  # the product as it is before its probability
+        inner = self._swiglu + (not self.fused)  # and the product as it is before its probability
         kept = routed * (text.hidden_size + inner * width) * size + routed * 24
         kept += self.shared * text.num_experts * FP32
         shared = getattr(text, "shared_expert_intermediate_size", 0) or 0
