@@ -32,9 +32,10 @@ from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
-from zoo.steps.logprobs import caller_values, sum_over_context
+from zoo.steps.logprobs import caller_values
 from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss
+from zoo.steps.losses.sums import LossInputs, answer_loss, distillation_loss, label_loss
 from zoo.steps.media import MediaStream, RankShare, rank_share
 from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
 
@@ -47,28 +48,6 @@ class Prepared:
 
     inputs: ModelInputs
     loss_inputs: LossInputs
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What the loss needs beside the model's output, on this rank."""
-
-    label_segments: Tensor  # (N,) int64 on the host: the segment of each label row of this rank
-    num_segments: int
-    label_source: Tensor  # (N,) int64 on the host: the label's place in the caller's flattened batch
-    caller_shape: tuple[int, ...]  # of the caller's batch: (B, T0), or (1, T) packed
-    ahead_source: Tensor  # (N',) int64 on the host: the same of all depths' labels of multi-token prediction
-    label_weights: Tensor | None = None  # (N,) float32 on the device; None where all are 1
-    ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
-    # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for what he does not have
-    token_source: Tensor | None = None
-    reference: Tensor | None = (
-        None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
-    )
-    desirable: Tensor | None = (
-        None  # (S,) bool on the device: whether each answer is, where they are labelled
-    )
-    kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
 
 
 class PackedStep:
@@ -410,89 +389,23 @@ class PackedStep:
     def loss(
         self, output: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, evaluate: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over this rank's labels, each times its weight, times `loss_scale`, and metrics for the log.
+        """Sum over what this rank trains on, labels or answers, times `loss_scale`, and metrics for the log.
 
-        The mean over depths of multi-token prediction is added `mtp_weight` times, each depth's sum over its labels
-        scaled like the decoder's (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25: divided by the same count).
-
-        Metrics: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
-        `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
+        `zoo.steps.losses.sums` has the three kinds of it, and says what their metrics are.
         """
         if self.preference is not None and not evaluate:
-            return self._answer_loss(
-                -output if self.scores else output, loss_inputs, loss_scale, self.preference
+            values = -output if self.scores else output
+            group = self.cp_group if self.cp_size > 1 else None
+            total, metrics = answer_loss(
+                values, loss_inputs, self.preference, group, counts=self.cp_rank == 0
             )
-        if self.distillation is not None and not evaluate:
-            return self._distillation_loss(output, loss_inputs, loss_scale, self.distillation)
-        if self.scores:  # as a log-probability, of one label that is never the most likely token
-            output = torch.stack((-output, torch.zeros_like(output)))
-        nll = output[0] if evaluate else output
-        nll, ahead = nll.tensor_split([len(loss_inputs.label_segments)])
-        weights = loss_inputs.label_weights
-        if weights is not None and loss_inputs.ahead_weights is not None:
-            nll, ahead = nll * weights, ahead * loss_inputs.ahead_weights[: len(ahead)]
-        total = nll.sum()
-        labels = nll.new_full((), float(nll.shape[0]))
-        metrics = {
-            "nll": total.detach().float(),
-            "labels": labels,
-            "weight": labels if weights is None else weights.sum(),
-        }
-        if self.mtp_depths and not evaluate:
-            further = ahead.sum() / self.mtp_depths
-            total = total + self.mtp_weight * further
-            metrics["mtp_nll"] = further.detach().float()
-        if evaluate:
-            segments = loss_inputs.label_segments.to(nll.device)
-            zeros = nll.new_zeros(loss_inputs.num_segments)
-            metrics["segment_nll"] = zeros.index_add(0, segments, nll)
-            ones = torch.ones_like(nll)
-            metrics["segment_labels"] = zeros.index_add(0, segments, ones)
-            metrics["segment_weight"] = zeros.index_add(
-                0, segments, ones if weights is None else weights.to(nll.dtype)
-            )
-            metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
-        return total * loss_scale, metrics
-
-    def _answer_loss(
-        self, nll: Tensor, loss_inputs: LossInputs, loss_scale: Tensor | float, preference: AnswerLoss
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum over the pairs or answers of the micro-batch, times `loss_scale`; context-parallel ranks have the same.
-
-        Metrics are sums over this rank, where the first context-parallel rank counts them: `nll` is that of their losses,
-        `weight` their number, `labels` that of this rank's labels, and those of the loss's `names`.
-        """
-        segments = self._move(loss_inputs.label_segments)
-        answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
-        answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
-        answers = sum_over_context(answers, self.cp_group if self.cp_size > 1 else None)
-        known = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
-        losses, metrics = preference(answers[0], answers[1].detach(), *known)
-        total, counted = losses.sum(), float(self.cp_rank == 0)
-        sums = {name: value.sum() * counted for name, value in metrics.items()}
-        sums["nll"] = total.detach() * counted
-        sums["weight"] = total.new_full((), len(losses) * counted)
-        sums["labels"] = total.new_full((), float(nll.shape[0]))
-        return total * loss_scale, sums
-
-    def _distillation_loss(
-        self,
-        output: Tensor,
-        loss_inputs: LossInputs,
-        loss_scale: Tensor | float,
-        distillation: DistillationLoss,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `loss`, of negative log likelihoods and divergences (2, N); (0,) where this rank has no label."""
-        if output.ndim == 1:
-            output = torch.stack((output, output))
-        weights = loss_inputs.label_weights
-        if weights is not None:
-            output = output * weights
-        total = distillation(*output).sum()
-        labels = output.new_full((), float(output.shape[1]))
-        ce, kl = output.detach().sum(dim=1)
-        metrics = {"nll": total.detach().float(), "labels": labels, "ce": ce, "kl": kl}
-        metrics["weight"] = labels if weights is None else weights.sum()
+        elif self.distillation is not None and not evaluate:
+            total, metrics = distillation_loss(output, loss_inputs, self.distillation)
+        else:
+            if self.scores:  # as a log-probability, of one label that is never the most likely token
+                output = torch.stack((-output, torch.zeros_like(output)))
+            depths = 0 if evaluate else self.mtp_depths
+            total, metrics = label_loss(output, loss_inputs, depths, self.mtp_weight, evaluate=evaluate)
         return total * loss_scale, metrics
 
     def logprobs(self, output: Tensor, loss_inputs: LossInputs) -> Tensor:

@@ -1,0 +1,125 @@
+"""The sum of a micro-batch's losses on a rank, and its metrics: of labels, of answers, or of a teacher's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.steps.logprobs import sum_over_context
+from zoo.steps.losses.distillation import DistillationLoss
+from zoo.steps.losses.preference import AnswerLoss
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs beside the model's output, on this rank."""
+
+    label_segments: Tensor  # (N,) int64 on the host: the segment of each label row of this rank
+    num_segments: int
+    label_source: Tensor  # (N,) int64 on the host: the label's place in the caller's flattened batch
+    caller_shape: tuple[int, ...]  # of the caller's batch: (B, T0), or (1, T) packed
+    ahead_source: Tensor  # (N',) int64 on the host: the same of all depths' labels of multi-token prediction
+    label_weights: Tensor | None = None  # (N,) float32 on the device; None where all are 1
+    ahead_weights: Tensor | None = None  # (N',) the same of all depths' labels
+    # (T'/cp * R,) int64: the place of each token of this rank in the caller's flattened batch, -1 for what he does not have
+    token_source: Tensor | None = None
+    reference: Tensor | None = (
+        None  # (S,) float32 on the device: a reference model's log-probability of each segment's labels
+    )
+    desirable: Tensor | None = (
+        None  # (S,) bool on the device: whether each answer is, where they are labelled
+    )
+    kl: Tensor | None = None  # () float32 on the device: of these, the divergence from the reference
+
+
+def label_loss(
+    output: Tensor, loss_inputs: LossInputs, mtp_depths: int, mtp_weight: float, *, evaluate: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over this rank's labels, each times its weight.
+
+    The mean over depths of multi-token prediction is added `mtp_weight` times, each depth's sum over its labels
+    scaled like the decoder's (DeepSeek-V3, arXiv 2412.19437, eq. 24 and 25: divided by the same count).
+
+    Args:
+        output: negative log likelihoods (N + N',), of the labels and of the further depths'; under `evaluate` (2, N), with
+            whether each label was the most likely token.
+
+    Returns:
+        The sum, and metrics: `nll`, `labels` (their number) and `weight` (of theirs), sums over this rank, and `mtp_nll`; under
+        `evaluate` also per segment (S,) `segment_nll`, `segment_labels`, `segment_weight` and `segment_correct`.
+    """
+    nll = output[0] if evaluate else output
+    nll, ahead = nll.tensor_split([len(loss_inputs.label_segments)])
+    weights = loss_inputs.label_weights
+    if weights is not None and loss_inputs.ahead_weights is not None:
+        nll, ahead = nll * weights, ahead * loss_inputs.ahead_weights[: len(ahead)]
+    total = nll.sum()
+    labels = nll.new_full((), float(nll.shape[0]))
+    metrics = {
+        "nll": total.detach().float(),
+        "labels": labels,
+        "weight": labels if weights is None else weights.sum(),
+    }
+    if mtp_depths:
+        further = ahead.sum() / mtp_depths
+        total = total + mtp_weight * further
+        metrics["mtp_nll"] = further.detach().float()
+    if evaluate:
+        segments = loss_inputs.label_segments.to(nll.device)
+        zeros, ones = nll.new_zeros(loss_inputs.num_segments), torch.ones_like(nll)
+        weighted = ones if weights is None else weights.to(nll.dtype)
+        metrics["segment_nll"] = zeros.index_add(0, segments, nll)
+        metrics["segment_labels"] = zeros.index_add(0, segments, ones)
+        metrics["segment_weight"] = zeros.index_add(0, segments, weighted)
+        metrics["segment_correct"] = zeros.index_add(0, segments, output[1])
+    return total, metrics
+
+
+def answer_loss(
+    nll: Tensor, loss_inputs: LossInputs, preference: AnswerLoss, cp_group: Any, *, counts: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over the pairs or answers of the micro-batch, of (N,) values of this rank's labels.
+
+    `cp_group`: context-parallel ranks, which all get the same sum, or None; `counts`: metrics of pairs are counted here, on the
+    first of them.
+
+    Metrics are sums over this rank: `nll` is that of the losses, `weight` their number, `labels` that of this rank's labels, and
+    those of the loss's `names`.
+    """
+    segments = loss_inputs.label_segments
+    if nll.is_cuda:  # from there the host doesn't wait
+        segments = segments.pin_memory().to(nll.device, non_blocking=True)
+    answers = nll.new_zeros(2, loss_inputs.num_segments, dtype=torch.float32)
+    answers = answers.index_add(1, segments, torch.stack([-nll.float(), torch.ones_like(nll).float()]))
+    answers = sum_over_context(answers, cp_group)
+    known = (loss_inputs.reference, loss_inputs.desirable, loss_inputs.kl)
+    losses, metrics = preference(answers[0], answers[1].detach(), *known)
+    total = losses.sum()
+    sums = {name: value.sum() * float(counts) for name, value in metrics.items()}
+    sums["nll"] = total.detach() * float(counts)
+    sums["weight"] = total.new_full((), len(losses) * float(counts))
+    sums["labels"] = total.new_full((), float(nll.shape[0]))
+    return total, sums
+
+
+def distillation_loss(
+    output: Tensor, loss_inputs: LossInputs, distillation: DistillationLoss
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum over this rank's labels of negative log likelihoods and divergences (2, N); (0,) where it has no label.
+
+    Metrics as `label_loss` has them, with `ce` and `kl` apart.
+    """
+    if output.ndim == 1:
+        output = torch.stack((output, output))
+    weights = loss_inputs.label_weights
+    if weights is not None:
+        output = output * weights
+    total = distillation(*output).sum()
+    labels = output.new_full((), float(output.shape[1]))
+    ce, kl = output.detach().sum(dim=1)
+    metrics = {"nll": total.detach().float(), "labels": labels, "ce": ce, "kl": kl}
+    metrics["weight"] = labels if weights is None else weights.sum()
+    return total, metrics
