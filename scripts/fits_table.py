@@ -22,7 +22,14 @@ FAMILIES = {
     "qwen3_vl": "Qwen3-VL",
     "qwen35_vl": "Qwen3.5-VL",
     "qwen25_vl": "Qwen2.5-VL",
+    "qwen25_omni": "Qwen2.5-Omni",
+    "internvl": "InternVL 3.5",
+    "gemma3": "Gemma 3",
+    "glm45v": "GLM",
     "llava": "LLaVA",
+    "qwen3_asr": "Qwen3-ASR",
+    "qwen3": "Qwen3",
+    "qwen3_next": "Qwen3-Next",
 }
 WAYS = {"sft": "All weights", "lora": "LoRA"}
 COUNTS = {1: "1x", 2: "2x", 4: "4x", 8: "8x", 16: "2x8x"}
@@ -38,8 +45,7 @@ def sizes() -> list[tuple[str, str]]:
 
 def recipe_name(family: str, size: str, way: str) -> str:
     """The recipe that trains a size in one of WAYS."""
-    own = {"qwen3_vl": "a", "qwen35_vl": "a"}.get(family)
-    if own and size.rpartition("-")[2].startswith(own):
+    if family in ("qwen3", "qwen3_vl", "qwen35_vl") and size.rpartition("-")[2].startswith("a"):
         return f"{family}_moe_{way}"
     return f"llava_onevision_{way}" if size.startswith("onevision") else f"{family}_{way}"
 

@@ -15,6 +15,13 @@ SAMPLE = [
     ("qwen35_vl", "9b", "lora", 80),
     ("llava", "onevision-0.5b", "lora", 141),
     ("qwen3_vl", "30b-a3b", "lora", 141),
+    ("gemma3", "4b", "sft", 141),
+    ("internvl", "8b", "sft", 80),
+    ("glm45v", "4.5-106b-a12b", "lora", 141),
+    ("qwen25_omni", "3b", "lora", 80),
+    ("qwen3_asr", "0.6b", "sft", 80),
+    ("qwen3", "30b-a3b", "sft", 80),
+    ("qwen3_next", "80b-a3b", "lora", 141),
 ]
 
 
@@ -34,7 +41,7 @@ def test_a_line_of_the_tables(
 
 
 def test_every_published_size_has_a_line(script: dict[str, Any]) -> None:
-    assert len(script["sizes"]()) == 24
+    assert len(script["sizes"]()) == 50
     text = script["PAGE"].read_text(encoding="utf-8")
     for family, size in script["sizes"]():
         assert text.count(f"| {script['FAMILIES'][family]} {size} | ") == 4
