@@ -23,25 +23,26 @@ def check_decoder(config: Any) -> None:
 
     `config` is a zoo.nn.family.FamilyConfig.
     """
-    text = config.text
-    _refuse_unbuilt(text, config.traits)
+    text, where = config.text, config.text_prefix
+    _refuse_unbuilt(config)
     heads, groups = text.num_attention_heads, text.num_key_value_heads
     if heads % groups:
         raise UserError(
-            f"text_config.num_key_value_heads is {groups}; wanted a divisor of num_attention_heads {heads}"
+            f"{where}num_key_value_heads is {groups}; wanted a divisor of num_attention_heads {heads}"
         )
     _check_layers(config)
-    _check_experts(text)
+    _check_experts(text, where)
     if "sigmoid_routing" in config.traits:
-        _check_sigmoid_routing(text)
+        _check_sigmoid_routing(text, where)
     _check_rotary(config)
 
 
-def _refuse_unbuilt(text: Any, traits: tuple[str, ...]) -> None:
-    biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in traits
+def _refuse_unbuilt(config: Any) -> None:
+    text, where = config.text, config.text_prefix
+    biased = bool(getattr(text, "attention_bias", False)) and "qkv_bias" not in config.traits
     if activation(text) not in ACTIVATIONS:
         key = "hidden_activation" if hasattr(text, "hidden_activation") else "hidden_act"
-        raise UserError(f"text_config.{key} is {activation(text)!r}; wanted {' or '.join(ACTIVATIONS)}")
+        raise UserError(f"{where}{key} is {activation(text)!r}; wanted {' or '.join(ACTIVATIONS)}")
     wanted = (
         ("attention_bias", biased, False),
         ("mlp_bias", bool(getattr(text, "mlp_bias", False)), False),
@@ -49,132 +50,130 @@ def _refuse_unbuilt(text: Any, traits: tuple[str, ...]) -> None:
     )
     for key, value, built in wanted:
         if value != built:
-            raise UserError(f"text_config.{key} is {value!r}; this decoder has {built!r} only")
-    _refuse_dropout("text_config", text)
+            raise UserError(f"{where}{key} is {value!r}; this decoder has {built!r} only")
+    _refuse_dropout(where, text)
 
 
 def _refuse_dropout(where: str, part: Any) -> None:
     for key in DROPOUTS:
         if getattr(part, key, 0):
             raise UserError(
-                f"{where}.{key} is {getattr(part, key)}; there is no dropout here but in adapters: set it to 0"
+                f"{where}{key} is {getattr(part, key)}; there is no dropout here but in adapters: set it to 0"
             )
 
 
 def _check_layers(config: Any) -> None:
-    text = config.text
+    text, where = config.text, config.text_prefix
     kinds = list(getattr(text, "layer_types", None) or [])
     built = {"full_attention", *(("linear_attention",) if hasattr(text, "linear_num_key_heads") else ())}
     built |= {"sliding_attention"} if config.sliding else set()
     for kind in sorted(set(kinds) - built):
-        raise UserError(f"text_config.layer_types has {kind!r}; wanted {' or '.join(sorted(built))}")
+        raise UserError(f"{where}layer_types has {kind!r}; wanted {' or '.join(sorted(built))}")
     if kinds and len(kinds) != text.num_hidden_layers:
         raise UserError(
-            f"text_config.layer_types has {len(kinds)} entries; wanted one for each of num_hidden_layers "
+            f"{where}layer_types has {len(kinds)} entries; wanted one for each of num_hidden_layers "
             f"{text.num_hidden_layers}"
         )
     if "sliding_attention" in kinds and not text.sliding_window:
-        raise UserError(f"text_config.sliding_window is {text.sliding_window}; wanted 1 or more tokens")
+        raise UserError(f"{where}sliding_window is {text.sliding_window}; wanted 1 or more tokens")
     if "linear_attention" in kinds and text.linear_num_value_heads % text.linear_num_key_heads:
         raise UserError(
-            f"text_config.linear_num_value_heads is {text.linear_num_value_heads}; wanted a multiple of "
+            f"{where}linear_num_value_heads is {text.linear_num_value_heads}; wanted a multiple of "
             f"linear_num_key_heads {text.linear_num_key_heads}"
         )
 
 
-def _check_experts(text: Any) -> None:
+def _check_experts(text: Any, where: str) -> None:
     experts = getattr(text, "num_experts", None)
     if experts is None:
         return
     if not experts and not hasattr(text, "intermediate_size"):
-        raise UserError("text_config.num_experts is 0; wanted 2 or more, as these layers have nothing else")
+        raise UserError(f"{where}num_experts is 0; wanted 2 or more, as these layers have nothing else")
     if experts and text.num_experts_per_tok > experts:
         raise UserError(
-            f"text_config.num_experts_per_tok is {text.num_experts_per_tok}; wanted at most num_experts {experts}"
+            f"{where}num_experts_per_tok is {text.num_experts_per_tok}; wanted at most num_experts {experts}"
         )
     if experts and text.num_experts_per_tok == 1 and normalised(text):
         raise UserError(
-            "text_config.num_experts_per_tok is 1 and the weights of a token's experts sum to one: the router would "
+            f"{where}num_experts_per_tok is 1 and the weights of a token's experts sum to one: the router would "
             "get no gradient; use 2 or more experts a token, or norm_topk_prob=false where the family has that key"
         )
     if getattr(text, "shared_expert_intermediate_size", None) == 0:
-        raise UserError(
-            "text_config.shared_expert_intermediate_size is 0; wanted the width of the shared expert"
-        )
+        raise UserError(f"{where}shared_expert_intermediate_size is 0; wanted the width of the shared expert")
 
 
-def _check_sigmoid_routing(text: Any) -> None:
+def _check_sigmoid_routing(text: Any, where: str) -> None:
     if text.num_experts_per_tok > 1 and not normalised(text):
         raise UserError(
-            "text_config.norm_topk_prob is false; the sigmoid scores of a token's experts are divided by their sum here, "
+            f"{where}norm_topk_prob is false; the sigmoid scores of a token's experts are divided by their sum here, "
             "as in the published models: set it to true"
         )
     experts, groups, chosen = text.num_experts, text.n_group, text.topk_group
     if chosen > groups or experts % groups or experts // groups < 2:
         raise UserError(
-            f"text_config.n_group is {groups} and topk_group {chosen}; wanted a divisor of the {experts} experts that "
+            f"{where}n_group is {groups} and topk_group {chosen}; wanted a divisor of the {experts} experts that "
             "leaves two or more to a group, and no more groups to a token than there are"
         )
     if not limits_groups(text):
         return
     if text.num_experts_per_tok > chosen * experts // groups:
         raise UserError(
-            f"text_config.topk_group is {chosen}: these groups have {chosen * experts // groups} experts, fewer than "
+            f"{where}topk_group is {chosen}: these groups have {chosen * experts // groups} experts, fewer than "
             f"num_experts_per_tok {text.num_experts_per_tok}"
         )
     # megatron-core scores a group by its best num_experts_per_tok // topk_group experts, transformers by its best two.
     if text.num_experts_per_tok // chosen != 2:
         raise UserError(
-            f"text_config.num_experts_per_tok is {text.num_experts_per_tok} and topk_group {chosen}; this router takes two "
+            f"{where}num_experts_per_tok is {text.num_experts_per_tok} and topk_group {chosen}; this router takes two "
             "experts of each group of a token, or all groups: set topk_group to n_group or to half of num_experts_per_tok"
         )
 
 
 def _check_rotary(config: Any) -> None:
-    text, rope = config.text, config.text.rope_parameters
+    text, rope, where = config.text, config.text.rope_parameters, config.text_prefix
     if config.sliding:
         for kind in ("full_attention", "sliding_attention"):
-            _check_angles(f"rope_parameters.{kind}", rope[kind], ("default", "linear"))
+            _check_angles(f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear"))
     elif any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
-            "text_config.rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
+            f"{where}rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
             "for all of them"
         )
     else:
         # Dynamic is the default up to max_position_embeddings, which `transformer_config` holds packing.budget to.
         plain = ("dynamic",) if config.mrope_section is None else ()
-        _check_angles("rope_parameters", rope, ("default", *plain))
+        _check_angles(f"{where}rope_parameters", rope, ("default", *plain))
     if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
-        raise UserError("text_config.rope_parameters.mrope_section is null; wanted a list of 3 numbers")
+        raise UserError(f"{where}rope_parameters.mrope_section is null; wanted a list of 3 numbers")
     for shape in filter(None, (config.rotary, config.local_rotary)):
-        _check_shape(text, shape)
+        _check_shape(text, shape, where)
 
 
 def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
     kind = rope.get("rope_type", "default")
     if kind not in built:
         raise UserError(
-            f"text_config.{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only"
+            f"{where}.rope_type is {kind!r}; this decoder has {' and '.join(map(repr, built))} only"
         )
     if rope.get("rope_theta") is None:
-        raise UserError(f"text_config.{where}.rope_theta is null; wanted a number")
+        raise UserError(f"{where}.rope_theta is null; wanted a number")
     if kind == "linear" and rope.get("factor") is None:
-        raise UserError(f"text_config.{where}.factor is null; wanted a number")
+        raise UserError(f"{where}.factor is null; wanted a number")
 
 
-def _check_shape(text: Any, shape: RotaryShape) -> None:
+def _check_shape(text: Any, shape: RotaryShape, where: str) -> None:
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = int(head * shape.fraction)
     if width < 2 or width % 2:
         raise UserError(
             f"{width} of the {head} channels of a head would be rotated; wanted an even number: change "
-            "text_config.head_dim or rope_parameters.partial_rotary_factor"
+            f"{where}head_dim or rope_parameters.partial_rotary_factor"
         )
     if shape.sections is not None:
-        _check_sections(shape.sections, width // 2, shape.interleaved)
+        _check_sections(where, shape.sections, width // 2, shape.interleaved)
 
 
-def _check_sections(sections: list[int], frequencies: int, interleaved: bool) -> None:
+def _check_sections(where: str, sections: list[int], frequencies: int, interleaved: bool) -> None:
     """Interleaved, frequency 3k + 1 is height's and 3k + 2 width's for as many k as its section says."""
     fits = len(sections) == 3 and sum(sections) == frequencies
     beyond = (
@@ -182,7 +181,7 @@ def _check_sections(sections: list[int], frequencies: int, interleaved: bool) ->
     )
     if not fits or (interleaved and any(beyond)):
         raise UserError(
-            f"text_config.rope_parameters.mrope_section is {sections}; wanted three numbers that sum to {frequencies}, "
+            f"{where}rope_parameters.mrope_section is {sections}; wanted three numbers that sum to {frequencies}, "
             "half of the rotated channels of a head"
             + (", of which the last two are a third of it at most" if interleaved else "")
         )
@@ -205,7 +204,7 @@ def check_towers(config: Any) -> None:
         part = getattr(config.root, name, None)
         if part is None:
             continue
-        _refuse_dropout(name, part)
+        _refuse_dropout(f"{name}.", part)
         rope = getattr(part, "rope_parameters", None) or {}
         kind = rope.get("rope_type", "axial")
         if kind not in ("axial", "default"):

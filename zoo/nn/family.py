@@ -97,7 +97,9 @@ class FamilyConfig:
         """
         needed, there = len(processor.tokenizer), self.text.vocab_size
         if needed > there:
-            raise UserError(f"text_config.vocab_size is {there}, the tokenizer has {needed} tokens; raise it")
+            raise UserError(
+                f"{self.text_prefix}vocab_size is {there}, the tokenizer has {needed} tokens; raise it"
+            )
         arch = self.hf.to_dict()
         (arch[self.inner] if self.inner else arch).update(processor.token_ids)
         return self.from_arch(arch)
@@ -125,6 +127,11 @@ class FamilyConfig:
     def root(self) -> Any:
         """The config that holds token ids and the parts' configs."""
         return getattr(self.hf, self.inner) if self.inner else self.hf
+
+    @property
+    def text_prefix(self) -> str:
+        """What stands before the decoder's keys in a message: a language model's stand at the top of config.json."""
+        return "text_config." if hasattr(self.root, "text_config") else ""
 
     @cached_property
     def text(self) -> Any:

@@ -273,6 +273,25 @@ def test_what_transformers_takes_and_no_model_here_has(part: str, key: str, valu
         made_of(case, changed(tiny_arch(case), part, key, value))
 
 
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("qwen3", "num_key_value_heads", 4),
+        ("qwen3", "hidden_act", "gelu_fast"),
+        ("qwen3", "attention_bias", True),
+        ("qwen3", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}),
+        ("qwen3_moe", "num_experts_per_tok", 99),
+        ("qwen3_next", "attention_dropout", 0.1),
+        ("qwen3_vl_moe", "num_experts_per_tok", 99),
+    ],
+)
+def test_messages_name_keys_of_the_decoder_as_they_stand_in_the_file(case: str, key: str, value: Any) -> None:
+    part = text_part(case)
+    with pytest.raises(UserError) as caught:
+        made_of(case, changed(tiny_arch(case), part, key, value))
+    assert str(caught.value).startswith(f"{part}.{key}" if part else key)
+
+
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
 def test_the_gate_of_linear_attention_is_the_one_that_is_built(case: str) -> None:
     """Qwen3.8 states it as a key that transformers' class does not have."""

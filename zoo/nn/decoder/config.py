@@ -156,7 +156,7 @@ def _refuse_short_window(text: Any, recipe: Recipe) -> None:
         return
     if window and window < budget and getattr(text, "use_sliding_window", True):
         raise UserError(
-            f"text_config.sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
+            f"the decoder's sliding_window is {window} and packing.budget {budget}: this decoder attends to all that "
             f"came before, which is the same up to {window} tokens a sample; set packing.budget={window} or less"
         )
 
@@ -168,7 +168,7 @@ def _refuse_stretched_rotary(text: Any, recipe: Recipe) -> None:
     longest, budget = text.max_position_embeddings, recipe.packing.budget
     if longest < budget:
         raise UserError(
-            f"text_config.rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
+            f"the decoder's rope_parameters.rope_type is 'dynamic', max_position_embeddings {longest} and packing.budget "
             f"{budget}: longer samples would be rotated otherwise, which is not built; set packing.budget={longest} or less"
         )
 
