@@ -9,6 +9,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.engine import Zoo, packed_batch, padded_batch
-from support.tiny import load_plain
+from support.text_rows import text_examples
+from support.tiny import experts_apart, load_plain
+from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from torch import Tensor
@@ -42,17 +45,22 @@ def seen(decoder: Any) -> Iterator[dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def note(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        found.update(embeds=kwargs["inputs_embeds"], positions=kwargs["position_ids"])
-        found["hidden"] = output.last_hidden_state
+        embeds = kwargs["inputs_embeds"]
+        found["embeds"] = module.embed_tokens(kwargs["input_ids"]) if embeds is None else embeds
+        found.update(positions=kwargs["position_ids"], hidden=output.last_hidden_state)
 
     handle = decoder.register_forward_hook(note, with_kwargs=True)
     yield found
     handle.remove()
 
 
-def mtp_layer(hf: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def decoder_of(hf: Any) -> Any:
+    """transformers' decoder without its head."""
+    return getattr(hf.model, "language_model", hf.model)
+
+
+def mtp_layer(decoder: Any, tensors: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
     """transformers' decoder layer with full attention, and the parameters out of `tensors` to call it with."""
-    decoder = hf.model.language_model
     config = copy.deepcopy(decoder.config)
     config.layer_types = ["full_attention"]
     layer = type(decoder.layers[0])(config, 0)
@@ -79,7 +87,8 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def reference(hf: Any, tensors: dict[str, Tensor], example: Any) -> tuple[Tensor, Tensor]:
     """(decoder's, MTP layer's) sum of negative log likelihoods of one sample."""
-    decoder, eps = hf.model.language_model, hf.model.language_model.config.rms_norm_eps
+    decoder = decoder_of(hf)
+    eps = decoder.config.rms_norm_eps
     with seen(decoder) as found:
         logits = hf(**example.features).logits[0]
     labels = example.sample.labels
@@ -91,9 +100,10 @@ def reference(hf: Any, tensors: dict[str, Tensor], example: Any) -> tuple[Tensor
     joined = torch.cat((embedded, hidden), dim=-1) @ tensors["mtp.fc.weight"].T
     positions = found["positions"]
     if positions is None:  # text alone
-        positions = torch.arange(len(labels)).expand(3, 1, -1)
-    angles = decoder.rotary_emb(joined, positions[-3:, :, :-1])
-    layer, own = mtp_layer(hf, tensors)
+        axes = (1,) if decoder is hf.model else (3, 1)
+        positions = torch.arange(len(labels)).expand(*axes, -1)
+    angles = decoder.rotary_emb(joined, positions[-3:, ..., :-1])
+    layer, own = mtp_layer(decoder, tensors)
     length = joined.shape[1]
     mask = torch.full((length, length), torch.finfo(joined.dtype).min).triu(1)[None, None]
     out = torch.func.functional_call(
@@ -104,21 +114,30 @@ def reference(hf: Any, tensors: dict[str, Tensor], example: Any) -> tuple[Tensor
     return nll, F.cross_entropy(scores[:-1], labels[2:], ignore_index=-100, reduction="sum")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["dense", "experts"])
+KINDS = {
+    "dense": ("qwen35_vl", partial(write_tiny_qwen35, moe=False), vision_examples, dict),
+    "experts": ("qwen35_vl", partial(write_tiny_qwen35, moe=True), vision_examples, dict),
+    "qwen3_next": ("qwen3_next", write_tiny_qwen3_next, text_examples, experts_apart),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, cpu_world: Any) -> Pair:
-    folder: Path = write_tiny_qwen35(tmp_path_factory.mktemp("tiny_mtp"), moe=request.param, mtp=1)
-    zoo = Zoo.load(folder, cpu_world, "model.family=qwen35_vl", f"train.mtp_loss={WEIGHT}")
+    family, write, rows, publish = KINDS[request.param]
+    folder: Path = write(tmp_path_factory.mktemp("tiny_mtp"), mtp=1)
+    zoo = Zoo.load(folder, cpu_world, f"model.family={family}", f"train.mtp_loss={WEIGHT}")
     hf = load_plain(folder)
     stored = load_file(folder / "model.safetensors")
     tensors = {name: t.requires_grad_() for name, t in stored.items() if name.startswith("mtp.")}
-    examples = vision_examples(zoo.assembly.processor)
+    examples = rows(zoo.assembly.processor)
     count = sum(example.sample.num_labels for example in examples.values())
     sums = [0.0, 0.0]
     for example in examples.values():
         both = reference(hf, tensors, example)
         ((both[0] + WEIGHT * both[1]) / count).backward()
         sums = [total + float(one.detach()) for total, one in zip(sums, both, strict=True)]
-    gradients = {name: p.grad for name, p in [*hf.named_parameters(), *tensors.items()] if p.grad is not None}
+    parameters = [*hf.named_parameters(), *tensors.items()]
+    gradients = publish({name: p.grad for name, p in parameters if p.grad is not None})
     samples = [example.sample for example in examples.values()]
     return Pair(zoo, samples, count, *sums, gradients)
 
