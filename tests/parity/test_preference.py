@@ -1,26 +1,19 @@
 """Losses of preference pairs and every gradient are those of transformers' model on each conversation by itself."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support import (
-    tiny_glm45v,
-    tiny_internvl,
-    tiny_llava,
-    tiny_omni,
-    tiny_qwen3_vl,
-    tiny_qwen25_omni,
-    tiny_qwen25_vl,
-)
+from support import tiny_omni
 from support.adapters import adapt
 from support.engine import single_process_world
 from support.matrix import MODELS
 from support.preference import (
     KINDS,
+    OF_MODELS,
     encoded_pairs,
     hf_logprobs,
     hf_scores,
@@ -32,7 +25,6 @@ from support.preference import (
     write_pairs,
 )
 from support.tiny import load_plain
-from torch import Tensor
 
 from zoo.data.loading.batches import make_batch
 from zoo.engine.checkpoint import lora_files
@@ -41,18 +33,9 @@ from zoo.engine.train.preference.divergence import Divergence
 
 LIMIT = 5e-5  # relative
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
-PUBLISH: dict[str, Callable[[Any], Mapping[str, Tensor]]] = {
-    "qwen3_vl_sft": tiny_qwen3_vl.turn_experts,
-    "qwen3_vl_moe_sft": tiny_qwen3_vl.turn_experts,
-    "llava_onevision_sft": tiny_llava.publish,
-    "qwen3_omni_sft": tiny_omni.published,
-    "qwen25_vl_sft": tiny_qwen25_vl.publish,
-    "qwen25_omni_sft": tiny_qwen25_omni.published,
-    "internvl_sft": tiny_internvl.publish,
-    "glm45v_sft": tiny_glm45v.publish,
-}
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
-CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in ("gdn", "moe", "omni", "llava", "windows"))]
+OTHERS = ("gdn", "moe", "omni", "llava", "windows", "sigmoid", "sound", "text", "next")
+CASES = [("dense", LOSSES), *((name, ("dpo", "orpo")) for name in OTHERS)]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +48,7 @@ def test_loss_and_gradients_are_those_of_transformers(
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
-    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text") if name == "llava" else KINDS
+    kinds = OF_MODELS.get(name, ("image", "text") if name == "llava" else KINDS)
     data = write_pairs(tmp_path / "pairs.jsonl", 5, kinds)
     with single_process_world() as world:
         references = None
@@ -96,7 +79,7 @@ def test_loss_and_gradients_are_those_of_transformers(
             for packing in ({"align": 4}, {"align": 4, "mode": "none"}):
                 loss, gradients = zoo.gradients(batches, count, **packing)
                 assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-                compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+                compare(zoo, gradients, hf, model.publish)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +90,7 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
-    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    kinds = OF_MODELS.get(name, ("image", "text"))
     data = write_labelled(tmp_path / "labelled.jsonl", 5, kinds)
     more = ("train.loss=kto", "train.beta=0.4", "train.desirable_weight=1.5")
     with single_process_world() as world:
@@ -131,22 +114,18 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
             assert float(batches[0].kl) == pytest.approx(float(moved[1::2].mean()), rel=1e-4)
             loss, gradients = zoo.gradients(batches, len(samples), **packing)
             assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+            compare(zoo, gradients, hf, model.publish)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "dense",
-        *(pytest.param(one, marks=pytest.mark.slow) for one in ("gdn", "moe", "omni", "llava", "windows")),
-    ],
+    "name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS if one != "sound")]
 )
 def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """The score of each answer's last token, and Bradley-Terry's loss; the head is drawn anew, as the checkpoint has none."""
     model = MODELS[name]
     folder = model.write(tmp_path / "model")
     hf = tiny_omni.load_thinker(folder) if name == "omni" else load_plain(folder)
-    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    kinds = OF_MODELS.get(name, ("image", "text"))
     data = write_pairs(tmp_path / "pairs.jsonl", 4, kinds)
     more = ("train.loss=reward", "train.center_rewards=0.3")
     with single_process_world() as world:
@@ -166,7 +145,7 @@ def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Pa
             grad = hf.lm_head.weight.grad
             torch.testing.assert_close(gradients.pop("score.weight"), grad, rtol=1e-4, atol=1e-7)
             hf.lm_head.weight.grad = None
-            compare(zoo, gradients, hf, PUBLISH.get(model.recipe, dict))
+            compare(zoo, gradients, hf, model.publish)
             hf.lm_head.weight.grad = grad
 
 

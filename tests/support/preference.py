@@ -15,6 +15,12 @@ from support.matrix import Model
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "kind")
 KINDS = ("image", "multi_image", "video", "text")
+OF_MODELS = {  # kinds of rows that models of the matrix read, where these are not images and text
+    "omni": ("audio", "image", "text"),
+    "sound": ("audio", "text"),
+    "text": ("text",),
+    "next": ("text",),
+}
 MORE = {
     "messages": [
         {"role": "user", "content": "Say a digit."},

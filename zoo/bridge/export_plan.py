@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from zoo.bridge.streams import Job, by_width, carried, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
 from zoo.files import read_object
+
+OF_TOKENS = re.compile("ForConditionalGeneration|ForCausalLM")  # what classes of language models end in
 
 
 @dataclass(frozen=True)
@@ -169,8 +172,7 @@ def _plain_config(config: Any, source: Source | None) -> dict[str, Any]:
 def _of_scores(config: dict[str, Any]) -> dict[str, Any]:
     """The config of transformers' ForSequenceClassification model with one number a sequence."""
     names = [
-        str(name).replace("ForConditionalGeneration", "ForSequenceClassification")
-        for name in config.get("architectures") or ()
+        OF_TOKENS.sub("ForSequenceClassification", str(name)) for name in config.get("architectures") or ()
     ]
     return {**config, "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 

@@ -43,3 +43,8 @@ def in_words(item: dict[str, Any]) -> dict[str, Any]:
         spelled = ", ".join(" ".join(WORDS[int(one)] for one in part) for part in answer["content"].split())
         messages += [{"role": "user", "content": f"Write in digits: {spelled}."}, answer]
     return {"kind": "text", "messages": messages}
+
+
+def in_words_with_wrong_answer(item: dict[str, Any]) -> dict[str, Any]:
+    """A format of rows: `in_words` as a preference pair, as `with_wrong_answer` makes them."""
+    return with_wrong_answer(in_words(item))

@@ -9,7 +9,7 @@ import torch
 
 from zoo.config.entries import DataEntry
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
-from zoo.data.digits import with_wrong_answer
+from zoo.data.digits import in_words_with_wrong_answer, with_wrong_answer
 from zoo.data.errors import RowError
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
@@ -118,6 +118,9 @@ def test_digits_get_an_answer_that_is_wrong_in_each_place(tmp_path: Path) -> Non
         right, wrong = item["messages"][-1]["content"], with_wrong_answer(item)["rejected_response"]
         assert len(right) == len(wrong)
         assert all((a != b) == a.isdecimal() for a, b in zip(right, wrong, strict=True))
+        spelled = in_words_with_wrong_answer(item)
+        assert spelled["messages"][-1]["content"] == right and spelled["kind"] == "text"
+        assert spelled["rejected_response"] != right and not spelled.keys() & {"images", "videos", "audios"}
 
 
 def test_the_bundled_digits_become_pairs_by_a_format(processor: Any) -> None:
