@@ -25,14 +25,16 @@ RECIPES = (
     "qwen3_next_sft",
     "internvl_sft",
     "qwen3_asr_sft",
+    "gemma3_sft",
     "glm45v_sft",
     "qwen25_omni_sft",
 )
 
 
-# docs/recipes.md has what each recipe reached: 89 % or more of 75 to 210 rows. The order of sums differs between CPUs and numbers of
-# threads, and after two thousand steps some three rows in a hundred with it: one recipe gave 92.0 and 89.6 % on two machines.
+# docs/recipes.md has what each recipe reached: 89 % or more of 75 to 210 rows, Gemma 3 87.3. The order of sums differs between CPUs
+# and numbers of threads, and after two thousand steps some three rows in a hundred with it: one recipe gave 92.0 and 89.6 % on two machines.
 LEAST = 0.86
+LESS = {"gemma3_sft": 0.83}
 
 
 def trained(recipe: str, folder: Path) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def trained(recipe: str, folder: Path) -> dict[str, Any]:
 def test_held_out_rows_are_exactly_right(recipe: str, tmp_path: Path) -> None:
     metrics = trained(recipe, tmp_path / "run")["metrics"]
     match = {kind: figures["exact_match"] for kind, figures in metrics["by_kind"].items()}
-    assert metrics["exact_match"] >= LEAST, match
+    assert metrics["exact_match"] >= LESS.get(recipe, LEAST), match
     if recipe == "qwen3_omni_sft":
         assert match["image"] >= 0.92 and match["audio"] >= 0.92, match
     steps = [json.loads(line) for line in (tmp_path / "run" / "train.jsonl").read_text().splitlines()]
