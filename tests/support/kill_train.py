@@ -1,10 +1,10 @@
-"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS [WHEN]`; prints what it saw as JSON.
+"""Kill a training run at random moments: `python kill_train.py FOLDER RANKS KILLS STEPS [WHEN [SEED]]`; prints what it saw as JSON.
 
 A run of STEPS steps without a kill, then the same run killed KILLS times (SIGKILL, all ranks, in any order) and started
 again each time by the same command, the last time to its end. Each start is a fork of this process, which has imported
 everything; ranks go through zoo.engine.launch.rank_main, as the launcher starts them. WHEN is `any` (moment), `mid-write`: as soon
 as a save has written some of its bytes and not all, which it is made to do slowly, or `mid-copy`: the same of a copy from
-run.stage. Losses and the rows that were trained on must
+run.stage. SEED (0) draws the moments. Losses and the rows that were trained on must
 be the same, and every checkpoint that is to be seen at any moment must be whole.
 """
 
@@ -188,13 +188,15 @@ def wait_for_writing(run_dir: Path, children: list[int], born: float) -> None:
         time.sleep(0.001)
 
 
-def main(folder: Path, ranks: int, kills: int, steps: int, when: str = "any") -> dict[str, Any]:
+def main(
+    folder: Path, ranks: int, kills: int, steps: int, when: str = "any", seed: str = "0"
+) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
     for part in ("config", "model", "step", "bridge", "processor"):
         families()["qwen3_vl"].load(part)
-    random.seed(0)
+    random.seed(int(seed))
     if when == "mid-write":
         write_slowly()
     if when == "mid-copy":
