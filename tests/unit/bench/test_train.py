@@ -208,6 +208,8 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         (["settings=packed:128"], "settings=packed:128: a micro-batch of it takes more than samples=64"),
         (["settings=row:1024"], "settings=row:1024: a sample may have longest=2048 tokens"),
         (["setings=hf:4"], "setings: no such key; nearest: settings"),
+        (["nproc=2", "batch=3"], "batch=3: 2 data-parallel ranks can't share so many micro-batches evenly"),
+        (["settings=hf:4", "batch=8"], "settings=hf:4: a step of transformers takes one micro-batch"),
         (["passes=0"], "passes=0: wanted a whole number from 1 to 1,000,000"),
         (["recipe=llava_sft", "size=tiny", "settings=packed:2"], "takes no images as grids of patches"),
         (

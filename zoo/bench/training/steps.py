@@ -6,6 +6,7 @@ in the place of the loader. They lie in pinned memory, as the loader has them on
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -233,15 +234,17 @@ class BenchRun(LoadedRun):
 
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
-    """Most GiB in use and taken from a GPU since the first step, of any rank; None without a GPU."""
-    if not on_gpu:
-        return {"peak_gib": None, "reserved_gib": None}
-    peaks = [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
+    """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since the first step (None without a GPU)."""
+    names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
+    if on_gpu:
+        names += ["peak_gib", "reserved_gib"]
+        peaks += [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
     if world is not None and world.size > 1:
         largest = torch.tensor(peaks, dtype=torch.float64, device=world.device)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         peaks = largest.tolist()
-    return dict(zip(("peak_gib", "reserved_gib"), (round(peak / 2**30, 2) for peak in peaks), strict=True))
+    found = dict(zip(names, (round(peak / 2**30, 2) for peak in peaks), strict=True))
+    return {"peak_gib": None, "reserved_gib": None, **found}
 
 
 def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:

@@ -49,6 +49,7 @@ class Options(Bounded):
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
+    batch: int = number(0, 0, 10**6)  # micro-batches a step, all ranks together; 0: one a data-parallel rank
     layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
     nproc: int = number(1, 1, 4096)
     out: str = ""  # file for the results
@@ -72,6 +73,11 @@ def run(
         KeyboardInterrupt: stopped; what is there is written.
     """
     recipe = bench_recipe(options, overrides)
+    if options.batch % data_parallel(recipe, options.nproc):
+        raise UserError(
+            f"batch={options.batch}: {data_parallel(recipe, options.nproc)} data-parallel ranks can't share so many micro-batches "
+            "evenly; give a multiple"
+        )
     report: Line = {
         "bench": "train",
         "command": shlex.join(["zoo", *sys.argv[1:]]),
@@ -115,6 +121,10 @@ def _all(options: Options) -> list[Setting]:
         ):
             raise UserError(f"settings={text}: a sample may have longest={options.longest} tokens")
         if setting.way == "hf":
+            if options.batch:
+                raise UserError(
+                    f"settings={text}: a step of transformers takes one micro-batch; leave out batch="
+                )
             if options.nproc == 1:
                 found.append(setting)
             continue
@@ -169,10 +179,10 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
     """Metrics of a setting, or why there are none."""
     if reason := missing(setting.backend):
         return {"skipped": reason}
-    parallel = data_parallel(recipe, setting.ranks)
+    batches = options.batch or data_parallel(recipe, setting.ranks)
     changes = {
         "train.steps": 10**6,  # the run ends by itself
-        "train.global_batch": parallel * (1 if setting.packed else setting.number),
+        "train.global_batch": batches * (1 if setting.packed else setting.number),
         "train.micro_batch": 1 if setting.packed else setting.number,
         "packing.mode": "thd" if setting.packed else "none",
         "packing.budget": _budget(setting, options),

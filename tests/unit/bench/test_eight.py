@@ -1,0 +1,48 @@
+"""docs/benchmarks/eight.sh and its tables: refused on fewer GPUs, and in the docs as measured."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
+TABLES = runpy.run_path(str(BENCHMARKS / "eight_tables.py"))
+
+
+def eight(folder: Path, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    """The script, with its results in a folder."""
+    env = {**os.environ, "PYTHON": sys.executable, "OUT": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(BENCHMARKS / "eight.sh"), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def test_the_docs_have_the_tables_as_they_are_measured() -> None:
+    page = BENCHMARKS.with_suffix(".md").read_text(encoding="utf-8")
+    assert TABLES["tables"](BENCHMARKS / "eight") in page
+
+
+def test_fewer_gpus_are_refused_and_parts_are_named(tmp_path: Path) -> None:
+    done = eight(tmp_path, "scaling")
+    assert done.returncode == 2 and "eight GPUs in one node are wanted, and 0 are here" in done.stderr
+    done = eight(tmp_path, "everything")
+    assert done.returncode == 2 and "docs/benchmarks/eight.sh layouts " in done.stdout
+
+
+def test_rates_and_differences_of_results(tmp_path: Path) -> None:
+    line = {"way": "row", "ms": 500.0, "mfu": 0.4, "peak_gib": 90.0, "host_gib": 6.0}
+    for name, ranks, rate in (("scaling-1", 1, 1000.0), ("scaling-8", 8, 7600.0)):
+        found = {"lines": [{**line, "ranks": ranks, "real_tokens_per_s": rate}]}
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    shown = TABLES["scaling"](tmp_path).splitlines()
+    assert shown[-1] == "| DP 8 | 500.0 | 950 | 40.0% | 90.0 | 95.0% |"
+    assert TABLES["furthest"]([7.0, 6.0, 5.0], [7.0, 6.25, 5.125]) == "2.5e-01 of 6.00"
+    (tmp_path / "receipts-4.json").write_text(
+        json.dumps({"lines": [{"way": "padded", "failed": "exit code 1"}]})
+    )
+    assert (
+        TABLES["receipts"](tmp_path)
+        .splitlines()[4]
+        .endswith("| padded | out of memory |" + " did not run |" * 4)
+    )
