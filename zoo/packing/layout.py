@@ -347,6 +347,10 @@ class PackedLayout:
             ("cp_restore_index", size), lambda: context.restore_index(self.padded_lengths, size)
         )
 
+    def kept[T](self, name: Name, make: Callable[[], T]) -> T:
+        """A value that follows from the row and the device alone, which every layer needs, made once. Don't write into its tensors."""
+        return self._memo.value(name, self.device, make)
+
     def expand(self, counts: Sequence[Sequence[tuple[int, int]]]) -> PackedLayout:
         """The layout after placeholders became embeddings, with the same `align` and `pad_to`.
 

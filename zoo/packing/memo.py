@@ -1,4 +1,4 @@
-"""`Memo`: tensors and plans that one `PackedLayout` made from its lengths, each made once."""
+"""`Memo`: tensors, plans and values that one `PackedLayout` made from its lengths, each made once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ type Name = str | tuple[Any, ...]
 
 
 class Memo:
-    """Index tensors by name and device, and plans of moves on a CPU by name."""
+    """Index tensors by name and device, plans of moves on a CPU by name, and what callers keep with the layout."""
 
     def __init__(self) -> None:
         self.tensors: dict[tuple[Name, torch.device], Tensor] = {}
         self.plans: dict[Name, runs.Plan | None] = {}
+        self.values: dict[tuple[Name, torch.device], Any] = {}
 
     def tensor(self, name: Name, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         """The named tensor on a device, made once on the host. Callers share it: don't write into it."""
@@ -44,8 +45,17 @@ class Memo:
             self.plans[name] = plan if plan.pays else None
         return self.plans[name]
 
+    def value[T](self, name: Name, device: torch.device, make: Callable[[], T]) -> T:
+        """The named value for a device, made once. Callers share it: don't write into its tensors."""
+        key = (name, device)
+        if key not in self.values:
+            with torch.inference_mode(False):  # as above
+                self.values[key] = make()
+        found: T = self.values[key]
+        return found
+
     def fork(self) -> Memo:
         """A memo that begins with everything made so far and keeps what it makes to itself."""
         other = Memo()
-        other.tensors, other.plans = dict(self.tensors), dict(self.plans)
+        other.tensors, other.plans, other.values = dict(self.tensors), dict(self.plans), dict(self.values)
         return other

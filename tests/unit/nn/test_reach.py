@@ -116,6 +116,33 @@ def test_a_context_parallel_rank(
         torch.testing.assert_close(out[real[mine]], wanted[mine][real[mine]])
 
 
+def test_offsets_are_made_once_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer, in its forward pass and in the one that recompute adds."""
+    made: list[str] = []
+    monkeypatch.setattr(varlen, "has_flash", lambda x: True)
+    monkeypatch.setattr(varlen, "varlen_attention", lambda q, *_, **__: q)
+    for name in ("offsets", "ragged", "host_to_device", "_chunks", "_runs"):
+        make = getattr(varlen, name)
+        monkeypatch.setattr(varlen, name, lambda *a, name=name, make=make: made.append(name) or make(*a))
+    monkeypatch.setattr(
+        "megatron.core.tensor_parallel.mappings.gather_from_sequence_parallel_region",
+        lambda x, group: torch.cat((x, x)),
+    )
+    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    for count in (1, 2):  # of layouts
+        layout, (q, k, v), _ = row("alike")
+        mine = layout.cp_index(1, 2)
+        for window in (None, 4, None, 4, None):
+            reach = Reach(window, Blocks(SPANS["alike"]))
+            gathered_attention(q[mine], k[mine], v[mine], layout, SCALE, group, reach)
+        assert made.count("_chunks") == 2 * count
+        segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
+        segment_attention(q, k, v, layout, SCALE, Reach(None, Blocks(SPANS["alike"])))
+        assert (
+            made.count("_runs") == count and made.count("ragged") * 2 == made.count("offsets") == 10 * count
+        )
+
+
 def test_the_next_token_of_a_generation_sees_its_window() -> None:
     layout = PackedLayout.from_lengths([9, 3])
     torch.manual_seed(0)

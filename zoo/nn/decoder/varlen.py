@@ -50,6 +50,11 @@ class Reach:
         """Whether it is that of a causal layer."""
         return self.window is None and not self.blocks.spans
 
+    @property
+    def name(self) -> tuple[Any, ...]:
+        """What it is in the name of a value that is kept with a layout."""
+        return self.window, self.blocks.spans
+
     def first_key(self, start: int, token: int) -> int:
         """The first key that a token sees of its segment, which begins at `start`."""
         return start if self.window is None else max(start, token - self.window + 1)
@@ -161,7 +166,8 @@ def segment_attention(
     if _flash_reaches(q, reach):
         starts, longest = layout.cu_seqlens_padded, layout.max_seqlen
         out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=reach.window)
-        return _see_runs(out, q, k, v, _runs(layout, reach), scale, reach)
+        seen = layout.kept(("runs", *reach.name), lambda: _RunCall.of(_runs(layout, reach), len(q), q.device))
+        return _see_runs(out, q, k, v, seen, scale, reach)
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
         mask = None if reach.plain else _side_by_side_mask(layout, reach, q)
         q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)
@@ -243,26 +249,50 @@ def gathered_attention(
     whole = whole.index_select(0, layout.cp_restore_index(size))
     k, v = whole.split(k.shape[1], dim=1)
     reach = reach.within(layout.max_seqlen)
-    chunks = _chunks(layout, rank, size)
     if not _flash_reaches(q, reach):
+        chunks = layout.kept(("cp chunks", rank, size), lambda: _chunks(layout, rank, size))
         return torch.cat([chunk.masked(q, k, v, layout, scale, reach) for chunk in chunks])
+    name = ("cp", rank, size, *reach.name)
+    call, of_runs = layout.kept(name, lambda: _chunk_calls(layout, rank, size, reach, q.device))
+    out = call(q, k, v, scale, causal=True, window=reach.window)
+    return _see_runs(out, q, k, v, of_runs, scale, reach)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Segments of queries, and the keys in a row that each sees, as a varlen call takes them; the same for all layers."""
+
+    queries: Tensor  # (S + 1,) int32 offsets of the segments
+    longest: int  # the most queries of one
+    keys: Tensor  # (K,) int64, the keys of each segment in the row, one after another
+    key_offsets: Tensor  # (S + 1,) int32 offsets of the segments in `keys`
+    longest_key: int  # the most keys of one
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device) -> _Call:
+        """Of segments of so many queries, each of which sees keys [first, stop) of the row."""
+        keys = [stop - start for start, stop in spans]
+        index = ragged(keys, [start for start, _ in spans])
+        made = (host_to_device(tensor, device) for tensor in (offsets(lengths), index, offsets(keys)))
+        queries, index, key_offsets = made
+        return cls(queries, max(lengths), index, key_offsets, max(keys))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, **how: Any) -> Tensor:
+        """Attention of the segments' queries against keys and values of the row."""
+        k, v = k.index_select(0, self.keys), v.index_select(0, self.keys)
+        of_keys = (self.key_offsets, self.longest_key)
+        return varlen_attention(q, k, v, self.queries, self.longest, scale, of_keys=of_keys, **how)
+
+
+def _chunk_calls(
+    layout: PackedLayout, rank: int, size: int, reach: Reach, device: torch.device
+) -> tuple[_Call, _RunCall | None]:
+    """What a context-parallel rank's chunks see up to themselves, and what their runs see."""
+    chunks = _chunks(layout, rank, size)
     spans = [(reach.first_key(chunk.start, chunk.first), chunk.stop) for chunk in chunks]
     lengths = [chunk.stop - chunk.first for chunk in chunks]
-    keys = [stop - start for start, stop in spans]
-    index = host_to_device(ragged(keys, [start for start, _ in spans]), k.device)
-    out = varlen_attention(
-        q,
-        k.index_select(0, index),
-        v.index_select(0, index),
-        host_to_device(offsets(lengths), k.device),
-        max(lengths),
-        scale,
-        causal=True,
-        window=reach.window,
-        of_keys=(host_to_device(offsets(keys), k.device), max(keys)),
-    )
     runs = [run for chunk in chunks for run in chunk.runs(reach)]
-    return _see_runs(out, q, k, v, runs, scale, reach)
+    return _Call.of(lengths, spans, device), _RunCall.of(runs, sum(lengths), device)
 
 
 @dataclass(frozen=True)
@@ -327,35 +357,42 @@ def _runs(layout: PackedLayout, reach: Reach) -> list[_Run]:
     return found
 
 
+@dataclass(frozen=True)
+class _RunCall:
+    """The varlen call of a rank's queries that are in runs."""
+
+    call: _Call  # what each run sees
+    place: Tensor  # (Q,) int64, its queries among the rank's, whose number stands for one of another rank
+    where: Tensor  # (Q',) int64, those of `place` that the rank has itself
+    own: Tensor  # (Q',) int64, their places
+
+    @classmethod
+    def of(cls, runs: Sequence[_Run], queries: int, device: torch.device) -> _RunCall | None:
+        """Of `runs` of a rank that has so many queries; None where there are none."""
+        if not runs:
+            return None
+        lengths = [run.count + run.missing for run in runs]
+        rows: list[int] = []
+        kept: list[int] = []
+        at = 0
+        for run, length in zip(runs, lengths, strict=True):
+            rows += [*range(run.first, run.first + run.count), *[queries] * run.missing]
+            kept += range(at, at + run.count)
+            at += length
+        place, where = (host_to_device(torch.tensor(x), device) for x in (rows, kept))
+        call = _Call.of(lengths, [(run.start, run.stop) for run in runs], device)
+        return cls(call, place, where, place.index_select(0, where))
+
+
 def _see_runs(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Sequence[_Run], scale: float, reach: Reach
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: _RunCall | None, scale: float, reach: Reach
 ) -> Tensor:
     """`out` (T, H, D) of causal attention with the rows of runs replaced: each sees the keys up to its run's end.
 
     Flash attention aligns a window at the end of its keys, so queries that other ranks hold are filled in with zeros.
     """
-    if not runs:
+    if runs is None:
         return out
-    lengths = [run.count + run.missing for run in runs]
-    keys = [run.stop - run.start for run in runs]
-    rows: list[int] = []
-    kept: list[int] = []
-    at = 0
-    for run, length in zip(runs, lengths, strict=True):
-        rows += [*range(run.first, run.first + run.count), *[len(q)] * run.missing]
-        kept += range(at, at + run.count)
-        at += length
-    place, where = (host_to_device(torch.tensor(x), q.device) for x in (rows, kept))
-    of_keys = host_to_device(ragged(keys, [run.start for run in runs]), q.device)
-    seen = varlen_attention(
-        torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, place),
-        k.index_select(0, of_keys),
-        v.index_select(0, of_keys),
-        host_to_device(offsets(lengths), q.device),
-        max(lengths),
-        scale,
-        causal=False,
-        window=reach.window,
-        of_keys=(host_to_device(offsets(keys), q.device), max(keys)),
-    )
-    return out.index_copy(0, place.index_select(0, where), seen.index_select(0, where))
+    whole = torch.cat((q, q.new_zeros(1, *q.shape[1:]))).index_select(0, runs.place)
+    seen = runs.call(whole, k, v, scale, causal=False, window=reach.window)
+    return out.index_copy(0, runs.own, seen.index_select(0, runs.where))
