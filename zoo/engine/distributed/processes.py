@@ -7,14 +7,18 @@ of torchrun, SLURM or a script reads its parent's process id as soon as zoo is i
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
 import zoo
 from zoo.engine.distributed.signals import LOST, heard
@@ -135,3 +139,19 @@ def end_with_parent() -> None:
             os._exit(LOST)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+def end_with(code: int) -> NoReturn:
+    """End this process with an exit code when its other threads and its exit functions have run, but leave the interpreter standing.
+
+    Python 3.12 ends a thread that asks for its lock while the interpreter is taken down. In the middle of C++ code (autograd's
+    threads, which let go of a backward pass that failed; a thread that asks torch's store) that aborts the process: "terminate called
+    without an active exception", and the exit code is 134.
+    """
+    before_teardown: Any = threading
+    before_teardown._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.engine.distributed.process_state import quiet
-from zoo.engine.distributed.processes import FAILURE_LOG, end_with_parent
+from zoo.engine.distributed.processes import FAILURE_LOG, end_with, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.engine.launch.core_import import import_core
 from zoo.engine.report.terminal import doing, live_terminal
@@ -100,4 +100,4 @@ def _leave(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_with(main())
