@@ -18,6 +18,11 @@ SLOW: dict[str, dict[str, int]] = {
         "test_a_setting_that_fails_is_told_and_the_next_one_runs": 0,
         "test_what_makes_no_sense_is_refused": 5,
     },
+    "unit/bench/test_rows.py": {
+        "test_rows_side_by_side_are_to_transformers_what_they_are_alone": 9,
+        "test_zoo_and_transformers_train_on_the_same_samples": 0,
+        "test_a_medium_that_leaves_no_room_for_text_is_refused": 0,
+    },
     "unit/bench/test_balance.py": {
         "test_rows_are_full_and_ranks_even": 0,
         "test_table_and_json_say_the_same": 0,

@@ -211,7 +211,7 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         (["nproc=2", "batch=3"], "batch=3: 2 data-parallel ranks can't share so many micro-batches evenly"),
         (["settings=hf:4", "batch=8"], "settings=hf:4: a step of transformers takes one micro-batch"),
         (["passes=0"], "passes=0: wanted a whole number from 1 to 1,000,000"),
-        (["recipe=llava_sft", "size=tiny", "settings=packed:2"], "takes no images as grids of patches"),
+        (["recipe=llava_sft", "size=tiny", "settings=packed:2", "longest=12"], "give longest="),
         (
             ["data=digits:train", "settings=packed:2"],
             "settings=packed:2 takes ready samples, and data=digits:train come from",

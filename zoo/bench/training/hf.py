@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from zoo.bench.training.profile import profile
-from zoo.bench.training.receipts import receipts, with_pixels
+from zoo.bench.training.receipts import with_pixels
+from zoo.bench.training.rows import Example, collate, examples
 from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
 from zoo.bench.training.steps import kernels, memory
 from zoo.config.schema import Recipe
@@ -45,11 +46,10 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    samples = receipts(config, given["samples"], given["longest"])
+    made = examples(assembly, given["samples"], given["longest"])
+    samples = [one.sample for one in made]
     bins = setting.bins(samples, 1, [])
-    batches = [
-        _batch([with_pixels(samples[i], config) for i in rows], config, setting.width, dtype) for rows in bins
-    ]
+    batches = [_batch([made[i] for i in rows], config, setting.width, dtype) for rows in bins]
     startup.mark("data")
     model = _model(recipe, config.root, device, dtype)
     startup.mark("model")
@@ -88,7 +88,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     while len(times) < warm + steps:
         train_step()
     rows = [[samples[i] for i in one] for one in bins]
-    timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], config)
+    timed = _timed(times[warm:], rows, [batch["input_ids"].numel() for batch in batches], assembly)
     return {
         **metrics(setting, timed, torch.cuda.get_device_name() if on_gpu else ""),
         **memory(on_gpu),
@@ -111,15 +111,18 @@ def _whole_passes(least: int, batches: int) -> int:
     return -(-max(least, batches) // batches) * batches
 
 
-def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], config: Any) -> list[Timed]:
+def _timed(times: list[float], rows: list[list[Sample]], widths: list[int], assembly: Any) -> list[Timed]:
     """A record for each timed step; `rows` and `widths` (tokens with padding) are those of the batches, in turn."""
-    cost, timed = model_cost(config, 0), []
+    cost, timed = model_cost(assembly.config, 0), []
     for place, ms in enumerate(times):
         samples, width = rows[place % len(rows)], widths[place % len(rows)]
         real = sum(sample.length for sample in samples)
-        patches = [float(rows) for sample in samples for rows in sample.media["image_grid_thw"].prod(1)]
+        towers: dict[str, list[float]] = {name: [] for name in cost.towers}
+        for sample in samples:
+            for name, items in assembly.processor.tower_rows(sample.media).items():
+                towers[name] += items
         labels = sum(sample.num_labels for sample in samples)
-        flops = train_flops(cost, [sample.length for sample in samples], labels, {"vision": patches})
+        flops = train_flops(cost, [sample.length for sample in samples], labels, towers)
         timed.append(Timed(ms, len(samples), real, width, flops))
     return timed
 
@@ -139,17 +142,23 @@ def _model(recipe: Recipe, config: Any, device: torch.device, dtype: torch.dtype
     return model.train()
 
 
-def _batch(samples: list[Any], config: Any, width: int | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Arguments of transformers' models, in pinned memory where there is a GPU."""
-    made = collate_padded(samples, pad_to=width)
-    assert made.attention_mask is not None
-    batch = {
-        "input_ids": made.input_ids,
-        "attention_mask": made.attention_mask.long(),
-        "labels": made.labels,
-        "pixel_values": made.media["pixel_values"].to(dtype),
-        "image_grid_thw": made.media["image_grid_thw"],
-        "mm_token_type_ids": (made.input_ids == config.root.image_token_id).long(),
-    }
-    assert int((made.labels != IGNORE).sum()) > 0
+def _batch(
+    rows: list[Example], config: Any, width: int | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' models, in pinned memory where there is a GPU; what is no whole number is of `dtype`."""
+    if rows[0].features:
+        batch = collate([one.features for one in rows], width)
+    else:
+        made = collate_padded([with_pixels(one.sample, config) for one in rows], pad_to=width)
+        assert made.attention_mask is not None
+        batch = {
+            "input_ids": made.input_ids,
+            "attention_mask": made.attention_mask.long(),
+            "labels": made.labels,
+            "pixel_values": made.media["pixel_values"],
+            "image_grid_thw": made.media["image_grid_thw"],
+            "mm_token_type_ids": (made.input_ids == config.root.image_token_id).long(),
+        }
+    assert int((batch["labels"] != IGNORE).sum()) > 0
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     return {name: x.pin_memory() for name, x in batch.items()} if torch.cuda.is_available() else batch

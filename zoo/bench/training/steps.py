@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 import torch
 
 from zoo.bench.training.profile import profile
-from zoo.bench.training.receipts import receipts, with_pixels
+from zoo.bench.training.receipts import with_pixels
+from zoo.bench.training.rows import examples
 from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
-from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import MicroBatch
 from zoo.engine.distributed.signals import Interrupts, interrupts
 from zoo.engine.distributed.world import World, world
@@ -195,9 +195,10 @@ class BenchRun(LoadedRun):
     def _open_data(self) -> None:
         """All samples of the setting, and of their pixels those that this rank's batches hold."""
         recipe, config, world = self.recipe, self.assembly.config, self.world
-        samples = receipts(config, self.given["samples"] * world.dp_size, self.given["longest"])
+        count = self.given["samples"] * world.dp_size
+        samples = [one.sample for one in examples(self.assembly, count, self.given["longest"])]
         weigh = training_cost(config, recipe)
-        costs = [weigh(SampleSize(s.length, {"vision": s.media["image_grid_thw"].prod(1).tolist()})) for s in samples]  # fmt: skip
+        costs = [weigh(self.assembly.processor.size(sample)) for sample in samples]
         align = recipe.packing.align or 1
         bins = self.setting.bins(samples, align, costs)
         each = recipe.train.global_batch // (1 if recipe.packing.mode == "thd" else recipe.train.micro_batch)
