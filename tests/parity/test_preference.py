@@ -117,9 +117,7 @@ def test_loss_and_gradients_of_labelled_answers_are_those_of_transformers(name: 
             compare(zoo, gradients, hf, model.publish)
 
 
-@pytest.mark.parametrize(
-    "name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS if one != "sound")]
-)
+@pytest.mark.parametrize("name", ["dense", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """The score of each answer's last token, and Bradley-Terry's loss; the head is drawn anew, as the checkpoint has none."""
     model = MODELS[name]
@@ -143,7 +141,7 @@ def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Pa
             loss, gradients = zoo.gradients(batches, len(samples), **packing)
             assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
             grad = hf.lm_head.weight.grad
-            torch.testing.assert_close(gradients.pop("score.weight"), grad, rtol=1e-4, atol=1e-7)
+            assert float((gradients.pop("score.weight") - grad).norm()) < LIMIT * float(grad.norm())
             hf.lm_head.weight.grad = None
             compare(zoo, gradients, hf, model.publish)
             hf.lm_head.weight.grad = grad
