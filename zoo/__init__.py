@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from zoo.engine.tools.evaluate import evaluate
     from zoo.engine.tools.generate import generate
     from zoo.engine.tools.score import score
+    from zoo.engine.tools.top_tokens import top_tokens
     from zoo.engine.tools.verify import verify
     from zoo.runs.page import report
 
@@ -67,6 +68,7 @@ __all__ = [
     "plan",
     "report",
     "score",
+    "top_tokens",
     "train",
     "verify",
 ]
@@ -107,6 +109,7 @@ _WHERE = {
     "plan": ("zoo.engine.planning.plan", "plan"),
     "report": ("zoo.runs.page", "report"),
     "score": ("zoo.engine.tools.score", "score"),
+    "top_tokens": ("zoo.engine.tools.top_tokens", "top_tokens"),
     "train": ("zoo.engine.launch.launcher", "launch"),
     "verify": ("zoo.engine.tools.verify", "verify"),
 }

@@ -27,6 +27,15 @@ def taught_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
     return [line for line in map(json.loads, lines) if "kl" in line]
 
 
+def write_tokens(rank: int, size: int, recipe: str, overrides: tuple[str, ...], out: str) -> dict[str, int]:
+    """What a teacher says of data.eval, written by these ranks."""
+    from zoo.config.compose import load_recipe
+    from zoo.engine.tools.top_tokens import top_tokens_here
+
+    made = load_recipe(recipe, ["hardware=cpu", "engine.threads=1", *overrides])
+    return top_tokens_here(made, out)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "name"), CASES)
 def test_a_layout_learns_from_a_teacher_as_one_rank(
@@ -53,6 +62,31 @@ def test_a_layout_learns_from_a_teacher_as_one_rank(
     found = pool.run(
         setting.ranks, taught_run, model.recipe, (*common, *setting.overrides, spread), timeout=300.0
     )[0]
+    as_one(found, wanted)
+    if name == "dense":
+        speak = (
+            *common,
+            *setting.overrides,
+            f"model.init={teacher}",
+            "distill.teacher=null",
+            "packing.budget=256",
+        )
+        speak = (*speak, next(one.replace("train", "eval") for one in common if one.startswith("data.train")))
+        done = pool.run(
+            setting.ranks, write_tokens, model.recipe, speak, str(tmp_path / "spoken"), timeout=300.0
+        )
+        assert done[0]["rows"] == 7 and done[0]["files"] == 1
+        disk = (
+            *common,
+            *setting.overrides,
+            f"distill.teacher={tmp_path / 'spoken'}",
+            f"run.dir={tmp_path / 'disk'}",
+        )
+        as_one(pool.run(setting.ranks, taught_run, model.recipe, disk, timeout=300.0)[0], wanted)
+
+
+def as_one(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """The records of two runs agree."""
     assert len(found) == len(wanted) == 3 and wanted[0]["kl"] > 1e-3
     for one, other in zip(found, wanted, strict=True):
         for key in ("loss", "ce", "kl", "grad_norm", "labels"):

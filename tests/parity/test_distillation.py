@@ -18,6 +18,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train.distillation.teacher import Teacher
+from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.errors import UserError
 
 WEIGHT, TEMPERATURE, TOP = 0.7, 1.7, 5
@@ -92,6 +93,60 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
             loss, gradients = zoo.gradients(batches, len(total), align=4, mode=mode)
             assert loss == pytest.approx(float(total.mean().detach()), rel=1e-5)
             compare(zoo, gradients, hf, model.publish)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dense", "omni"])
+def test_a_teacher_on_disk_is_that_of_the_run(name: str, tmp_path: Path) -> None:
+    """With all tokens, and with five; written packed, read packed and padded, in another order of rows."""
+    import zoo as api
+
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    teacher = other_weights(folder, tmp_path / "teacher")
+    kinds = ("audio", "image", "text") if name == "omni" else KINDS
+    data = write_pairs(tmp_path / "rows.jsonl", 4, kinds)
+    more = (f"distill.teacher={teacher}", f"distill.weight={WEIGHT}", f"distill.temperature={TEMPERATURE}")
+    with single_process_world() as world:
+        recipe = recipe_for(folder, *data, *model.overrides, *more, recipe=model.recipe)
+        vocabulary = build.assemble(recipe).config.text.vocab_size
+    out, root = tmp_path / "spoken", data[-1]
+    given = ("hardware=cpu", "engine.threads=1", root, "packing.budget=1024")
+    done = api.top_tokens(
+        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, here=True
+    )
+    assert done["rows"] == 4 and done["files"] == 1
+    again = api.top_tokens(
+        teacher, tmp_path / "rows.jsonl", out, given, top_k=vocabulary, temperature=TEMPERATURE, here=True
+    )
+    assert again == done | {"files": 0}
+    with single_process_world() as world:
+        for k in (vocabulary, TOP):
+            recipe = recipe_for(
+                folder, *data, *model.overrides, *more, f"distill.top_k={k}", recipe=model.recipe
+            )
+            assembly = build.assemble(recipe)
+            chunks = build.build_model(assembly, recipe, world)
+            initial_weights.init_weights(chunks, assembly, recipe, world)
+            zoo = Zoo(recipe, assembly, chunks[0].train(), world)
+            source = SampleSource.open(
+                recipe.data.train, assembly.processor, recipe.data, budget=1024, align=4
+            )
+            order = [2, 0, 3, 1]
+            plain = [source.encode(number) for number in order]
+            source.teacher = TokenReader(str(out), recipe.distill, vocabulary)
+            taught = [source.encode(number) for number in order]
+            whole, labels = Teacher(recipe, assembly, world), sum(sample.num_labels for sample in plain)
+            for mode in ("thd", "none"):
+                whole.step = zoo.step(align=4, mode=mode)
+                in_run = whole([make_batch(part, mode, 4, None, 0) for part in (plain[:3], plain[3:])])
+                on_disk = [make_batch(part, mode, 4, None, 0) for part in (taught[:3], taught[3:])]
+                wanted, gradients = zoo.gradients(in_run, labels, align=4, mode=mode)
+                found, others = zoo.gradients(on_disk, labels, align=4, mode=mode)
+                assert found == pytest.approx(wanted, rel=1e-5)
+                for key, want in gradients.items():
+                    if want is not None:
+                        torch.testing.assert_close(others[key], want, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -195,7 +195,7 @@ class TrainConfig:
 class DistillConfig:
     """Learning from a teacher's distributions beside the labels (docs/distillation.md)."""
 
-    teacher: str | None = None  # a model of the same family and tokens, as model.init names it, which is in memory beside the student; null: none
+    teacher: str | None = None  # a model of the same family and tokens, as model.init names it, which is in memory beside the student, or a folder of its tokens (zoo score ... top_k=); null: none
     top_k: int = number(64, 1, 10**5)  # of the teacher's most likely tokens that are told apart; the others are one outcome
     temperature: float = number(1.0, above=0, most=1e3)  # at which both distributions are compared
     weight: float = number(0.5, 0, 1)  # of the divergence in the loss; the cross entropy of the labels has the rest

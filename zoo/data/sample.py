@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
     from zoo.data.media.sizes import Fit
 
 IGNORE = -100  # label of a token without loss, torch.nn.functional.cross_entropy's default
+
+
+class Taught(NamedTuple):
+    """What a teacher on disk says of N labels in order: its k most likely tokens, and all others as one outcome.
+
+    ids (N, k) int32, logprobs (N, k) float32, rest (N,) float32; of a micro-batch also places (N,) int64, ascending, of the labels
+    in the flattened `labels`.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    rest: Tensor
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,6 +48,7 @@ class Sample:
             `mismatched`.
         desirable: of a labelled answer, whether it is.
         mismatched: of a labelled answer, the same conversation with the answer of another row.
+        taught: what a teacher on disk says of the labels.
     """
 
     input_ids: Tensor
@@ -47,6 +62,7 @@ class Sample:
     reference: tuple[float, float] | None = None
     desirable: bool | None = None
     mismatched: Sample | None = None
+    taught: Taught | None = None
 
     @property
     def length(self) -> int:
@@ -103,6 +119,7 @@ class MicroBatch:
         kl: () float32, of labelled answers the divergence from the reference over the whole step.
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
+        taught: what a teacher on disk says of all labels, on the host.
     """
 
     input_ids: Tensor
@@ -122,6 +139,14 @@ class MicroBatch:
     kl: Tensor | None = None
     drift: Tensor | None = None
     teaching: Any = None
+    taught: Taught | None = None
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each sample's tokens begin in the flattened batch."""
+        if self.layout is None:
+            return [row * self.input_ids.shape[1] for row in range(len(self.lengths))]
+        return list(itertools.accumulate(self.layout.padded_lengths, initial=0))[: len(self.lengths)]
 
     @property
     def real_tokens(self) -> int:
@@ -235,6 +260,19 @@ def of_answers(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
     known = [sample.reference for sample in pairs if sample.reference is not None]
     reference = torch.tensor(known).flatten() if len(known) == len(pairs) else None
     return replace(batch, label_weight=float(len(pairs)), weights=None, reference=reference)
+
+
+def of_teacher(batch: MicroBatch, samples: Sequence[Sample]) -> MicroBatch:
+    """A micro-batch that was made of `samples`, with what a teacher on disk says of them, where they have it."""
+    taught = [sample.taught for sample in samples if sample.taught is not None]
+    if not taught:
+        return batch
+    places = [
+        (sample.labels[1:] != IGNORE).nonzero()[:, 0] + start + 1
+        for sample, start in zip(samples, batch.starts, strict=True)
+    ]
+    ids, logprobs, rest = (torch.cat(parts) for parts in list(zip(*taught, strict=True))[:3])
+    return replace(batch, taught=Taught(ids, logprobs, rest, torch.cat(places)))
 
 
 def _weighted(samples: Sequence[Sample]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,7 +21,8 @@ class MicroBatchLike(Protocol):
 
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
     float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.losses.preference`), `desirable`, (S,) bool, with `kl`,
-    () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), `teaching` of its labels in order for distillation, and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), for distillation `teaching` of this rank's labels in order,
+    or `taught` of all labels (`zoo.data.sample.Taught`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
@@ -47,6 +48,7 @@ class HostBatch:
     desirable: Tensor | None = None
     kl: Tensor | None = None
     teaching: Teaching | None = None
+    taught: Any = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
@@ -61,7 +63,7 @@ class HostBatch:
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
             getattr(batch, "position_ids", None),
-            *(getattr(batch, name, None) for name in ("reference", "desirable", "kl", "teaching")),
+            *(getattr(batch, name, None) for name in ("reference", "desirable", "kl", "teaching", "taught")),
         )
 
 

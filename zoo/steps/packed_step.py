@@ -27,6 +27,7 @@ from torch import Tensor
 from zoo.nn.decoder.attention import SeqParams
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.decoder.router import Routing
+from zoo.nn.head.distillation import Teaching, TopTokens
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
@@ -150,6 +151,8 @@ class PackedStep:
         inputs = replace(inputs, entropy=entropy, temperature=temperature)
         if training and batch.teaching is not None:
             inputs = replace(inputs, teaching=batch.teaching)
+        elif training and batch.taught is not None:
+            inputs = replace(inputs, teaching=self._teaching(batch.taught, found.label_source))
         if experts is not None:
             source = self._mine(parts).take(parts.source).T.reshape(-1)
             given = None
@@ -162,6 +165,13 @@ class PackedStep:
         if batch.desirable is not None:
             found = replace(found, desirable=self._move(batch.desirable), kl=self._move(batch.kl))
         return inputs, found if batch.weights is None else self.weigh(found, batch.weights)
+
+    def _teaching(self, taught: Any, places: Tensor) -> Teaching:
+        """What a teacher on disk says of this rank's labels, by their places in the caller's flattened batch."""
+        assert self.distillation is not None
+        rows = torch.searchsorted(taught.places, places)
+        ids, logprobs, rest = (self._move(one[rows]) for one in taught[:3])
+        return Teaching(TopTokens(ids.long(), logprobs, rest), self.distillation.temperature)
 
     def weigh(self, loss_inputs: LossInputs, weights: Tensor) -> LossInputs:
         """`loss_inputs` with each label's weight; `weights` has the caller's shape, padded (B, T0) or packed (1, T)."""

@@ -1,11 +1,17 @@
 """
 usage: zoo score CHECKPOINT ROWS [key=value ...]
+       zoo score TEACHER ROWS top_k=64 out=FOLDER [temperature=1] [key=value ...]
 
 Writes, for each row of a JSONL file (or a bundled set such as digits:heldout), the log-probabilities that a checkpoint
 gives the tokens of its answers: one JSON object a line with source, token_ids, labels and logprobs (0.0 where there is
 no label). CHECKPOINT is a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
 
+With top_k= it writes the tokens that a teacher finds most likely at each of them, to a folder that distill.teacher names
+(docs/distillation.md). The same command goes on with a folder that was left half-way.
+
   out=FILE               where to write; default: standard output
+  top_k=64               tokens of each label; the others are one outcome
+  temperature=1          divides the teacher's logits
   nproc=N parallel.tp=2  any key of the recipe (`zoo show --schema`): the layout doesn't change the result
   packing.mode=none      samples side by side instead of packed
 """
@@ -16,13 +22,16 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from zoo.cli.arguments import split_flags
 from zoo.errors import UserError
 
+OWN = ("out", "top_k", "temperature")  # keys that are none of a recipe's
+
 
 def run(arguments: Sequence[str]) -> int:
-    """Score, and write a line a row."""
+    """Score, and write a line a row, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
     named = [argument.removeprefix("--") for argument in rest]
     rest = [
@@ -33,24 +42,54 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError(
             f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT ROWS [key=value ...]"
         )
-    given = [argument for argument in rest if argument not in places]
-    out = [argument.partition("=")[2] for argument in given if argument.startswith("out=")]
+    path, file = places
+    given = [argument.partition("=") for argument in rest if argument not in places]
+    own = {key: value for key, _, value in given if key in OWN}
+    overrides = [f"{key}={value}" for key, _, value in given if key not in OWN]
 
     from zoo.engine.launch.launcher import WorkerError
-    from zoo.engine.tools.score import score
 
     try:
-        path, file = places
-        overrides = [argument for argument in given if not argument.startswith("out=")]
-        rows = score(path, file, overrides, here=True)
+        if "top_k" in own:
+            return _write_tokens(path, file, own, overrides)
+        return _write_scores(path, file, own, overrides)
     except WorkerError as error:
         if error.code != 2:  # a user's mistake has been printed already
             print(f"zoo: {error.line}", file=sys.stderr)
         return error.code
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    if out:
-        Path(out[-1]).write_text(text, encoding="utf-8")
-        print(f"{len(rows)} rows written to {out[-1]}")
+
+
+def _write_scores(path: str, rows: str, own: dict[str, str], overrides: list[str]) -> int:
+    from zoo.engine.tools.score import score
+
+    if "temperature" in own:
+        raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
+    found = score(path, rows, overrides, here=True)
+    text = "".join(f"{json.dumps(row)}\n" for row in found)
+    if "out" in own:
+        Path(own["out"]).write_text(text, encoding="utf-8")
+        print(f"{len(found)} rows written to {own['out']}")
     else:
         sys.stdout.write(text)
     return 0
+
+
+def _write_tokens(path: str, rows: str, own: dict[str, str], overrides: list[str]) -> int:
+    from zoo.engine.tools.top_tokens import top_tokens
+
+    if not own.get("out"):
+        raise UserError("top_k= without out=: wanted out=FOLDER, which distill.teacher can name")
+    top_k, temperature = (_number(own, key, kind) for key, kind in (("top_k", int), ("temperature", float)))
+    done = top_tokens(path, rows, own["out"], overrides, top_k=top_k, temperature=temperature, here=True)
+    print(
+        f"{done['rows']:,} rows, {done['labels']:,} labels in {own['out']} ({done['files']} files written now)"
+    )
+    return 0
+
+
+def _number(own: dict[str, str], key: str, kind: Any) -> Any:
+    text = own.get(key, "1")
+    try:
+        return kind(text)
+    except ValueError:
+        raise UserError(f"{key}={text}: wanted a number") from None

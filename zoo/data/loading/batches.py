@@ -10,7 +10,7 @@ import torch
 
 from zoo.data.errors import RowError
 from zoo.data.loading.lengths import Findings, Lengths
-from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_answers
+from zoo.data.sample import MicroBatch, Sample, collate, collate_padded, of_answers, of_teacher
 from zoo.data.sources.mixture import SampleId
 from zoo.packing import PackedLayout
 
@@ -53,4 +53,4 @@ def make_batch(
         batch = collate_padded(segments, align, pad_to, pad_id, pinned=pinned)
     if others:
         batch = replace(batch, mismatched=make_batch(others, mode, align, pad_to, pad_id))
-    return of_answers(batch, samples).pin()
+    return of_teacher(of_answers(batch, samples), samples).pin()

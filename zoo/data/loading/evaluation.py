@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from zoo.data.errors import RowError
@@ -84,6 +84,7 @@ def eval_batches(
     cost: Callable[[SampleSize], int] | None = None,
     group: RankGroup | None = None,
     every_variant: bool = False,
+    rows: Iterable[int] | None = None,
 ) -> EvalBatches:
     """Micro-batches that hold every usable row of the source once over all ranks; measures all rows to plan them.
 
@@ -99,6 +100,7 @@ def eval_batches(
         lookahead: rows the packer may choose from (thd).
         cost: of a sample, as `BatchLoader` takes it; and so `group`.
         every_variant: each usable row in each way that its sample is made (data.augment_variants).
+        rows: numbers of those that are wanted, all of which may be unusable; None: all rows.
 
     Returns:
         A sized iterable, of the same length on every rank: a rank with fewer bins gets None at the end, for which the
@@ -108,11 +110,11 @@ def eval_batches(
         UserError: no row of the source can be used.
     """
     lengths, count = Lengths(source, cost, group), len(source) * (source.variants if every_variant else 1)
-    everything = list(map(SampleId, range(count)))
+    everything = list(map(SampleId, range(count) if rows is None else rows))
     lengths.ahead(everything)
     sizes = {sample_id: size for sample_id in everything if (size := lengths.get(sample_id)) is not None}
     ids = list(sizes)
-    if not ids:
+    if not ids and rows is None:
         raise UserError(f"data.eval: no row can be used ({source.bad_rows.summary()}); see bad_rows.jsonl.")
     if mode == "thd":
         tokens, costs = [size.tokens for size in sizes.values()], [size.cost for size in sizes.values()]

@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,11 +30,19 @@ from zoo.data.media.decoder import HERE, Decoder
 from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.augment import AugmentPolicy
 from zoo.data.processors.processor import Processor
-from zoo.data.sample import Sample
+from zoo.data.sample import Sample, Taught
+from zoo.data.sources import identity
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet, check_modalities, open_rows
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
+
+
+class TeacherTokens(Protocol):
+    """Says what a teacher on disk makes of a sample, by its `SampleSource.digest`."""
+
+    def of(self, digest: bytes, sample: Sample) -> Taught:
+        """Its most likely tokens at each label; RowError where there are none."""
 
 
 class SampleSource:
@@ -78,6 +86,7 @@ class SampleSource:
         self.workers = EncodingWorkers(workers, encoder, encoder.data.ahead_mb) if workers else None
         # (variants * rows, 2) float32: a reference model's log-probabilities of both samples of each pair, by `key`
         self.references: np.ndarray | None = None
+        self.teacher: TeacherTokens | None = None  # gives samples what it says of them
         self.shrunk = 0  # rows whose media were made smaller (data.overlong=shrink)
         self._shrunk: dict[int, None] = {}  # their numbers; of streams those that are still to come
 
@@ -225,7 +234,17 @@ class SampleSource:
         if self.references is not None:
             chosen, rejected = self.references[self.key(sample_id)].tolist()
             sample = replace(sample, reference=(chosen, rejected))
+        if self.teacher is not None:
+            sample = replace(sample, taught=self.teacher.of(self.digest(sample_id), sample))
         return self.augment.blanked(sample, repeat, row, self.processor.pad_id)
+
+    def digest(self, sample_id: SampleId) -> bytes:
+        """16 bytes by which a row, its tokens and its labels are known, wherever it stands in the data."""
+        with self._lock:
+            sample = self._cached(self.key(sample_id))
+        return identity.key_of(
+            self._row(self.key(sample_id)), sample.input_ids.numpy(), sample.labels.numpy()
+        )
 
     def sample(self, sample_id: SampleId) -> Sample | None:
         """As `encode`; None for a row that is left out, which is counted.

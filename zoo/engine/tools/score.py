@@ -182,12 +182,9 @@ class _Scorer:
 
 def by_sample(batch: Any, *tables: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of each sample, (L,), out of tables in the batch's shape."""
-    if batch.attention_mask is None:
-        starts = itertools.accumulate(batch.layout.padded_lengths, initial=0)
-        spans = [(0, start, start + length) for start, length in zip(starts, batch.lengths, strict=False)]
-    else:
-        spans = [(row, 0, length) for row, length in enumerate(batch.lengths)]
-    return [tuple(table[row, first:last] for table in tables) for row, first, last in spans]
+    flat = [table.flatten() for table in tables]
+    spans = zip(batch.starts, batch.lengths, strict=True)
+    return [tuple(table[start : start + length] for table in flat) for start, length in spans]
 
 
 def _gather(mine: dict[int, dict[str, Any]], source: SampleSource, here: World) -> list[dict[str, Any]]:

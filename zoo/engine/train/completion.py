@@ -11,6 +11,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.model.lora import Adapters
 from zoo.engine.train.distillation.teacher import Teacher
+from zoo.engine.train.distillation.token_files import is_token_folder
 from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
@@ -27,10 +28,10 @@ def completion(
 ) -> Complete | None:
     """What gives a run's micro-batches a teacher's tokens, the reference of the model without adapters, KTO's divergence; None for none.
 
-    `step`, `chunks`: of the model that is trained. A teacher is loaded.
+    `step`, `chunks`: of the model that is trained. A teacher is loaded, but for one on disk, whose tokens samples bring.
     """
     parts: list[Complete] = []
-    if recipe.distill.teacher is not None:
+    if recipe.distill.teacher is not None and not is_token_folder(recipe.distill.teacher):
         parts.append(Teacher(recipe, assembly, world))
     if recipe.train.reference == BASE and adapters is not None:
         parts.append(BaseModel(adapters, step, chunks, world))

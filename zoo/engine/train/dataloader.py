@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zoo.config.checks.schedule import check_schedule
-from zoo.config.schema import Recipe, TrainConfig
+from zoo.config.schema import DataConfig, Recipe, TrainConfig
 from zoo.data.loading import encoding_workers
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches
@@ -25,6 +25,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report import terminal
+from zoo.engine.train.distillation.token_files import TokenReader, is_token_folder
 from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError, UserError
 
@@ -131,6 +132,8 @@ def open_data(
         workers=encoding_workers.count_for(settings, ranks_here),
         **options,
     )
+    if recipe.distill.teacher is not None and is_token_folder(recipe.distill.teacher):
+        source.teacher = _teacher_on_disk(recipe, settings, assembly.config.text.vocab_size)
     if recipe.train.labelled and source.rows.has_stream:
         raise UserError(
             f"train.loss={recipe.train.loss}: each row of data.train is compared with the one before it, which a stream no longer has; "
@@ -157,3 +160,14 @@ def open_data(
     )
     eval_set = recipe_batches(recipe, held_out, world, cost=cost)
     return RunData(source, loader, held_out, eval_set, decoder, rows_read)
+
+
+def _teacher_on_disk(recipe: Recipe, settings: DataConfig, vocabulary: int) -> TokenReader:
+    """The tokens in the folder `distill.teacher`; ConfigError for data that they can't be of."""
+    for key, value in (("augment", settings.augment), ("blank_answers", settings.blank_answers)):
+        if value:
+            raise ConfigError(
+                f"data.{key}={value:g} with distill.teacher={recipe.distill.teacher}: the tokens on disk are of rows as they are; set "
+                f"data.{key}=0, or name the teacher's weights, which then runs in each step"
+            )
+    return TokenReader(str(recipe.distill.teacher), recipe.distill, vocabulary)

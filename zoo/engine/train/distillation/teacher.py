@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import initial_weights
@@ -44,29 +45,39 @@ class Teacher:
             chunk.eval().requires_grad_(False)
         self.step = build.build_step(theirs, recipe, world)
 
-    @torch.no_grad()
     def __call__(self, batches: Sequence[Any]) -> list[Any]:
         """The micro-batches, with `teaching` where this rank has the loss. Every rank calls it with as many."""
         return [replace(batch, teaching=self._of(batch)) for batch in batches]
 
     def _of(self, batch: Any) -> Teaching | None:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        wanted = TopK(self.top_k, self.temperature)
+        found = top_of(self.step, self.chunks, batch, self.world, wanted)
+        return None if found is None else Teaching(found[0], self.temperature)
 
-        def forward(data: Any, model: Any) -> Any:
-            inputs, _ = self.step.prepare(next(data), logprobs=True)
-            inputs = replace(inputs, top=TopK(self.top_k, self.temperature))
-            return self.step.forward(model, inputs), lambda output: (output.new_zeros(()), {"top": output})
 
-        given = [itertools.repeat(batch) for _ in self.chunks]
-        found = get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=given if len(given) > 1 else given[0],
-            model=self.chunks,
-            num_microbatches=smallest_count(self.world, self.chunks),
-            seq_length=batch.input_ids.shape[1],
-            micro_batch_size=batch.input_ids.shape[0],
-            forward_only=True,
-        )
-        if not found:
-            return None
-        return Teaching(TopTokens.split(found[0]["top"]), self.temperature)
+@torch.no_grad()
+def top_of(
+    step: Any, chunks: Sequence[Any], batch: Any, world: World, wanted: TopK
+) -> tuple[TopTokens, Tensor] | None:
+    """A model's most likely tokens of this rank's labels, and the labels' places (N,) int64 in the flattened micro-batch.
+
+    None on earlier pipeline stages. Every rank calls it.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward(data: Any, model: Any) -> Any:
+        inputs, loss_inputs = step.prepare(next(data), logprobs=True)
+        output, places = step.forward(model, replace(inputs, top=wanted)), loss_inputs.label_source
+        return output, lambda output: (output.new_zeros(()), {"top": output, "places": places})
+
+    given = [itertools.repeat(batch) for _ in chunks]
+    found = get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=given if len(given) > 1 else given[0],
+        model=list(chunks),
+        num_microbatches=smallest_count(world, chunks),
+        seq_length=batch.input_ids.shape[1],
+        micro_batch_size=batch.input_ids.shape[0],
+        forward_only=True,
+    )
+    return (TopTokens.split(found[0]["top"]), found[0]["places"]) if found else None

@@ -52,7 +52,7 @@ class Reference:
         """`recipe` and `assembly`: of the reference model, which is an`other` one than the run's; the file is `given`, or the run's own."""
         self.recipe, self.assembly, self.world, self.file = recipe, assembly, world, file
         self.other, self.given = other, given
-        self.weights = _weights(recipe, assembly)
+        self.weights = weights_identity(recipe, assembly)
         self.found: dict[str, np.ndarray] = {}
 
     @classmethod
@@ -169,7 +169,7 @@ def _size(source: SampleSource) -> int:
     return source.variants * len(source)
 
 
-def _weights(recipe: Recipe, assembly: Assembly) -> list[Any]:
+def weights_identity(recipe: Recipe, assembly: Assembly) -> list[Any]:
     """What the first weights follow from: keys, and names, sizes and times of the files."""
     place = assembly.source
     files = [] if place is None else sorted({*place.folder.glob("*"), *place.weights.glob("*")})
@@ -180,5 +180,10 @@ def _weights(recipe: Recipe, assembly: Assembly) -> list[Any]:
 
 def _digest(recipe: Recipe, weights: list[Any], rows: Mapping[str, Any]) -> str:
     settings = {name: getattr(recipe.data, name) for name in DATA}
-    text = json.dumps([settings, weights, rows], sort_keys=True, default=str)
+    return plain_digest([settings, weights, rows])
+
+
+def plain_digest(values: Any) -> str:
+    """A digest of plain values, in hexadecimal."""
+    text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

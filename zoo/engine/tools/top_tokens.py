@@ -1,0 +1,177 @@
+"""A teacher's most likely tokens of the answers of some rows, written to a folder that students learn from; `zoo.top_tokens`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from zoo.config.compose import recipe_for_weights
+from zoo.config.locate import locate, read_arch
+from zoo.config.schema import Recipe
+from zoo.config.validate import validate
+from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources import identity
+from zoo.data.sources.lines import locate as locate_rows
+from zoo.engine.checkpoint import initial_weights
+from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.distributed.object_group import agreed, object_group
+from zoo.engine.distributed.process_state import untouched
+from zoo.engine.distributed.world import World, world
+from zoo.engine.launch.launcher import run_task
+from zoo.engine.launch.prepare import world_size
+from zoo.engine.model import build
+from zoo.engine.model.meta_model import family_of
+from zoo.engine.report import terminal
+from zoo.engine.tools.score import for_scoring, written_rows
+from zoo.engine.train.distillation.teacher import top_of
+from zoo.engine.train.distillation.token_files import ROWS, RowTokens, TokenWriter
+from zoo.engine.train.evaluation import recipe_batches
+from zoo.engine.train.preference.reference import plain_digest, weights_identity
+from zoo.errors import UserError
+from zoo.files import expanded
+from zoo.nn.head.distillation import TopK
+
+DATA = (
+    "labels",
+    "template",
+    "video_fps",
+    "max_frames",
+    "min_pixels",
+    "max_pixels",
+    "video_max_pixels",
+    "overlong",
+)
+
+
+@untouched()
+def top_tokens(
+    path: str | Path,
+    rows: str | Path | Sequence[Mapping[str, Any]],
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    top_k: int = 64,
+    temperature: float = 1.0,
+    here: bool = False,
+) -> dict[str, int]:
+    """Write the tokens that a teacher finds most likely at each label of some rows, for `distill.teacher`.
+
+    The same call goes on with a folder that an earlier one has left half-way.
+
+    Args:
+        path, rows, overrides, here: as `zoo.score` takes them; neither the layout nor packing changes the result.
+        out: the folder.
+        top_k: tokens of each label; the others are one outcome.
+        temperature: divides the teacher's logits.
+
+    Returns:
+        `rows` (those that were left out as bad ones not counted), `labels`, and the `files` written by this call.
+
+    Raises:
+        UserError: as `zoo.score`; a folder of other tokens.
+    """
+    place = locate(str(path))
+    check_beside_weights(place)
+    recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
+    recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
+    with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
+        spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))
+        locate_rows(spec, "rows")
+        task, scoring = "zoo.engine.tools.top_tokens:top_tokens_here", for_scoring(recipe, spec)
+        return run_task(task, scoring, world_size(recipe), str(expanded(out).absolute()), fresh=not here)
+
+
+@torch.no_grad()
+def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
+    """`top_tokens` on this rank, for the rows of data.eval."""
+    with world(recipe) as here:
+        recipe = validate(recipe, here.size)
+        assembly = build.assemble(recipe)
+        source = SampleSource.open(
+            recipe.data.eval,
+            assembly.processor,
+            recipe.data,
+            evaluation=True,
+            budget=recipe.packing.budget,
+            align=recipe.packing.align or 1,
+        )
+        if source.rows.has_stream:
+            raise UserError("a stream has no end to write a teacher's tokens up to; read the rows as a table")
+        settings = _made_by(recipe, assembly, source)
+        writer = agreed(lambda: TokenWriter(Path(out), settings))
+        chunks = build.build_model(assembly, recipe, here)
+        initial_weights.init_weights(chunks, assembly, recipe, here)
+        for chunk in chunks:
+            chunk.eval()
+        parts = (recipe, source, build.build_step(assembly, recipe, here), chunks, here)
+        written = 0
+        for number in range(writer.count):
+            if writer.has(number):
+                continue
+            first = number * ROWS
+            rows = _tokens(*parts, range(first, min(first + ROWS, len(source))))
+            if here.is_main:
+                writer.write(number, rows)
+            written += 1
+            terminal.detail(f"{number + 1} of {writer.count} files")
+        if source.counts and here.is_main:
+            print(f"rows left out: {source.bad_rows.summary()}", file=sys.stderr)
+        totals = {name: sum(one[name] for one in writer.files.values()) for name in ("rows", "labels")}
+        return {**totals, "files": written}
+
+
+def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> dict[str, Any]:
+    """What the tokens follow from."""
+    vocabulary = assembly.config.text.vocab_size
+    known = [identity.of_part("", part) for part in source.rows.parts]
+    rows = [(one.rows, one.digests) for one in known]
+    data: dict[str, Any] = {name: getattr(recipe.data, name) for name in DATA}
+    return {
+        "top_k": min(recipe.distill.top_k, vocabulary),
+        "temperature": recipe.distill.temperature,
+        "vocabulary": vocabulary,
+        "model": plain_digest(weights_identity(recipe, assembly)),
+        "data": plain_digest([data, recipe.packing.budget, rows]),
+        "rows": len(source),
+    }
+
+
+def _tokens(
+    recipe: Recipe, source: SampleSource, step: Any, chunks: Sequence[Any], here: World, rows: range
+) -> list[RowTokens]:
+    """Of these rows, in their order; the same on all ranks."""
+    batches, wanted = (
+        recipe_batches(recipe, source, here, rows=rows),
+        TopK(recipe.distill.top_k, recipe.distill.temperature),
+    )
+    mine: dict[int, tuple[bytes, list[np.ndarray]]] = {}
+    for numbers, batch in zip(batches.bins, batches, strict=True):
+        found = top_of(step, chunks, batches.spare() if batch is None else batch, here, wanted)
+        if batch is None or found is None or not here.counts_loss:
+            continue
+        tokens, places = found
+        bounds = torch.tensor([*batch.starts, batch.input_ids.numel()])
+        owner = torch.searchsorted(bounds, places, right=True) - 1
+        arrays = [places, *(one.cpu() for one in tokens)]
+        for segment, number in enumerate(numbers):
+            chosen = owner == segment
+            mine[number] = (source.digest(number), [one[chosen].numpy() for one in arrays])
+    everyone: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {}
+    for of_rank in object_group().gather(mine):
+        for number, one in of_rank.items():
+            everyone.setdefault(number, []).append(one)
+    return [_joined(everyone[number]) for number in sorted(everyone)]
+
+
+def _joined(parts: Sequence[tuple[bytes, list[np.ndarray]]]) -> RowTokens:
+    """A row's labels in order, which context-parallel ranks have parts of."""
+    places, *arrays = (np.concatenate(one) for one in zip(*(part[1] for part in parts), strict=True))
+    order = np.argsort(places)
+    ids, logprobs, rest = (one[order] for one in arrays)
+    return RowTokens(parts[0][0], ids, logprobs, rest)

@@ -1,0 +1,243 @@
+"""A teacher's most likely tokens on disk: a folder that `zoo score ... top_k=` writes, and that a student's run reads.
+
+`teacher.json` says how they were made and names the files, one for each ROWS rows in their order. A file (safetensors) has of
+R rows with N labels together
+
+    digests  (R, 16) uint8   by which a row is found, wherever it stands in the data: `SampleSource.digest`
+    starts   (R + 1,) int64  of each row's labels among N
+    sums     (R,) uint64     XXH3 of each row's tokens, held against them whenever a row is read
+    ids      (N, k) int32, logprobs (N, k) float32, rest (N,) float32: as `zoo.nn.head.distillation.TopTokens`
+
+A label takes 8 k + 4 bytes on disk. A reader holds 44 bytes a row in memory, and reads the rest as rows are asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from zoo.config.schema import DistillConfig
+from zoo.data.errors import RowError
+from zoo.data.sample import Sample, Taught
+from zoo.errors import UserError
+from zoo.files import expanded, read_object, replaced, write_atomically
+
+INDEX = "teacher.json"
+FORM = 1
+ROWS = 1024  # of a file
+OPEN = 64  # files that a reader has open at once
+MADE_BY = (
+    "top_k",
+    "temperature",
+    "vocabulary",
+    "model",
+    "data",
+    "rows",
+)  # keys of the index that a file follows from
+TABLES = ("digests", "starts", "sums")
+
+
+class RowTokens(NamedTuple):
+    """Of one row's N labels in order: its digest, ids (N, k), log-probabilities (N, k) and those of all other tokens (N,)."""
+
+    digest: bytes
+    ids: np.ndarray
+    logprobs: np.ndarray
+    rest: np.ndarray
+
+
+def is_token_folder(place: str) -> bool:
+    """Whether a path is such a folder."""
+    return (expanded(place) / INDEX).is_file()
+
+
+class TokenWriter:
+    """Writes a folder file by file; a folder that was left half-way keeps the whole files that it has.
+
+    Args:
+        folder: is made where it is missing.
+        made_by: MADE_BY and what they are.
+
+    Raises:
+        UserError: the folder holds other tokens.
+    """
+
+    def __init__(self, folder: Path, made_by: Mapping[str, Any]) -> None:
+        self.folder, self.made_by = folder, dict(made_by)
+        self.files: dict[str, Any] = {}
+        if (folder / INDEX).is_file():
+            found = read_object(folder / INDEX)
+            other = [key for key in MADE_BY if found.get(key) != self.made_by[key]]
+            if other:
+                raise UserError(
+                    f"out={folder}: it holds a teacher's tokens of another {' and '.join(other)}; give another folder, or remove it"
+                )
+            self.files = {name: one for name, one in found["files"].items() if _is_whole(folder / name, one)}
+
+    @property
+    def count(self) -> int:
+        """Files of a whole folder."""
+        return -(-self.made_by["rows"] // ROWS)
+
+    def has(self, number: int) -> bool:
+        """Whether a file is there."""
+        return _name(number) in self.files
+
+    def write(self, number: int, rows: Sequence[RowTokens]) -> None:
+        """Write a file of at most ROWS rows."""
+        k = self.made_by["top_k"]
+        lengths = [len(row.rest) for row in rows]
+        arrays = {
+            "digests": np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 16),
+            "starts": np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64),
+            "sums": np.array([_sum(*row[1:]) for row in rows], np.uint64),
+            "ids": np.concatenate([np.zeros((0, k)), *(row.ids for row in rows)]).astype(np.int32),
+            "logprobs": np.concatenate([np.zeros((0, k)), *(row.logprobs for row in rows)]).astype(
+                np.float32
+            ),
+            "rest": np.concatenate([np.zeros(0), *(row.rest for row in rows)]).astype(np.float32),
+        }
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / _name(number)
+        with replaced(file) as path:
+            save_file(arrays, path)
+        tables = _table_sum({name: arrays[name] for name in TABLES})
+        self.files[file.name] = {
+            "rows": len(rows),
+            "labels": sum(lengths),
+            "bytes": file.stat().st_size,
+            "sum": tables,
+        }
+        about = {"form": FORM, **self.made_by, "files": dict(sorted(self.files.items()))}
+        write_atomically(self.folder / INDEX, json.dumps(about, indent=1) + "\n")
+
+
+class TokenReader:
+    """Finds the tokens of a row.
+
+    Args:
+        folder: as `TokenWriter` leaves it.
+        wanted: top_k and temperature of the run; a smaller top_k than that on disk is made of it.
+        vocabulary: tokens of the student's.
+
+    Raises:
+        UserError: it is not whole, or does not fit these.
+    """
+
+    def __init__(self, folder: str, wanted: DistillConfig, vocabulary: int) -> None:
+        self.folder, self.top_k = expanded(folder), wanted.top_k
+        about = read_object(self.folder / INDEX)
+        _check(about, folder, wanted, vocabulary)
+        self.names = list(about["files"])
+        tables = [_tables(self.folder / name, one) for name, one in about["files"].items()]
+        digests = np.concatenate([one["digests"] for one in tables])
+        self.place = np.array(
+            [(file, row) for file, one in enumerate(tables) for row in range(len(one["sums"]))], np.int32
+        ).reshape(-1, 2)
+        self.keys = digests.copy().view("V16")[:, 0]
+        self.order = np.argsort(self.keys)
+        self.keys = self.keys[self.order]
+        self.starts, self.sums = [one["starts"] for one in tables], [one["sums"] for one in tables]
+        self._opened = lru_cache(OPEN)(_open)
+
+    def of(self, digest: bytes, sample: Sample) -> Taught:
+        """What the teacher says of a sample's labels.
+
+        Raises:
+            RowError: the folder has nothing of this row, or it is damaged ("teacher").
+        """
+        wanted = np.frombuffer(digest, "V16")
+        at = int(np.searchsorted(self.keys, wanted[0]))
+        if at == len(self.keys) or self.keys[at] != wanted[0]:
+            raise RowError(
+                sample.source, "teacher", f"{self.folder} has no teacher's tokens of this row; wanted the rows, keys of data, "
+                "packing.budget and processor that they were written with (zoo score ... top_k=)"
+            )  # fmt: skip
+        file, row = self.place[self.order[at]].tolist()
+        first, last = self.starts[file][row : row + 2].tolist()
+        opened = self._opened(self.folder / self.names[file])
+        ids, logprobs, rest = (opened.get_slice(name)[first:last] for name in ("ids", "logprobs", "rest"))
+        if _sum(ids, logprobs, rest) != int(self.sums[file][row]) or len(rest) != sample.num_labels:
+            raise RowError(
+                sample.source, "teacher", f"{self.folder / self.names[file]} is damaged in this row; remove the file and run zoo score again"
+            )  # fmt: skip
+        return self._cut(*map(torch.from_numpy, (ids, logprobs, rest)))
+
+    def _cut(self, ids: torch.Tensor, logprobs: torch.Tensor, rest: torch.Tensor) -> Taught:
+        """Of the `top_k` first tokens; the others join the rest."""
+        k = self.top_k
+        if k < ids.shape[1]:
+            rest = torch.logaddexp(rest, logprobs[:, k:].logsumexp(dim=1))
+        return Taught(ids[:, :k].clone(), logprobs[:, :k].clone(), rest.clone())
+
+
+def _check(about: Mapping[str, Any], folder: str, wanted: DistillConfig, vocabulary: int) -> None:
+    """Refuse a folder that is not whole, or not what the run wants."""
+    key, files = f"distill.teacher={folder}", -(-about["rows"] // ROWS)
+    if about.get("form") != FORM:
+        raise UserError(f"{key}: its form is {about.get('form')}, and this zoo reads {FORM}; write it anew")
+    if len(about["files"]) < files:
+        raise UserError(
+            f"{key}: {len(about['files'])} of {files} files are there; give the same zoo score again, which goes on with the others"
+        )
+    if about["vocabulary"] != vocabulary:
+        raise UserError(
+            f"{key}: a vocabulary of {about['vocabulary']:,} tokens, and the student's has {vocabulary:,}; wanted a teacher of the same "
+            "tokens"
+        )
+    if about["temperature"] != wanted.temperature:
+        raise UserError(
+            f"{key}: it is of temperature {about['temperature']:g}, and distill.temperature={wanted.temperature:g}; set that to "
+            f"{about['temperature']:g}, or write another folder"
+        )
+    if min(wanted.top_k, vocabulary) > about["top_k"]:
+        raise UserError(
+            f"{key}: it has {about['top_k']} tokens of each label, and distill.top_k={wanted.top_k}; set that to {about['top_k']} or less"
+        )
+
+
+def _name(number: int) -> str:
+    return f"tokens-{number:06d}.safetensors"
+
+
+def _open(file: Path) -> Any:
+    return safe_open(file, framework="numpy")
+
+
+def _sum(*arrays: np.ndarray) -> int:
+    kinds = (np.int32, np.float32, np.float32)
+    parts = (np.ascontiguousarray(one, kind).tobytes() for one, kind in zip(arrays, kinds, strict=True))
+    return int(xxhash.xxh3_64(b"".join(parts)).intdigest())
+
+
+def _table_sum(tables: Mapping[str, np.ndarray]) -> str:
+    return str(xxhash.xxh3_128(b"".join(tables[name].tobytes() for name in TABLES)).hexdigest())
+
+
+def _tables(file: Path, listed: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """A file's tables; UserError where it is not what the index lists."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            found = {name: opened.get_tensor(name) for name in TABLES}
+        if file.stat().st_size == listed["bytes"] and _table_sum(found) == listed["sum"]:
+            return found
+    except (SafetensorError, OSError, KeyError):
+        pass
+    raise UserError(f"{file}: missing or damaged; give the same zoo score again, which writes it anew")
+
+
+def _is_whole(file: Path, listed: Mapping[str, Any]) -> bool:
+    try:
+        _tables(file, listed)
+    except UserError:
+        return False
+    return True
