@@ -4,9 +4,11 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+from support.matrix import MODELS
 from support.pool import Pool
 from support.rank_tasks import run_bytes
 from support.tiny import RECIPES
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
@@ -79,6 +81,31 @@ def test_bytes_of_compact_state(optimizer: str, pool: Pool, tmp_path: Path) -> N
         )  # second moments are with the ranks whose ranges hold embeddings
         assert plan.optimizer == pytest.approx(held.optimizer, rel=limit)
     assert plan.optimizer == pytest.approx(mean(held.optimizer for held in ranks), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", ["parallel.tp=2", "parallel.pp=2 parallel.stage_layers=[1,3]"])
+def test_bytes_of_a_teacher(keys: str, pool: Pool, tmp_path: Path) -> None:
+    """A larger model beside the student is cut under the same layout, and is among the weights of a plan alone."""
+    student, teacher = MODELS["dense"].write(tmp_path / "student"), tmp_path / "teacher"
+    write_tiny_qwen3_vl(teacher, num_hidden_layers=6)
+    name = MODELS["dense"].recipe
+    overrides = (
+        *ROW,
+        f"model.init={student}",
+        f"distill.teacher={teacher}",
+        "distill.top_k=8",
+        *keys.split(),
+    )
+    recipe = validate(load_recipe(name, list(overrides)), 2)
+    model, plain = model_of(recipe), model_of(recipe.replace({"distill.teacher": None}))
+    for held in pool.run(2, run_bytes, name, overrides, str(tmp_path / "run")):
+        plan, alone = (
+            memory(one, recipe, held.rows[0], 2, fused=False)[held.pp_rank] for one in (model, plain)
+        )
+        assert alone.weights == held.weights and held.teacher > 0
+        assert plan.weights == held.weights + held.teacher
+        assert (plan.grads, plan.optimizer) == (alone.grads, alone.optimizer)
 
 
 def widest(plans: list[Memory], recipe: Recipe, stage: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,7 @@ class Bytes:
     activations: int
     rows: list[Any]  # zoo.planner.activations.Row of each micro-batch
     pp_rank: int
+    teacher: int = 0  # weights of a model beside it
 
 
 def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folder: str) -> Bytes:
@@ -176,6 +178,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
     from zoo.engine.distributed.world import world
     from zoo.engine.optimizer.adamw import optimizers
     from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.distillation.teacher import Teacher
     from zoo.engine.train.run import Run
     from zoo.planner.activations import Row
 
@@ -190,6 +193,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
             run.train_step.forward_backward(fetched, 1.0)
         trainable = run.trainable
         trainable.optimizer.step()
+        teachers = [one for one in gc.get_objects() if isinstance(one, Teacher)]
         buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         return Bytes(
             weights=sum(p.nbytes for chunk in trainable.chunks for p in chunk.parameters()),
@@ -198,6 +202,7 @@ def run_bytes(rank: int, size: int, name: str, overrides: tuple[str, ...], folde
             activations=live.peak,
             rows=[Row(b.lengths, b.num_labels, _media_rows(run.step, b.media)) for b in batches],
             pp_rank=here.pp_rank,
+            teacher=sum(p.nbytes for one in teachers for chunk in one.chunks for p in chunk.parameters()),
         )
 
 

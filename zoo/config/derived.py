@@ -11,6 +11,9 @@ from typing import Any
 from zoo.config.schema import Recipe
 from zoo.files import expanded
 
+TEACHER = (
+    "teacher.json"  # the index of a folder of a teacher's tokens (zoo.engine.train.distillation.token_files)
+)
 STAGED = 2  # checkpoints that run.stage holds at most: one that is copied, and one that is written or waits
 
 
@@ -36,6 +39,12 @@ def num_experts(arch: Mapping[str, Any]) -> int:
     return (
         text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts") or 0
     )  # the last as transformers saves some
+
+
+def teacher_on_disk(recipe: Recipe) -> bool:
+    """Whether `distill.teacher` is a folder of a teacher's tokens, in the place of a model."""
+    place = recipe.distill.teacher
+    return place is not None and (expanded(place) / TEACHER).is_file()
 
 
 def data_parallel(recipe: Recipe, world_size: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,7 @@ class Model:
     kinds: Sequence[tuple[bool, bool]]  # (linear attention, experts) of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
     mtp: int = 0  # layers of multi-token prediction
+    teacher: ParameterStatistics | None = None  # of a model beside it, which is not trained
 
     @cached_property
     def trained_parts(self) -> frozenset[str]:
@@ -42,7 +43,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Bytes of one rank; `weights` are those of a teacher, too."""
 
     weights: float
     grads: float
@@ -69,7 +70,7 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
         fused: with the kernels of a GPU.
     """
     return [
-        Memory(*_weights(share(model.parameters, recipe, stage), recipe, ranks), activations)
+        Memory(*_state(model, recipe, stage, ranks), activations)
         for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
     ]
 
@@ -77,7 +78,7 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
 def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
     stages = range(recipe.parallel.pp)
-    return max(sum(_weights(share(model.parameters, recipe, stage), recipe, ranks)) for stage in stages)
+    return max(sum(_state(model, recipe, stage, ranks)) for stage in stages)
 
 
 def saved_state_bytes(recipe: Recipe, trained: int, matrices: int) -> int:
@@ -105,6 +106,15 @@ def _held(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]
     expert_replicas = ranks / (parallel.etp * parallel.ep * parallel.pp)
     matrices = mine.dense_matrices / replicas + mine.experts_matrices / expert_replicas
     return mine.trained_dense / replicas, mine.trained_experts / expert_replicas, matrices
+
+
+def _state(model: Model, recipe: Recipe, stage: int, ranks: int) -> tuple[float, float, float]:
+    """(weights, gradients, optimizer) of a stage's rank, in bytes; a teacher is cut as the student, its layers evenly."""
+    weights, grads, optimizer = _weights(share(model.parameters, recipe, stage), recipe, ranks)
+    if model.teacher is not None:
+        even = replace(recipe, parallel=replace(recipe.parallel, stage_layers=[]))
+        weights += _weights(share(model.teacher, even, stage), recipe, ranks)[0]
+    return weights, grads, optimizer
 
 
 def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, float]:

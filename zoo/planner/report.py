@@ -35,6 +35,7 @@ class Plan:
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
     list_measures: Callable[[], list[Measure]]
     saved: int = 0  # bytes of a checkpoint, of all ranks
+    teacher: int = 0  # parameters of a teacher in the run
     matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
 
     @property
@@ -99,6 +100,7 @@ class Plan:
                 **self.parameters,
                 "total": sum(self.parameters.values()),
                 "trained": self.trained,
+                **({"teacher": self.teacher} if self.teacher else {}),
             },
             "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
@@ -163,6 +165,7 @@ def make_plan(
         room=limit if limit is not None else room(recipe),
         list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
         saved=saved,
+        teacher=0 if model.teacher is None else sum(model.teacher.by_part().values()),
         matrices=model.parameters.trained_matrices,
     )
 
@@ -186,6 +189,11 @@ def table(plan: Plan) -> str:
         "",
         f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),
+        *(
+            [f"teacher         {_count(plan.teacher):>9}  its weights are among those of a rank"]
+            if plan.teacher
+            else []
+        ),
         f"optimizer       {', '.join(f'{_NAMES[name]} {_count(count)}' for name, count in plan.optimizer.items())}",
         "",
         f"{unit} a rank       weights    grads  optimizer  activations     total",

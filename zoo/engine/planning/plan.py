@@ -13,10 +13,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.config.derived import STAGED, stage_folder
+from zoo.config.derived import STAGED, stage_folder, teacher_on_disk
 from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.hub import asking_the_hub
-from zoo.config.locate import is_hub_id, read_arch
+from zoo.config.locate import is_hub_id, locate, read_arch
 from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -25,6 +25,7 @@ from zoo.errors import ConfigError, size
 from zoo.planner.activations import Row
 from zoo.planner.layouts import choose_layout, spare
 from zoo.planner.memory import Memory, Model, saved_state_bytes
+from zoo.planner.parameters import ParameterStatistics
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
 from zoo.registry import get_family
@@ -47,7 +48,27 @@ def model_of(recipe: Recipe) -> Model:
         kinds=layer_kinds(config.text),
         deepstack=config.deepstack_layers,
         mtp=mtp,
+        teacher=_teacher(recipe),
     )
+
+
+def _teacher(recipe: Recipe) -> ParameterStatistics | None:
+    """The parameters of a teacher in the run; None without one, or where its architecture is not known here."""
+    from zoo.engine.planning.parameter_statistics import parameter_statistics
+
+    place = recipe.distill.teacher
+    if place is None or teacher_on_disk(recipe):
+        return None
+    arch = {} if is_hub_id(place) else read_arch(locate(place).files, f"distill.teacher={place}")
+    changes = {
+        "model.init": place,
+        "model.arch": arch,
+        "distill.teacher": None,
+        "lora.rank": 0,
+        "lora.init": None,
+    }
+    theirs = as_planned(recipe.replace({**changes, "train.mtp_loss": 0.0}))
+    return None if theirs is None else parameter_statistics(theirs)
 
 
 def _plain(text: Any) -> SimpleNamespace:

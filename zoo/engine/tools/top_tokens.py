@@ -18,6 +18,7 @@ from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources import identity
 from zoo.data.sources.lines import locate as locate_rows
+from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.object_group import agreed, object_group
@@ -129,7 +130,7 @@ def top_tokens_here(recipe: Recipe, out: str) -> dict[str, int]:
 def _made_by(recipe: Recipe, assembly: build.Assembly, source: SampleSource) -> dict[str, Any]:
     """What the tokens follow from."""
     vocabulary = assembly.config.text.vocab_size
-    known = [identity.of_part("", part) for part in source.rows.parts]
+    known = [identity.of_part("", part) for part in source.rows.parts if not isinstance(part, RowStream)]
     rows = [(one.rows, one.digests) for one in known]
     data: dict[str, Any] = {name: getattr(recipe.data, name) for name in DATA}
     return {
@@ -164,9 +165,9 @@ def _tokens(
             mine[number] = (source.digest(number), [one[chosen].numpy() for one in arrays])
     everyone: dict[int, list[tuple[bytes, list[np.ndarray]]]] = {}
     for of_rank in object_group().gather(mine):
-        for number, one in of_rank.items():
-            everyone.setdefault(number, []).append(one)
-    return [_joined(everyone[number]) for number in sorted(everyone)]
+        for place, one in of_rank.items():
+            everyone.setdefault(place, []).append(one)
+    return [_joined(everyone[place]) for place in sorted(everyone)]
 
 
 def _joined(parts: Sequence[tuple[bytes, list[np.ndarray]]]) -> RowTokens:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.model.lora import Adapters
 from zoo.engine.train.distillation.teacher import Teacher
-from zoo.engine.train.distillation.token_files import is_token_folder
 from zoo.engine.train.evaluation import Complete
 from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
@@ -31,7 +31,7 @@ def completion(
     `step`, `chunks`: of the model that is trained. A teacher is loaded, but for one on disk, whose tokens samples bring.
     """
     parts: list[Complete] = []
-    if recipe.distill.teacher is not None and not is_token_folder(recipe.distill.teacher):
+    if recipe.distill.teacher is not None and not teacher_on_disk(recipe):
         parts.append(Teacher(recipe, assembly, world))
     if recipe.train.reference == BASE and adapters is not None:
         parts.append(BaseModel(adapters, step, chunks, world))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zoo.config.checks.schedule import check_schedule
+from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import DataConfig, Recipe, TrainConfig
 from zoo.data.loading import encoding_workers
 from zoo.data.loading.defaults import with_defaults
@@ -25,7 +26,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 from zoo.engine.planning.sample_costs import training_cost
 from zoo.engine.report import terminal
-from zoo.engine.train.distillation.token_files import TokenReader, is_token_folder
+from zoo.engine.train.distillation.token_files import TokenReader
 from zoo.engine.train.evaluation import recipe_batches
 from zoo.errors import ConfigError, UserError
 
@@ -132,7 +133,7 @@ def open_data(
         workers=encoding_workers.count_for(settings, ranks_here),
         **options,
     )
-    if recipe.distill.teacher is not None and is_token_folder(recipe.distill.teacher):
+    if teacher_on_disk(recipe):
         source.teacher = _teacher_on_disk(recipe, settings, assembly.config.text.vocab_size)
     if recipe.train.labelled and source.rows.has_stream:
         raise UserError(

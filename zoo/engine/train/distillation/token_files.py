@@ -25,13 +25,13 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from zoo.config.derived import TEACHER as INDEX
 from zoo.config.schema import DistillConfig
 from zoo.data.errors import RowError
 from zoo.data.sample import Sample, Taught
 from zoo.errors import UserError
 from zoo.files import expanded, read_object, replaced, write_atomically
 
-INDEX = "teacher.json"
 FORM = 1
 ROWS = 1024  # of a file
 OPEN = 64  # files that a reader has open at once
@@ -53,11 +53,6 @@ class RowTokens(NamedTuple):
     ids: np.ndarray
     logprobs: np.ndarray
     rest: np.ndarray
-
-
-def is_token_folder(place: str) -> bool:
-    """Whether a path is such a folder."""
-    return (expanded(place) / INDEX).is_file()
 
 
 class TokenWriter:
@@ -96,7 +91,7 @@ class TokenWriter:
         """Write a file of at most ROWS rows."""
         k = self.made_by["top_k"]
         lengths = [len(row.rest) for row in rows]
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "digests": np.frombuffer(b"".join(row.digest for row in rows), np.uint8).reshape(-1, 16),
             "starts": np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int64),
             "sums": np.array([_sum(*row[1:]) for row in rows], np.uint64),
