@@ -85,5 +85,32 @@ def test_transformers_loads_an_exported_reward_model(name: str, pool: Pool, tmp_
     assert hf.config.num_labels == 1
     with torch.no_grad():
         wanted = torch.cat([hf.eval().float()(**features).logits.flatten() for features in found["features"]])
+    if name == "dense":
+        converted(tmp_path / "run", tmp_path / "run" / "export", tmp_path)
     assert float(wanted.std()) > 1e-3
     torch.testing.assert_close(found["scores"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def converted(run: Path, export: Path, to: Path) -> None:
+    """A run and its export go to zoo's own weights and back, tensor for tensor; verbs of language models refuse both."""
+    from safetensors.torch import load_file
+
+    import zoo
+    from zoo.errors import UserError
+
+    zoo.convert(export, to / "own", quiet=True)
+    zoo.convert(to / "own", to / "back", quiet=True)
+    zoo.convert(run, to / "of_run", quiet=True)
+    wanted = load_file(export / "model.safetensors")
+    assert "score.weight" in wanted
+    for folder in (to / "back", to / "of_run"):
+        found = load_file(folder / "model.safetensors")
+        assert found.keys() == wanted.keys() and all(
+            torch.equal(found[name], wanted[name]) for name in wanted
+        )
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"][0].endswith("ForSequenceClassification")
+    for place in (run, export, to / "own"):
+        for verb in (zoo.score, zoo.generate):
+            with pytest.raises(UserError, match="it is a reward model"):
+                verb(place, "digits:heldout")

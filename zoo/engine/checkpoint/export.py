@@ -14,6 +14,7 @@ from zoo.config.locate import Place, read_arch, step_of
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights, model_card, sharded
+from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.engine.distributed.world import World, world
 from zoo.engine.model import build
 from zoo.engine.model.meta_model import family_of
@@ -55,7 +56,8 @@ def export_run(run: Place, target: Path, **options: Any) -> Path:
     """A run's checkpoint (adapters merged) as a Hugging Face folder, by this process alone; `options`: of `export_hf`."""
     mtp = f"train.mtp_loss={sharded.read_origin(run)['mtp_loss']}"
     family = family_of(read_arch(run.files)).name
-    recipe = recipe_for_weights(str(run.folder), family, [mtp, "engine.precision=fp32"])
+    loss = ["train.loss=reward"] if is_reward_model(run) else []
+    recipe = recipe_for_weights(str(run.folder), family, [mtp, "engine.precision=fp32", *loss])
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe, run)

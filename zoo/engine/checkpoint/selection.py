@@ -15,7 +15,8 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.config.checks.metrics import flat, parse_metric
-from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, look, step_of
+from zoo.config.compose import load_recipe
+from zoo.config.locate import BASE, HF_PART, STATE, Place, checkpoints, locate, look, read_arch, step_of
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import integrity
 from zoo.engine.checkpoint.storage.disk import Damaged
@@ -126,6 +127,33 @@ def check_beside_weights(place: Place) -> None:
             f"{_summary(list(left.values()))}; no whole copy of it was found. Go on with the run (the same zoo train command): it "
             "needs the weights alone, and its next checkpoint has these files anew; or take another checkpoint"
         )
+
+
+def is_reward_model(place: Place) -> bool:
+    """Whether a checkpoint gives an answer one number: by its run's recipe, or by its config.json."""
+    if place.kind == "run":
+        try:
+            return load_recipe(place.folder / "config.yaml").train.scores
+        except UserError:  # of another zoo, whose keys are not known here
+            return False
+    names = read_arch(place.files).get("architectures") or ()
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def language_model(path: str | Path) -> Place:
+    """Where the weights of a language model lie, what is damaged beside them restored first.
+
+    Raises:
+        UserError: there are none, or they are those of a reward model, which says nothing.
+    """
+    place = locate(str(path))
+    check_beside_weights(place)
+    if is_reward_model(place):
+        raise UserError(
+            f"{path}: it is a reward model, which gives an answer one number and has no probabilities of tokens; wanted a language "
+            "model. `zoo convert` makes a Hugging Face folder of it, whose scores transformers gives (docs/preference.md)"
+        )
+    return place
 
 
 def repaired_source(recipe: Recipe) -> Place | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Bridge, Dims, SafetensorsFolder
+from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
 from zoo.config.schema import Recipe
@@ -69,7 +70,7 @@ def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None)
     Args:
         arch: the config.json.
         names: names of a checkpoint's tensors. Where none belongs to a part that a model may lack (`Bridge.optional`:
-            multi-token prediction), the model is built without that part.
+            multi-token prediction), the model is built without that part; with a reward model's head among them, with that.
 
     Raises:
         UserError: no family has the model_type, or several ranks are running.
@@ -80,6 +81,8 @@ def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None)
     recipe = Recipe().replace(settings)
     if names is not None and not bridge.has_optional(names):
         recipe = recipe.replace({"train.mtp_loss": 0.0})
+    if names is not None and any(name.endswith(SCORE) for name in names):
+        recipe = recipe.replace({"train.loss": "reward"})
     assembly = build.assembly_of_arch(recipe)
     _refuse_ranks()
     with world(recipe) as here, on_meta(here) as nowhere:

@@ -16,14 +16,14 @@ from typing import Any
 
 from zoo.config.compose import recipe_for_weights
 from zoo.config.entries import parse_entry
-from zoo.config.locate import locate, read_arch
+from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
-from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.generate.answering import Answering, loaded
 from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand_in
@@ -105,8 +105,7 @@ def generate(
 
 def recipe_of(path: str | Path, overrides: Sequence[str]) -> Recipe:
     """The recipe under which a checkpoint's model is run; UserError where there is no checkpoint."""
-    place = locate(str(path))
-    check_beside_weights(place)
+    place = language_model(path)
     return recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights
 from zoo.config.derived import data_parallel
-from zoo.config.locate import locate, read_arch
+from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
@@ -29,7 +29,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.rows import MEDIA
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
@@ -63,8 +63,7 @@ def score(
     Raises:
         UserError: no such checkpoint or file, an override that can't run, or a bad row (under data.on_error=raise).
     """
-    place = locate(str(path))
-    check_beside_weights(place)
+    place = language_model(path)
     recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
         spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))

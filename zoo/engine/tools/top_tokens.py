@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import locate, read_arch
+from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
@@ -20,7 +20,7 @@ from zoo.data.sources import identity
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.checkpoint.selection import check_beside_weights
+from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.distributed.object_group import agreed, object_group
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
@@ -77,8 +77,7 @@ def top_tokens(
     Raises:
         UserError: as `zoo.score`; a folder of other tokens.
     """
-    place = locate(str(path))
-    check_beside_weights(place)
+    place = language_model(path)
     recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
     recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
     with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
