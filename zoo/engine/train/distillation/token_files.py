@@ -8,7 +8,7 @@ R rows with N labels together
     sums     (R,) uint64     XXH3 of each row's tokens, held against them whenever a row is read
     ids      (N, k) int32, logprobs (N, k) float32, rest (N,) float32: as `zoo.nn.head.distillation.TopTokens`
 
-A label takes 8 k + 4 bytes on disk. A reader holds 44 bytes a row in memory, and reads the rest as rows are asked for.
+A label takes 8 k + 4 bytes on disk. A reader holds 48 bytes a row in memory, and reads the rest as rows are asked for.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ class TokenReader:
         self.names = list(about["files"])
         tables = [_tables(self.folder / name, one) for name, one in about["files"].items()]
         digests = np.concatenate([one["digests"] for one in tables])
-        self.place = np.array(
-            [(file, row) for file, one in enumerate(tables) for row in range(len(one["sums"]))], np.int32
-        ).reshape(-1, 2)
+        counts = [len(one["sums"]) for one in tables]
+        files, rows = np.repeat(np.arange(len(counts)), counts), np.concatenate(list(map(np.arange, counts)))
+        self.place = np.stack((files, rows), axis=1).astype(np.int32)
         self.keys = digests.copy().view("V16")[:, 0]
         self.order = np.argsort(self.keys)
         self.keys = self.keys[self.order]
