@@ -205,7 +205,7 @@ def check_zoo(words: list[str]) -> None:
         split_generate(rest)
         return
     if verb in ("verify", "score"):
-        own = {"rows", "tolerance", "out"}
+        own = {"rows", "tolerance", "out", "top_k", "temperature"}
         assert sum("=" not in word for word in rest) == 2, words
         assert {word.partition("=")[0] for word in rest if "=" in word} <= {*own, *keys(Recipe)}, words
         return
