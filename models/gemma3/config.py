@@ -24,7 +24,6 @@ class Gemma3Config(WindowedConfig):
 
     def check(self) -> None:
         """UserError for another tower, and for images whose patches can't be pooled evenly."""
-        super().check()
         kind = self.vision.model_type
         if kind != "siglip_vision_model":
             raise UserError(f"vision_config.model_type is {kind!r}; wanted siglip_vision_model")

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.data.media.sizes import Headers
-from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.answers import TURNS
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import MARKERS, load_processor
 from zoo.data.sources.rows import Row
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.models.gemma3.config import Gemma3Config
 
-GEMMA = ChatMarkers(header="<start_of_turn>model\n", end="<end_of_turn>")
 # The bundled tokenizer's tokens for the beginning, the placeholders and the end of an image.
 TINY_TOKENS = {
     "boi_token": "<|vision_start|>",
@@ -42,7 +41,7 @@ class Gemma3Processor(Processor):
 
     def __init__(self, hf: Any) -> None:
         known = hf.tokenizer.get_vocab()
-        super().__init__(hf, GEMMA if GEMMA.end in known else MARKERS)
+        super().__init__(hf, TURNS if TURNS.end in known else MARKERS)
 
     @cached_property
     def token_ids(self) -> dict[str, int]:

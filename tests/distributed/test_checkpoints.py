@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import rank_tasks
 from support.pool import Pool, PoolError
-from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
 from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
@@ -38,6 +38,7 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
     "gemma3": lambda folder: write_tiny_gemma3(
         folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
     ),
+    "gemma3_text": lambda folder: write_tiny_gemma3_text(folder, tied=True),
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
     "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
@@ -122,7 +123,7 @@ def test_there_and_back(
     (kind,) = config["architectures"]
     _, report = getattr(transformers, kind).from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not report["missing_keys"] and not report["mismatched_keys"]
-    text = name in ("qwen3 experts", "qwen3_next")
+    text = name in ("gemma3_text", "qwen3 experts", "qwen3_next")
     made = transformers.AutoProcessor.from_pretrained(tmp_path / "hf")
     assert ("Tokenizer" if text else "Processor") in type(made).__name__
     found = call(

@@ -24,6 +24,7 @@ PUBLISHED = {
     "qwen25_vl_sft": "3b",
     "qwen3_asr_sft": "1.7b",
     "qwen25_omni_sft": "3b",
+    "gemma3_text_sft": "270m",
     "qwen3_sft": "0.6b",
     "qwen3_moe_sft": "30b-a3b",
     "qwen3_next_sft": "80b-a3b",

@@ -23,7 +23,7 @@ from support.sound_rows import sound_examples
 from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
-from support.tiny_gemma3 import write_tiny_gemma3
+from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
 from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
@@ -91,6 +91,7 @@ CASES = {
     "qwen3_asr": Case("qwen3_asr_sft", write_tiny_qwen3_asr, sound_examples, "audio,projector,language"),
     "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
     "gemma3": Case("gemma3_sft", write_tiny_gemma3, tile_examples, TILED),
+    "gemma3_text": Case("gemma3_text_sft", write_tiny_gemma3_text, text_examples, "language"),
     "qwen3 experts": Case(
         "qwen3_moe_sft", lambda f: write_tiny_qwen3(f, moe=True), text_examples, "language", ALL + EXPERTS
     ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.engine import Zoo
 from support.tiny import load_plain, rewrite
+from support.tiny_gemma3 import write_tiny_gemma3_text
 from support.tiny_qwen3 import tiny_config, write_tiny_qwen3
 from support.tiny_qwen3_next import write_tiny_qwen3_next
 from support.tiny_qwen35 import published as stacked
@@ -31,6 +32,8 @@ class Case:
 
 
 CASES = {
+    "gemma3_text": Case(write_tiny_gemma3_text, {}, ("model.family=gemma3_text",)),
+    "gemma3_text tied": Case(write_tiny_gemma3_text, {"tied": True}, ("model.family=gemma3_text",)),
     "qwen3": Case(write_tiny_qwen3, {}, ("model.family=qwen3",)),
     "qwen3 tied": Case(write_tiny_qwen3, {"tied": True}, ("model.family=qwen3",)),
     "qwen3 experts": Case(write_tiny_qwen3, {"moe": True}, ("model.family=qwen3",)),
@@ -52,7 +55,9 @@ def test_what_goes_in_comes_out_as_published(
     source = case.write(tmp_path / "in", **case.config)
     wanted = tensors(source)
     assert ("lm_head.weight" in wanted) != case.config.get("tied", False)
-    assert any("experts.0." in tensor for tensor in wanted) == (name not in ("qwen3", "qwen3 tied"))
+    assert any("experts.0." in tensor for tensor in wanted) == (
+        name not in ("qwen3", "qwen3 tied", "gemma3_text", "gemma3_text tied")
+    )
     before = load_plain(source).state_dict()
     if not published:
         rewrite(source, stacked)

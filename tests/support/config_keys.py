@@ -40,6 +40,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen3_asr": ("qwen3_asr", "Qwen3ASRForConditionalGeneration"),
     "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
     "gemma3": ("gemma3", "Gemma3ForConditionalGeneration"),
+    "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
     "glm4v_moe": ("glm45v", "Glm4vMoeForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
@@ -65,6 +66,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_qwen3_asr.tiny_config()
     elif case == "gemma3":
         config = tiny_gemma3.tiny_config()
+    elif case == "gemma3_text":
+        config = tiny_gemma3.tiny_text_config()
     elif case == "glm4v_moe":
         config = tiny_glm45v.tiny_config()
     elif case == "qwen2_5_vl":
@@ -140,6 +143,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     found |= {"local rotary": config.local_rotary, "window": decoder.window_size}
     found |= {"activation": decoder.activation_func, "softmax scale": decoder.softmax_scale}
     found |= {"rotary": config.rotary, "tied": config.tied, "vocabulary": config.text.vocab_size}
+    found |= {"embedding scale": config.embedding_scale, "logit softcap": config.logit_softcap}
     found |= {"deepstack": config._deepstack, "std": config.text.initializer_range}
     found |= {"costs": config.tower_costs(), "step": _step(family, config)}
     if hasattr(config, "tiling"):

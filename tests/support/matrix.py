@@ -99,6 +99,12 @@ def _gemma3(folder: Path) -> Path:
     return write_tiny_gemma3(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
 
 
+def _gemma3_text(folder: Path) -> Path:
+    from support.tiny_gemma3 import FULL, SLIDING, write_tiny_gemma3_text
+
+    return write_tiny_gemma3_text(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
+
+
 def _qwen3(folder: Path) -> Path:
     from support.tiny_qwen3 import write_tiny_qwen3
 
@@ -218,6 +224,9 @@ MODELS = {
         (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
         published="tiny_gemma3:publish",
     ),
+    "capped": Model(
+        "text alone, sliding layers, capped logits", "gemma3_text_sft", _gemma3_text, text_examples, SAID
+    ),
     "text": Model(
         "text alone, dense and with experts",
         "qwen3_moe_sft",
@@ -290,6 +299,7 @@ CORE = {
     ("tp2", "windows omni"),
     ("tp2 sp", "windows"),
     ("cp2", "two-way"),
+    ("tp2 sp", "capped"),
     ("ep2", "text"),
     ("pp2", "next"),
     ("ep2", "tiles"),
@@ -303,7 +313,7 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way")
+        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way", "capped")
     },
     **{
         ("tp2", model): NEEDS_SP

@@ -243,6 +243,15 @@ SLOW: dict[str, dict[str, int]] = {
         "test_rows_from_a_padded_batch": 7,
         "test_activations_made_again_give_the_same_gradients": 0,
     },
+    "parity/test_gemma3_text.py": {
+        "test_other_architectures": 5,
+        "test_every_gradient": 5,
+        "test_rows_by_themselves": 0,
+        "test_rows_packed": 0,
+        "test_rows_packed_backwards": 0,
+        "test_rows_from_a_padded_batch": 0,
+        "test_activations_made_again_give_the_same_gradients": 0,
+    },
     "parity/test_qwen3_next.py": {
         "test_other_architectures_or_an_error": 12,
         "test_every_gradient": 5,

@@ -125,6 +125,11 @@ GEMMA3: dict[str, Any] = {
     "stored": tiny_gemma3.publish,
     "publish": tiny_gemma3.publish,
 }
+GEMMA3_TEXT: dict[str, Any] = {
+    "kind": "Gemma3ForCausalLM",
+    "examples": text_examples,
+    "randomise": tiny_gemma3.randomise,
+}
 INTERNVL: dict[str, Any] = {
     "kind": "InternVLForConditionalGeneration",
     "examples": tile_examples,
@@ -169,6 +174,7 @@ TINY = {
     "qwen3_asr": Stack("qwen3_asr_sft", "tiny", **QWEN3_ASR),
     "qwen25_omni": Stack("qwen25_omni_sft", "tiny", **QWEN25_OMNI),
     "gemma3": Stack("gemma3_sft", "tiny", **GEMMA3),
+    "gemma3_text": Stack("gemma3_text_sft", "tiny", **GEMMA3_TEXT),
     "qwen3": Stack("qwen3_moe_sft", "tiny-moe", **QWEN3),
     "qwen3_next": Stack("qwen3_next_sft", "tiny", **QWEN3_NEXT),
     "glm45v": Stack("glm45v_sft", "tiny", **GLM45V),
@@ -250,6 +256,10 @@ ODD = {
         TINY["gemma3"],
         text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
         vision={"hidden_size": 80, "intermediate_size": 100},
+    ),
+    "gemma3_text odd": replace(
+        TINY["gemma3_text"],
+        text={"head_dim": 20, "hidden_size": 40, "intermediate_size": 100, "vocab_size": 389},
     ),
     "glm45v odd": replace(
         TINY["glm45v"],
@@ -335,6 +345,12 @@ WIDE = {
         text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
         vision={"num_hidden_layers": 2},
         **GEMMA3,
+    ),
+    "gemma3_text 270m": Stack(
+        "gemma3_text_sft",
+        "270m",
+        text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
+        **GEMMA3_TEXT,
     ),
     "internvl 1b": Stack(
         "internvl_sft", "1b", text=SMALL, vision={"num_hidden_layers": 2, "image_size": 112}, **INTERNVL

@@ -24,6 +24,7 @@ RECIPES = [
     ("qwen3_asr_sft", "tiny"),
     ("qwen25_omni_sft", "tiny"),
     ("gemma3_sft", "tiny"),
+    ("gemma3_text_sft", "tiny"),
     ("qwen3_sft", "tiny"),
     ("qwen3_moe_sft", "tiny-moe"),
     ("qwen3_next_sft", "tiny"),

@@ -71,6 +71,15 @@ def tiny_config(
     return config
 
 
+def tiny_text_config(*, tied: bool = False, **text: Any) -> Any:
+    """transformers' config of text alone, with capped logits; `text` replaces or adds keys."""
+    from transformers import Gemma3TextConfig
+
+    return Gemma3TextConfig(
+        **copy.deepcopy(TEXT | {"final_logit_softcapping": 3.0} | text), tie_word_embeddings=tied
+    )
+
+
 @torch.no_grad()
 def randomise(name: str, parameter: Tensor) -> None:
     """As for all families, but for the decoder's norms, which lie around zero, and what is named like an embedding."""
@@ -121,4 +130,18 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, published: bool = True, **
     if published:
         tiny.rewrite(folder, publish)
     build_processor(tiny_one).save(folder)
+    return folder
+
+
+def write_tiny_gemma3_text(folder: Path, *, seed: int = 0, **config: Any) -> Path:
+    """Write a checkpoint of `tiny_text_config(**config)` and give back its folder."""
+    from transformers import Gemma3ForCausalLM
+
+    from zoo.data.processors.text import TextProcessor
+
+    tiny_one = tiny_text_config(**config)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        tiny.random_model(Gemma3ForCausalLM, tiny_one, randomise).save_pretrained(folder)
+    TextProcessor.build(tiny_one).save(folder)
     return folder

@@ -51,6 +51,12 @@ def _refuse_unbuilt(config: Any) -> None:
     for key, value, built in wanted:
         if value != built:
             raise UserError(f"{where}{key} is {value!r}; this decoder has {built!r} only")
+    both_ways = getattr(text, "use_bidirectional_attention", None)
+    if both_ways:
+        raise UserError(
+            f"{where}use_bidirectional_attention is {both_ways!r}: an encoder of text, which has no next token to learn; "
+            "wanted false"
+        )
     _refuse_dropout(where, text)
 
 

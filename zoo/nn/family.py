@@ -175,6 +175,16 @@ class FamilyConfig:
         """Rotary embedding of layers that see a window; None: that of all layers."""
         return None
 
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of tokens' embeddings."""
+        return 1.0
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """c of logits that are capped, c tanh(logits / c); None: they are not."""
+        return None
+
     def tower_costs(self) -> dict[str, TowerCost]:
         """What towers cost by name, a row being a patch: of a vision tower whose mergers make one embedding of a square.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from zoo.errors import UserError
 from zoo.nn.family import FamilyConfig
 from zoo.nn.inputs import RotaryShape
 
@@ -14,14 +13,6 @@ class WindowedConfig(FamilyConfig):
 
     sliding: ClassVar[bool] = True
     traits: ClassVar[tuple[str, ...]] = ("qk_norm", "zero_centered", "sandwich_norms")
-
-    def check(self) -> None:
-        """UserError for a decoder that is not causal."""
-        if self.text.use_bidirectional_attention:
-            raise UserError(
-                f"text_config.use_bidirectional_attention is {self.text.use_bidirectional_attention!r}: an encoder of text, "
-                "which has no next token to learn; wanted false"
-            )
 
     @property
     def rotary(self) -> RotaryShape:

@@ -23,6 +23,8 @@ PUBLISHED = {  # recipe, size: tensors and parameters of the published file, a t
     ("qwen3_sft", "32b"): (707, 32_762_123_264),
     ("qwen3_moe_sft", "30b-a3b"): (18_867, 30_532_122_624),
     ("qwen3_moe_sft", "235b-a22b"): (36_945, 235_093_634_560),
+    ("gemma3_text_sft", "270m"): (236, 268_098_176),
+    ("gemma3_text_sft", "1b"): (340, 999_885_952),
     ("qwen3_next_sft", "80b-a3b"): (75_944, 81_324_862_720),
 }
 

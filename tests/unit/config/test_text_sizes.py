@@ -21,6 +21,7 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "tiny": 689_536,
         "tiny-moe": 691_584,
     },
+    "gemma3_text": {"270m": 268_098_176, "1b": 999_885_952, "tiny": 641_408},
     "qwen3_next": {"80b-a3b": 79_674_391_296, "tiny": 1_040_336},
 }
 

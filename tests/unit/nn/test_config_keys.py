@@ -72,13 +72,15 @@ USED_IN = {  # of the above, where they are used all the same
         "llava",
         "llava_onevision",
         "glm4v_moe",
+        "gemma3_text",
         "qwen3",
         "qwen3_moe",
         "qwen3_next",
     },
+    "final_logit_softcapping": {"gemma3_text"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
     "audio_config.max_position_embeddings": {"qwen3_asr"},
-    "text_config.sliding_window": {"gemma3", "llava_next", "qwen3_omni_moe_thinker"},
+    "text_config.sliding_window": {"gemma3", "gemma3_text", "llava_next", "qwen3_omni_moe_thinker"},
 }
 OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "transformers_version": ["4.0.0"],
@@ -233,7 +235,9 @@ def test_keys_that_a_config_does_not_have_change_neither_model(case: str) -> Non
     arch = tiny_arch(case)
     there = {field.name for field in dataclasses.fields(config_class(case, text_part(case)))}
     own = {"mtp_num_hidden_layers", "partial_rotary_factor"} if case.startswith("qwen3_5") else set()
-    own |= {"partial_rotary_factor"} if case == "gemma3" else set()  # breaks transformers' linear scaling
+    own |= (
+        {"partial_rotary_factor"} if case.startswith("gemma3") else set()
+    )  # breaks transformers' linear scaling
     own |= {"partial_rotary_factor"} if case == "qwen3_next" else set()
     if case in ("llava", "llava_onevision", "qwen2_5_vl", "qwen2_5_omni_thinker", "qwen3_asr"):
         own |= {"tie_word_embeddings"}

@@ -33,6 +33,7 @@ class ChatMarkers:
 
 
 CHATML = ChatMarkers(header="<|im_start|>assistant\n", end="<|im_end|>")
+TURNS = ChatMarkers(header="<start_of_turn>model\n", end="<end_of_turn>")
 
 
 class AnswerFinder:

@@ -286,7 +286,7 @@ def transformers_class(arch: Mapping[str, Any]) -> Any:
     config = transformers.CONFIG_MAPPING[arch["model_type"]]
     config = getattr(config, "sub_configs", {}).get("thinker_config", config)
     name = config.__name__.removesuffix("Config")
-    text = getattr(transformers, f"{name}ForCausalLM", None)
+    text = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
     return getattr(transformers, f"{name}ForConditionalGeneration", text)
 
 

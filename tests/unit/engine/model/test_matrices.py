@@ -99,6 +99,7 @@ GLM = {
 }
 WANTED = {  # parameter -> its matrices
     "gemma3_sft": GEMMA3,
+    "gemma3_text_sft": _layer("decoder", ATTENTION, DENSE),
     "qwen25_vl_sft": QWEN25,
     "qwen3_asr_sft": {
         **{f"audio.layers.N.{name}": 1 for name in (*SEPARATE, "fc1", "fc2")},

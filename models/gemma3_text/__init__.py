@@ -1,0 +1,15 @@
+"""Gemma 3 of text alone: sliding and full layers."""
+
+from zoo.models import family
+
+FAMILY = family(
+    __name__,
+    "Gemma3Text",
+    "Gemma 3, text",
+    modalities="text",
+    parts="language",
+    proved="tp sp pp vpp cp dp",
+    model="zoo.nn.vision_language:LanguageModel",
+    step="zoo.steps:PackedStep",
+    processor="zoo.models.gemma3_text.processor:Gemma3TextProcessor.build",
+)
