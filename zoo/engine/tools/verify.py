@@ -279,12 +279,14 @@ def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bo
 def transformers_class(arch: Mapping[str, Any]) -> Any:
     """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
 
-    Of a whole model that is the thinker, which its class loads alone.
+    Of a whole model that is the thinker, which its class loads alone. Not so in FP8: there the thinker's class would
+    leave every scale out, as transformers looks for them under the thinker's own names.
     """
     import transformers
 
     config = transformers.CONFIG_MAPPING[arch["model_type"]]
-    config = getattr(config, "sub_configs", {}).get("thinker_config", config)
+    if not quantisation(arch):
+        config = getattr(config, "sub_configs", {}).get("thinker_config", config)
     name = config.__name__.removesuffix("Config")
     text = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
     return getattr(transformers, f"{name}ForConditionalGeneration", text)
