@@ -17,7 +17,16 @@ from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.mapping.table import Bridge, Entry, Resolution, is_allowed
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.parallel import Comm, ShardInfo, cut, default_comm, full_shape, model_parameters, together
+from zoo.bridge.parallel import (
+    Comm,
+    ShardInfo,
+    cut,
+    default_comm,
+    full_shape,
+    model_parameters,
+    put,
+    together,
+)
 
 
 def load_hf(
@@ -162,7 +171,7 @@ def _fill_all(
         entry = entries[name]
         transform, kind = entry.layout.transform, entry.rule.shard_for(dims)
         if not entry.rule.stacked:
-            parameter.copy_(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard))
+            put(cut(transform.to_zoo(read(entry.hf_names()), dims), kind, shard), parameter)
             continue
         first = shard.ep_rank * parameter.shape[0]
         stacks = [] if entry.layout.per_expert else [source[stack] for stack in entry.hf_names()]

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
-from zoo.bridge.mapping.rules import Sections, Shard
+from zoo.bridge.mapping.rules import PaddedRows, Sections, Shard
 from zoo.errors import UserError
 
 Axis = Literal["tp", "ep", "etp"]
 Cut = Literal["whole", "rows", "columns", "gate-up rows"]
-AnyShard = Shard | Sections | None  # what `Rule.shard_for` says
+AnyShard = Shard | Sections | PaddedRows | None  # what `Rule.shard_for` says
 
 _CUTS: dict[Shard | None, tuple[Cut, Axis]] = {
     None: ("whole", "tp"),
@@ -197,15 +197,30 @@ def shard_axis(shard: AnyShard) -> Axis:
 
 
 def cut(tensor: Tensor, shard: AnyShard, info: ShardInfo) -> Tensor:
-    """This rank's part of a full tensor (of one expert, where the rule stacks them); a view where it can be."""
+    """This rank's part of a full tensor (of one expert, where the rule stacks them); a view where it can be.
+
+    It has no rows of padding: `put` adds them.
+    """
     kind, axis = _cut_of(shard)
     rank, size = info.on(axis)
     if kind == "whole" or size == 1:
         return tensor
+    if isinstance(shard, PaddedRows):
+        share = -(-shard.rows // size)
+        return tensor[share * rank : share * (rank + 1)]
     if kind == "columns":
         return tensor.chunk(size, dim=1)[rank]
     parts = [section.chunk(size)[rank] for section in _sections(tensor, shard)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def put(part: Tensor, held: Tensor) -> None:
+    """Copy what `cut` gave into the tensor that a rank holds; rows of padding behind it are zeros."""
+    if part.shape == held.shape:
+        held.copy_(part)
+        return
+    held[: len(part)].copy_(part)
+    held[len(part) :].zero_()
 
 
 def join(pieces: Sequence[Tensor], shard: AnyShard) -> Tensor:
@@ -215,6 +230,8 @@ def join(pieces: Sequence[Tensor], shard: AnyShard) -> Tensor:
         return pieces[0]
     if kind == "columns":
         return torch.cat(list(pieces), dim=1)
+    if isinstance(shard, PaddedRows):
+        return torch.cat(list(pieces))[: shard.rows]
     by_section = zip(*(_sections(piece, shard) for piece in pieces), strict=True)
     return torch.cat([part for parts in by_section for part in parts])
 
@@ -228,11 +245,13 @@ def full_shape(local: Iterable[int], shard: AnyShard, info: ShardInfo) -> tuple[
         shape[0] *= info.ep_size
     if kind != "whole":
         shape[(1 if kind == "columns" else 0) + stacked] *= info.on(axis)[1]
+    if isinstance(shard, PaddedRows) and shard.rows <= shape[0] < shard.rows + info.tp_size:
+        shape[0] = shard.rows
     return tuple(shape)
 
 
 def _cut_of(shard: AnyShard) -> tuple[Cut, Axis]:
-    return ("rows", "tp") if isinstance(shard, Sections) else _CUTS[shard]
+    return ("rows", "tp") if isinstance(shard, Sections | PaddedRows) else _CUTS[shard]
 
 
 def _sections(tensor: Tensor, shard: AnyShard) -> list[Tensor]:
@@ -240,4 +259,4 @@ def _sections(tensor: Tensor, shard: AnyShard) -> list[Tensor]:
     if isinstance(shard, Sections):
         share = sum(shard.sizes) // tensor.shape[0]
         return list(tensor.split([size // share for size in shard.sizes]))
-    return list(tensor.chunk(2)) if _CUTS[shard][0] == "gate-up rows" else [tensor]
+    return list(tensor.chunk(2)) if _cut_of(shard)[0] == "gate-up rows" else [tensor]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zoo.bridge.export import check
 from zoo.bridge.export_plan import Plan, make_plan
+from zoo.bridge.mapping.rules import PaddedRows
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.parallel import (
@@ -230,8 +231,8 @@ def _joined(ranks: Tensor, kind: Any) -> Tensor:
     """The full tensor (of one expert) from the parts (ranks, ...) of all ranks; a view where rows lie one below the other."""
     if len(ranks) == 1:
         return ranks[0]
-    if kind == "tp0" and ranks.is_contiguous():
-        return ranks.flatten(0, 1)
+    if (kind == "tp0" or isinstance(kind, PaddedRows)) and ranks.is_contiguous():
+        return ranks.flatten(0, 1)[: kind.rows if isinstance(kind, PaddedRows) else None]
     return join(list(ranks), kind)
 
 

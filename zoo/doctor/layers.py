@@ -94,7 +94,7 @@ def make_subject(recipe: Recipe, whole: Any, device: torch.device) -> Subject:
     torch.manual_seed(0)
     model = MultimodalModel(
         local,
-        vocab_size=whole.vocab_size // recipe.parallel.tp,
+        vocab_size=-(-whole.vocab_size // recipe.parallel.tp),
         rotary=rotary,
         backend=recipe.engine.backend,
         stage=Stage(first=False, last=True),

@@ -42,7 +42,7 @@ from zoo.nn.decoder.router import track_layers
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
 from zoo.nn.head.score import ScoreHead
-from zoo.nn.head.tokens import at_temperature, cross_entropy, most_likely
+from zoo.nn.head.tokens import at_temperature, clear_padding, cross_entropy, most_likely, without_padding
 from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
 
@@ -89,6 +89,8 @@ class MultimodalModel(LanguageModule):
                 f"deepstack_layers names {sorted(self.deepstack_layers)}; one tower may have deepstack"
             )
         self.vocab_size = vocab_size
+        rows = -(-vocab_size // groups.tp.size())  # of this rank; the last ranks' are padded
+        self.local_vocab = max(0, min(rows, vocab_size - rows * groups.tp.rank()))
         self.input_tensor: Tensor | None = None
         assert config.kv_channels is not None
         self.rotary = Rotary.of(config.kv_channels, rotary)
@@ -98,7 +100,7 @@ class MultimodalModel(LanguageModule):
         if stage.first or self.mtp_process:
             self.embedding = LanguageModelEmbedding(
                 config=config,
-                vocab_size=vocab_size,
+                vocab_size=rows * groups.tp.size(),
                 max_sequence_length=0,
                 position_embedding_type="none",
                 scatter_to_sequence_parallel=False,  # media are placed first
@@ -117,7 +119,7 @@ class MultimodalModel(LanguageModule):
             head_config.sequence_parallel = False  # rows are gathered, then only labelled ones kept
             self.output_layer = tensor_parallel.ColumnParallelLinear(
                 config.hidden_size,
-                vocab_size,
+                rows * groups.tp.size(),
                 config=head_config,
                 init_method=config.init_method,
                 bias=False,
@@ -129,6 +131,7 @@ class MultimodalModel(LanguageModule):
             # Not `mtp`: megatron-core's schedules look inside what has that name.
             self.multi_token = self._make_mtp(config, backend, groups)
         if stage.first or stage.last:
+            clear_padding(self, self.local_vocab)
             self.setup_embeddings_and_output_layer()
 
     @staticmethod
@@ -165,13 +168,16 @@ class MultimodalModel(LanguageModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """As megatron-core's, which expects a vocabulary's head."""
+        """As megatron-core's, which expects a vocabulary's head; vocabularies have their own sizes, without padding."""
         about = (prefix, sharded_offsets, metadata)
         found: dict[str, Any] = (
             super(LanguageModule, self).sharded_state_dict(*about)
             if self.scores
             else super().sharded_state_dict(*about)
         )
+        for entry in found.values():
+            if getattr(entry, "allow_shape_mismatch", False):  # embedding and head
+                entry.global_shape = (self.vocab_size, *entry.global_shape[1:])
         return found
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -352,6 +358,7 @@ class MultimodalModel(LanguageModule):
                 return self.score(states)
             logits = self._logits(states, weight)
             logits = gather_from_tensor_model_parallel_region(logits, group=self.tp_group)
+            logits = logits[..., : self.vocab_size]
             return logits.transpose(0, 1) if rows is None else logits
         assert rows is not None
         count = rows.shape[0]
@@ -377,7 +384,8 @@ class MultimodalModel(LanguageModule):
         """(..., vocab/tp) of states (..., hidden)."""
         logits: Tensor = self.output_layer(states, weight=weight)[0]
         cap = self.logit_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        return without_padding(logits, self.local_vocab)
 
 
 def _to(index: Tensor, like: Tensor) -> Tensor:

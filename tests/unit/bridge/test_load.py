@@ -10,8 +10,8 @@ from bridge_fakes import DIMS, LAYERS, Tiny
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from zoo.bridge import BridgeError, Comm, Dims, SafetensorsFolder, Sections, ShardInfo, load_hf
-from zoo.bridge.parallel import cut, full_shape, join
+from zoo.bridge import BridgeError, Comm, Dims, PaddedRows, SafetensorsFolder, Sections, ShardInfo, load_hf
+from zoo.bridge.parallel import cut, full_shape, join, put
 from zoo.bridges.qwen3_omni import BRIDGE
 
 ALL = range(LAYERS)
@@ -160,6 +160,18 @@ def test_cut_and_join_are_inverse(shard: Any) -> None:
     stack = (5,) if shard in ("expert1", "expert2") else ()
     wanted = (10, 12, 6) if stack else (12, 6)
     assert full_shape((*stack, *pieces[0].shape), shard, infos[0]) == wanted
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(12, 3), (13, 3), (5, 4)])
+def test_rows_that_ranks_do_not_divide(rows: int, ranks: int) -> None:
+    """Of 5 rows on 4 ranks the last has none."""
+    full, shard = torch.randn(rows, 6), PaddedRows(rows)
+    infos = [ShardInfo(tp_rank=rank, tp_size=ranks) for rank in range(ranks)]
+    held = torch.full((ranks, -(-rows // ranks), 6), float("nan"))
+    for info, mine in zip(infos, held, strict=True):
+        put(cut(full, shard, info), mine)
+        assert full_shape(mine.shape, shard, info) == (rows, 6)
+    assert torch.equal(join(list(held), shard), full) and not held.flatten(0, 1)[rows:].any()
 
 
 def test_each_section_is_cut_by_itself() -> None:

@@ -220,8 +220,12 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
         ),
         (
             2,
-            {"parallel.tp": 2, "model.arch.thinker_config.text_config.vocab_size": 385},
-            "parallel.tp=2 does not divide the model's vocab_size 385; 1, 5, 7, 11, 35, 55, 77 or 385 would",
+            {
+                "parallel.tp": 2,
+                "model.arch.thinker_config.text_config.intermediate_size": 35,
+                "model.arch.thinker_config.text_config.mlp_only_layers": [0],
+            },
+            "parallel.tp=2 does not divide the model's intermediate_size 35; 1, 5, 7 or 35 would",
         ),
         (
             1,

@@ -30,7 +30,14 @@ class Sections:
     sizes: tuple[int, ...]  # rows of each section of the full tensor
 
 
-SectionsOf = Callable[[Dims], Sections]  # where the sections depend on the architecture
+@dataclass(frozen=True)
+class PaddedRows:
+    """A shard of rows that TP need not divide: equal parts, the last of which end in rows of zeros that nobody reads."""
+
+    rows: int  # of the full tensor, without padding
+
+
+ShardOf = Callable[[Dims], Shard | Sections | PaddedRows]  # where it depends on the architecture
 
 _WILDCARDS = {"layer": r"(?P<layer>0|[1-9]\d*)", "expert": r"(?P<expert>0|[1-9]\d*)", "rest": r"(?P<rest>.+)"}
 
@@ -90,7 +97,7 @@ class Rule:
 
     zoo: str
     layouts: tuple[Layout, ...]
-    shard: Shard | SectionsOf | None = None
+    shard: Shard | ShardOf | None = None
     tied_to: str | None = (
         None  # HF name that holds this tensor when Dims.tied; nothing of its own is written then
     )
@@ -123,7 +130,7 @@ class Rule:
             return (Layout((self.tied_to,)),)
         return self.layouts
 
-    def shard_for(self, dims: Dims) -> Shard | Sections | None:
+    def shard_for(self, dims: Dims) -> Shard | Sections | PaddedRows | None:
         """How ranks share the tensor in a model of these dims."""
         return self.shard(dims) if callable(self.shard) else self.shard
 
@@ -133,7 +140,7 @@ class Rule:
 
 
 def rule(
-    zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | SectionsOf | None = None
+    zoo: str, *hf: str, transform: Transform | None = None, shard: Shard | ShardOf | None = None
 ) -> Rule:
     """A rule with one layout; without a transform the single HF tensor is copied."""
     return Rule(zoo, (Layout(hf, transform or Copy()),), shard)

@@ -9,20 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zoo.bridge.mapping.rules import Layout, Rule, per_expert_down, per_expert_gate_up, rule
+from zoo.bridge.mapping.rules import (
+    Layout,
+    PaddedRows,
+    Rule,
+    Shard,
+    per_expert_down,
+    per_expert_gate_up,
+    rule,
+)
 from zoo.bridge.mapping.table import SCORE
-from zoo.bridge.mapping.transforms import QKV, GateUp, Transform, Transposed
+from zoo.bridge.mapping.transforms import QKV, Dims, GateUp, Transform, Transposed
 
 
 def decoder_ends(hf: str, head: str, score: str = SCORE) -> tuple[Rule, ...]:
     """Embedding, final norm, and the head of that name, which a tied model does not have; a reward model has `score` in its place."""
     embedding = f"{hf}.embed_tokens.weight"
     return (
-        rule("embedding.word_embeddings.weight", embedding, shard="tp0"),
+        rule("embedding.word_embeddings.weight", embedding, shard=_vocabulary),
         rule("decoder.final_layernorm.weight", f"{hf}.norm.weight"),
-        Rule("output_layer.weight", (Layout((head,)),), "tp0", tied_to=embedding),
+        Rule("output_layer.weight", (Layout((head,)),), _vocabulary, tied_to=embedding),
         rule(SCORE, score),
     )
+
+
+def _vocabulary(dims: Dims) -> Shard | PaddedRows:
+    return PaddedRows(dims.vocabulary) if dims.vocabulary else "tp0"
 
 
 def attention_layer(

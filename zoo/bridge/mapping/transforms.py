@@ -24,6 +24,7 @@ class Dims:
     kv_heads: int  # key/value heads: Megatron-Core's query groups
     head_dim: int  # width of a head
     experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
+    vocabulary: int = 0  # tokens of embedding and head, 0 where tensor parallel ranks divide them
     linear_keys: int = 0  # of a linear-attention layer: width of all its keys (and of all its queries)
     linear_key_heads: int = 0  # key heads
     linear_values: int = 0  # width of all its values
@@ -44,6 +45,7 @@ class Dims:
             kv_heads=read("num_key_value_heads", None) or heads,
             head_dim=read("head_dim", None) or read("hidden_size", None) // heads,
             experts=read("num_experts", None) or 0,
+            vocabulary=read("vocab_size", None) or 0,
             linear_keys=key_heads * (read("linear_key_head_dim", None) or 0),
             linear_key_heads=key_heads,
             linear_values=value_heads * (read("linear_value_head_dim", None) or 0),

@@ -59,12 +59,12 @@ def _check_sizes(recipe: Recipe) -> None:
                 f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "
                 f"heads of the model; {_listed(fitting)} would"
             )
-    for key in ("vocab_size",) if all_sparse(recipe, text) else ("vocab_size", "intermediate_size"):
-        size = text.get(key)
-        if size and size % parallel.tp:
-            raise ConfigError(
-                f"parallel.tp={parallel.tp} does not divide the model's {key} {size}; {_listed(_divisors(size))} would"
-            )
+    width = None if all_sparse(recipe, text) else text.get("intermediate_size")
+    if width and width % parallel.tp:
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} does not divide the model's intermediate_size {width}; "
+            f"{_listed(_divisors(width))} would"
+        )
     if "linear_attention" in (text.get("layer_types") or ()):
         _check_linear_attention(recipe, text)
     _check_stages(recipe, layers)

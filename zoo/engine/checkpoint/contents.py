@@ -233,7 +233,7 @@ def _moment_wanted(
     moment: Moment, pieces: Callable[[Tensor], list[Piece]]
 ) -> tuple[list[Piece], Callable[[], None] | None]:
     values = moment.values
-    target = values if moment.exponents is None else torch.empty(values.numel(), device=values.device)
+    target = values if moment.exponents is None else torch.zeros(values.numel(), device=values.device)
     if found := pieces(target):
         return found, None if target is values else lambda: moment.write(target)
     moment.write(torch.zeros(values.numel(), device=values.device))
@@ -245,12 +245,12 @@ def _master_wanted(
 ) -> tuple[list[Piece], Callable[[], None] | None]:
     part = mine.part.detach()
     half = part.dtype == torch.bfloat16
-    rest = mine.optimizer.state[mine.part][MASTER] if half else torch.empty_like(part, dtype=torch.int16)
+    rest = mine.optimizer.state[mine.part][MASTER] if half else torch.zeros_like(part, dtype=torch.int16)
     if found := pieces(_REST, rest):
         return found, None if half else lambda: mine.complete(rest)
     if not half:
         return pieces(_MAIN, part), None
-    target = torch.empty_like(part, dtype=torch.float32)
+    target = torch.zeros_like(part, dtype=torch.float32)  # padding is in no checkpoint
     return pieces(_MAIN, target) or pieces("", target), lambda: mine.optimizer.set_scaled_state(
         mine.part, MASTER, target
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, load_hf
 from zoo.bridge.native import check_sums, native
-from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters
+from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
 from zoo.config.locate import Place, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
@@ -113,7 +113,7 @@ def randomise(
             parameter.copy_(cut(initial(shape, _generator(f"{seed}/{name}")), how, shard))
             continue
         if not entry.rule.stacked:
-            parameter.copy_(cut(_normal(shape, std, f"{seed}/{name}", parameter.device), how, shard))
+            put(cut(_normal(shape, std, f"{seed}/{name}", parameter.device), how, shard), parameter)
             continue
         first = shard.ep_rank * parameter.shape[0]
         for local in range(parameter.shape[0]):

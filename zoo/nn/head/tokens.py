@@ -10,6 +10,38 @@ from torch import Tensor
 
 from zoo.nn.kernels import fused
 
+NEVER = -1e30  # logit of a token that is none: its probability is 0, and its product with that is, too
+
+
+class _WithoutPadding(torch.autograd.Function):
+    """Probabilities of 0 leave no gradient to take away."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, count: int) -> Tensor:
+        logits[..., count:] = NEVER
+        ctx.mark_dirty(logits)
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+@torch.no_grad()
+def clear_padding(model: torch.nn.Module, count: int) -> None:
+    """Zero the rows of this rank's embedding and head from `count` on, which stand for no token."""
+    for name, parameter in model.named_parameters():
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            parameter[count:].zero_()
+
+
+def without_padding(logits: Tensor, count: int) -> Tensor:
+    """logits (..., vocab/tp), whose columns from `count` on stand for no token and become NEVER, in place."""
+    if count == logits.shape[-1]:
+        return logits
+    found: Tensor = _WithoutPadding.apply(logits, count)
+    return found
+
 
 def at_temperature(logits: Tensor, temperature: float | Tensor) -> Tensor:
     """logits (N, vocab/tp) divided by a temperature, a number or (N,)."""

@@ -105,7 +105,9 @@ def boxes(entry: Any) -> list[Box]:
     if isinstance(entry, ShardedTensor):
         offsets = (0,) * len(entry.local_shape)
         lead = entry.prepend_axis_num
-        return [Box(entry.key, entry.global_shape, entry.global_offset, lead, offsets, entry.local_shape)]
+        ends = zip(entry.local_shape, entry.global_shape[lead:], entry.global_offset[lead:], strict=True)
+        sizes = tuple(max(0, min(size, whole - first)) for size, whole, first in ends)  # without padding
+        return [Box(entry.key, entry.global_shape, entry.global_offset, lead, offsets, sizes)]
     assert isinstance(entry, ShardedTensorFactory), entry
     probe = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
     found = []
@@ -134,8 +136,9 @@ def unravelled(flat: int, shape: Shape) -> Shape:
 def whole(cut: Sequence[Box], data: Tensor, *, steady: bool = True) -> Iterator[Piece]:
     """The pieces of a parameter, or of a tensor of its shape."""
     for box in cut:
-        view = _narrowed(data, box.offsets, box.sizes)
-        yield _piece(box, "", view, box.offsets, box.sizes, steady)
+        if all(box.sizes):
+            view = _narrowed(data, box.offsets, box.sizes)
+            yield _piece(box, "", view, box.offsets, box.sizes, steady)
 
 
 def flat(cut: Sequence[Box], shape: Shape, data: Tensor, start: int, prefix: str = "") -> Iterator[Piece]:
