@@ -10,6 +10,8 @@ import torch
 from support import rank_tasks
 from support.pool import Pool
 
+from zoo.engine.launch.rank_group import free_port
+
 LIMIT = 1e-5
 # eps above the gradients' rounding noise, which Adam would otherwise blow up to steps of size lr.
 COMMON = (
@@ -144,3 +146,10 @@ def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool,
     (last,) = run("tp2", resumed)
     for key in ("loss", "mtp_loss", "grad_norm"):
         assert relative(last[key], steps["serial"][2][key]) < FOLLOWED, key
+
+
+def test_a_process_can_train_again_with_all_its_memory(pool: Pool, tmp_path: Path) -> None:
+    folders, ports = [str(tmp_path / name) for name in ("first", "second")], [free_port(), free_port()]
+    for first, second in pool.run(2, rank_tasks.train_twice, list(COMMON), folders, ports, timeout=300.0):
+        assert first[0] == second[0] == 0
+        assert second[1] <= first[1] < 8  # a run makes some twenty groups

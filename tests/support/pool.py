@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -33,7 +34,7 @@ import pytest
 
 from zoo.engine.launch.rank_group import free_port
 
-CALLS = 8  # after which the ranks are replaced: gloo leaves the threads of each call's groups behind
+CALLS = 8  # after which new ranks replace them, which costs little: what calls leave behind ends there
 START_SECONDS = 300.0  # imports of all ranks
 SETTLE_SECONDS = 10.0  # after a rank failed: time for the others to end too, on a busy machine
 _LAST_LINES = 25
@@ -220,12 +221,22 @@ def _serve(index: int, connection: Connection, log: str) -> None:
         os.dup2(out.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True, file=sys.stderr)
     connection.send_bytes(pickle.dumps((True, None)))
+    gc.freeze()  # imports: a collection needs not look at them
     while True:
         try:
             message = connection.recv_bytes()
         except EOFError:
             return
         connection.send_bytes(_answer(index, message))
+        _free()
+
+
+def _free() -> None:
+    """Let models go, and with them the process groups that they hold: each has threads that wake up 100 times a second."""
+    from zoo.engine.train.optimization import release_ddp
+
+    release_ddp([one for one in gc.get_objects() if type(one).__name__ == "DistributedDataParallel"])
+    gc.collect()
 
 
 def _answer(index: int, message: bytes) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,20 @@ def train(
     lines = (Path(result.run_dir) / "train.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "grad_norm" in record]
     return {"losses": list(result.losses), "steps": steps, "metrics": result.metrics}
+
+
+def train_twice(
+    rank: int, size: int, overrides: Sequence[str], folders: Sequence[str], ports: Sequence[int]
+) -> list[tuple[int, int]]:
+    """`train` into each folder; what it leaves behind each time: parameters, and threads of gloo's."""
+    left = []
+    for folder, port in zip(folders, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        train(rank, size, [*overrides, f"run.dir={folder}"])
+        names = [(thread / "comm").read_text() for thread in Path("/proc/self/task").iterdir()]
+        parameters = sum(isinstance(one, torch.nn.Parameter) for one in gc.get_objects())
+        left.append((parameters, sum("gloo" in name for name in names)))
+    return left
 
 
 def train_in_the_former_format(

@@ -186,6 +186,12 @@ class Run:
         self.callbacks.raise_failure(self.done, self.saved, ended=True)
         return result
 
+    def release(self) -> None:
+        """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
+        if hasattr(self, "trainable"):
+            optimization.release_ddp([*self.trainable.chunks])
+            del self.trainable, self.train_step
+
     def _was_completed(self) -> bool:
         """Whether an earlier start has done all steps, the evaluation and the export, as this rank sees it."""
         summary = read_summary(self.folder)

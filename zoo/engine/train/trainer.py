@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,10 @@ def train(recipe: Recipe, callbacks: Sequence[Any] = ()) -> TrainResult:
     with interrupts() as stop, explained(recipe), stop.undisguised():
         _refuse_misfit(recipe)
         check_kernels(recipe)
-        return _train(recipe, stop, startup.mark("checks"), callbacks)
+        try:
+            return _train(recipe, stop, startup.mark("checks"), callbacks)
+        finally:
+            gc.collect()  # modules and process groups hold one another; a script under torchrun may train again
 
 
 def _refuse_misfit(recipe: Recipe) -> None:
@@ -56,9 +60,12 @@ def _train(recipe: Recipe, stop: Interrupts, startup: Startup, given: Sequence[A
             Watch(recipe, here, stop, lock) as watch,
             memory_explained(recipe),
         ):
+            run = Run(recipe, here, stop, startup, watch.progress, callbacks)
             try:
-                return Run(recipe, here, stop, startup, watch.progress, callbacks).run()
+                return run.run()
             except RuntimeError as error:
                 if (refused := refusal(error)) is not None:
                     raise refused from None
                 raise
+            finally:
+                run.release()
