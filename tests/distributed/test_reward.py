@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix import MODELS
+from support.engine import recipe_for, single_process_world
+from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
-from support.preference import OF_MODELS, encoded_pairs, write_pairs
+from support.preference import OF_MODELS, classifier, encoded_pairs, pair_run, write_pairs
+
+from zoo.engine.model.build import assemble
 
 
 def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> dict[str, Any]:
@@ -40,27 +43,6 @@ def scores_run(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) ->
         scores = segment_logprobs(step, [chunks[0].eval()], batch, here)
     halves = [features for pair in found for features, _ in pair.halves]
     return {"metrics": result.metrics, "scores": scores, "features": halves}
-
-
-def classifier(name: str) -> Any:
-    """transformers' class; where it has none, what its documentation has one write: the generic one of the same model."""
-    from transformers import (
-        AutoModelForSequenceClassification,
-        LlavaOnevisionPreTrainedModel,
-        Qwen3VLPreTrainedModel,
-    )
-    from transformers.modeling_layers import GenericForSequenceClassification
-
-    if name in ("gdn", "text", "next"):
-        return AutoModelForSequenceClassification
-    base = {"dense": Qwen3VLPreTrainedModel, "llava": LlavaOnevisionPreTrainedModel}[name]
-    return type("Classifier", (GenericForSequenceClassification, base), {"forward": forward})
-
-
-def forward(self: Any, **features: Any) -> Any:
-    from types import SimpleNamespace
-
-    return SimpleNamespace(logits=self.score(self.model(**features).last_hidden_state)[:, -1])
 
 
 @pytest.mark.slow
@@ -114,3 +96,119 @@ def converted(run: Path, export: Path, to: Path) -> None:
         for verb in (zoo.score, zoo.generate):
             with pytest.raises(UserError, match="it is a reward model"):
                 verb(place, "digits:heldout")
+
+
+LORA = (
+    "lora.rank=3",
+    "lora.parts=[vision,language]",
+    "train.lr=2e-2",
+    "train.schedule=constant",
+    "packing.align=8",
+    "train.aux_loss=0",
+)
+LAYOUTS = [("tp2", "dense"), ("pp2", "gdn"), ("tp2 sp", "text"), ("cp2 ep2", "omni")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "name"), LAYOUTS)
+def test_adapters_and_the_head_are_trained_under_every_layout(
+    parallel: str, name: str, pool: Pool, tmp_path: Path
+) -> None:
+    """As on one rank, resumed under another layout too; peft has the scores of the run's last evaluation."""
+    from safetensors.torch import load_file
+
+    model, setting = MODELS[name], PARALLEL[parallel]
+    folder = model.write(tmp_path / "model")
+    parts = () if name in ("dense", "gdn") else ("lora.parts=[language]",)
+    common = (
+        *write_pairs(tmp_path / "pairs.jsonl", 5, OF_MODELS.get(name, ("image", "text"))), *model.overrides, *LORA, *parts,
+        f"model.init={folder}", "train.loss=reward", "train.global_batch=2", "packing.budget=1024", "data.lookahead=4", "export=true",
+    )  # fmt: skip
+    runs, other = {}, (setting.ranks, setting.overrides)
+    for case, plan in {
+        "alone": [(3, 1, ())], "spread": [(3, *other)], "there": [(2, 1, ()), (3, *other)], "back": [(2, *other), (3, 1, ())],
+    }.items():  # fmt: skip
+        for steps, ranks, more in plan:
+            given = (*common, *more, f"train.steps={steps}", f"run.dir={tmp_path / case}")
+            runs[case] = pool.run(ranks, pair_run, model.recipe, given, timeout=300.0)[0]
+    last = {
+        case: (found[-2], found[-1]) for case, found in runs.items()
+    }  # the third step, and the evaluation
+    files = {case: load_file(tmp_path / case / "export" / "adapter_model.safetensors") for case in runs}
+    for case in ("spread", "there", "back"):
+        for one, wanted in zip(last[case], last["alone"], strict=True):
+            for key in ("loss", "grad_norm", "rewards/chosen", "rewards/rejected"):
+                if key in wanted:
+                    assert one[key] == pytest.approx(wanted[key], rel=3e-4, abs=3e-5), (case, key)
+        assert files[case].keys() == files["alone"].keys()
+        for key, tensor in files["alone"].items():
+            assert float((files[case][key] - tensor).norm()) < 2e-3 * float(tensor.norm()) + 1e-5, (case, key)
+    (head,) = (key for key in files["alone"] if ".lora_" not in key)
+    assert head == "base_model.model.score.weight"
+    if name != "omni":  # whose thinker has no such class
+        as_peft_has_it(name, folder, tmp_path, last["spread"][1])
+
+
+def as_peft_has_it(name: str, folder: Path, root: Path, evaluation: dict[str, Any]) -> None:
+    """peft on transformers' classifier, and the merged weights in it, give the scores of the evaluation."""
+    import peft
+
+    import zoo
+
+    zoo.convert(root / "spread", root / "merged", quiet=True)
+    plain = {"experts_implementation": "eager"} if name in ("text", "next") else {}
+    base = classifier(name).from_pretrained(folder, num_labels=1, dtype=torch.float32, **plain)
+    adapted = peft.PeftModel.from_pretrained(base, root / "spread" / "export").eval().base_model.model
+    merged = classifier(name).from_pretrained(root / "merged", dtype=torch.float32, **plain).eval()
+    with single_process_world():
+        recipe = recipe_for(
+            folder,
+            *write_pairs(root / "pairs.jsonl", 5, OF_MODELS.get(name, ("image", "text"))),
+            "train.loss=reward",
+            recipe=MODELS[name].recipe,
+        )
+        _, found = encoded_pairs(assemble(recipe).processor, recipe)
+    for hf in (adapted, merged):
+        with torch.no_grad():
+            halves = [features for pair in found for features, _ in pair.halves]
+            scores = torch.cat([hf(**features).logits.flatten() for features in halves])
+        means = [float(half.mean()) for half in scores.view(-1, 2).T]
+        wanted = [evaluation["rewards/chosen"], evaluation["rewards/rejected"]]
+        assert means == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+        assert abs(means[0] - means[1]) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [(), ("lora.rank=2",)], ids=["weights", "adapters"])
+def test_a_reward_model_starts_from_a_language_models_run(
+    adapters: tuple[str, ...], pool: Pool, tmp_path: Path
+) -> None:
+    """From a run's checkpoint as from the folder that it converts to; under adapters of its own, too."""
+    import zoo
+
+    model = MODELS["text"]
+    folder = model.write(tmp_path / "model")
+    common = (
+        *write_pairs(tmp_path / "pairs.jsonl", 3, ("text",)), *model.overrides, "train.steps=1", "train.global_batch=3",
+        "train.lr=1e-2", "train.schedule=constant", "packing.budget=1024",
+    )  # fmt: skip
+    first = (*common, *adapters, f"model.init={folder}", f"run.dir={tmp_path / 'first'}")
+    pool.run(1, pair_run, model.recipe, first, timeout=300.0)
+    zoo.convert(tmp_path / "first", tmp_path / "converted", quiet=True)
+    found = {}
+    for name, more in {
+        "run": ("first", ()),
+        "folder": ("converted", ()),
+        "again": ("first", ("lora.rank=2",)),
+    }.items():
+        given = (f"model.init={tmp_path / more[0]}", f"run.dir={tmp_path / name}", *more[1])
+        found[name] = pool.run(
+            1, pair_run, model.recipe, (*common, "train.loss=reward", *given), timeout=300.0
+        )[0]
+    for name in ("run", "again"):
+        for key in ("loss", "rewards/chosen", "rewards/rejected"):
+            assert found[name][0][key] == pytest.approx(found["folder"][0][key], rel=1e-5, abs=1e-6), (
+                name,
+                key,
+            )
+    assert found["run"][0]["loss"] != pytest.approx(0.6931, abs=1e-4)

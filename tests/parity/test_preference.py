@@ -1,6 +1,7 @@
 """Losses of preference pairs and every gradient are those of transformers' model on each conversation by itself."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.matrix import MODELS
 from support.preference import (
     KINDS,
     OF_MODELS,
+    classifier,
     encoded_pairs,
     hf_logprobs,
     hf_scores,
@@ -145,6 +147,50 @@ def test_rewards_and_gradients_are_those_of_transformers(name: str, tmp_path: Pa
             hf.lm_head.weight.grad = None
             compare(zoo, gradients, hf, model.publish)
             hf.lm_head.weight.grad = grad
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["text", "dense", "gdn", "next"])
+def test_adapters_of_a_reward_model_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    """peft loads adapters and head onto transformers' classifier: loss and every gradient; what peft saves is gone on with."""
+    import peft
+
+    model = MODELS[name]
+    folder = model.write(tmp_path / "model")
+    data = write_pairs(tmp_path / "pairs.jsonl", 3, OF_MODELS.get(name, ("image", "text")))
+    more = (*data, *model.overrides, "lora.rank=2", "train.loss=reward", "train.center_rewards=0.3")
+    with single_process_world() as world:
+        zoo = pair_zoo(folder, model, world, *more)
+        adapters = adapt([zoo.model], zoo.assembly, zoo.recipe, world)
+        lora_files.export_adapters(adapters, tmp_path / "adapter", zoo.assembly, zoo.recipe, world, 0)
+        plain = {"experts_implementation": "eager"} if name in ("text", "next") else {}  # odd widths
+        base = classifier(name).from_pretrained(folder, num_labels=1, dtype=torch.float32, **plain)
+        hf = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).eval()
+        assert isinstance(hf, peft.PeftModelForSequenceClassification)
+        _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
+        halves = [features for pair in found for features, _ in pair.halves]
+        scores = torch.cat([hf.base_model.model(**features).logits.flatten() for features in halves])
+        wanted = plain_reward(scores, 0.3)
+        wanted.backward()
+        batch = make_batch([pair.sample for pair in found], "thd", 4, None, 0)
+        loss, gradients = zoo.gradients([batch], len(found), align=4)
+        assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
+        names = {id(parameter): name for name, parameter in zoo.model.named_parameters()}
+        trained = {name: names[id(parameter)] for name, parameter in adapters.named().items()}
+        assert {name for name, grad in gradients.items() if grad is not None} == set(trained.values())
+        # In the adapters' places, so that their export names the gradients as peft does.
+        hf.save_pretrained(tmp_path / "by_peft")
+        adapters.load({name: gradients[here] for name, here in trained.items()})
+        theirs = {n.replace(".default", ""): p.grad for n, p in hf.named_parameters() if p.requires_grad}
+        published = dict(lora_files.gathered(adapters))
+        assert published.keys() == {n.replace(".modules_to_save", "") for n in theirs}
+        for key, grad in theirs.items():
+            error = float((published[key.replace(".modules_to_save", "")] - grad).norm())
+            assert error < LIMIT * max(float(grad.norm()), 1e-3), key
+        init = replace(zoo.recipe.lora, init=str(tmp_path / "by_peft"))
+        lora_files.start(adapters, replace(zoo.recipe, lora=init))
+        again, _ = zoo.gradients([batch], len(found), align=4)
+        assert again == loss
 
 
 def test_the_base_is_the_model_without_adapters(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -136,6 +137,25 @@ def plain_loss(
 def hf_scores(hf: Any, found: Sequence[Pair]) -> Tensor:
     """(2 P,) of transformers' model whose `lm_head` gives one number: that of each conversation's last token, run by itself."""
     return torch.stack([hf(**features).logits[0, -1, 0] for pair in found for features, _ in pair.halves])
+
+
+def classifier(name: str) -> Any:
+    """transformers' class; where it has none, what its documentation has one write: the generic one of the same model."""
+    from transformers import (
+        AutoModelForSequenceClassification,
+        LlavaOnevisionPreTrainedModel,
+        Qwen3VLPreTrainedModel,
+    )
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    if name in ("gdn", "text", "next"):
+        return AutoModelForSequenceClassification
+    base = {"dense": Qwen3VLPreTrainedModel, "llava": LlavaOnevisionPreTrainedModel}[name]
+    return type("Classifier", (GenericForSequenceClassification, base), {"forward": _forward})
+
+
+def _forward(self: Any, **features: Any) -> Any:
+    return SimpleNamespace(logits=self.score(self.model(**features).last_hidden_state)[:, -1])
 
 
 def plain_reward(scores: Tensor, center: float) -> Tensor:

@@ -12,6 +12,7 @@ from zoo.bridge.mapping.peft import (
     candidates,
     check_config,
     choose,
+    head_name,
     match,
     means,
     peft_config,
@@ -163,6 +164,17 @@ def test_config() -> None:
     for change in ({"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"peft_type": "IA3"}, {"r": 4}):
         with pytest.raises(UserError, match="here: "):
             check_config({**plain, **change}, "here", 8, 16.0)
+
+
+def test_a_reward_models_head_is_saved_whole() -> None:
+    options: dict[str, Any] = {"rank": 8, "alpha": 16.0, "dropout": 0.0, "base": "org/name", "experts": False}
+    config = peft_config(["a.q_proj"], [], head="thinker.score", **options)
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    assert head_name("thinker.score") == "base_model.model.thinker.score.weight"
+    check_config({**config, "modules_to_save": ["classifier", "score"]}, "here", 8, 16.0, "score")
+    for saved, head in ((["score"], None), (["score", "embed_tokens"], "score")):
+        with pytest.raises(UserError, match="modules_to_save"):
+            check_config({**config, "modules_to_save": saved}, "here", 8, 16.0, head)
 
 
 def test_what_does_not_match_is_one_report() -> None:

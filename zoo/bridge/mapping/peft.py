@@ -5,6 +5,8 @@ keys and values; gate and up), each with its own `lora_A` (rank, in) and `lora_B
 `a` (parts * rank, in), their A one below the other, and one `b` (out, rank) with their rows in the weight's order
 (zoo.nn.decoder.lora), which the weight's own transform makes. A part that is not targeted has zeros in `b`.
 
+A reward model's head is trained whole, beside the adapters: PEFT's `modules_to_save`.
+
 Experts are a stacked parameter in transformers, which PEFT calls by `target_parameters`: `lora_A` (experts * rank, in), one
 expert below the other, and `lora_B` (out, rank * experts) with the expert last.
 """
@@ -28,6 +30,8 @@ from zoo.errors import UserError
 ALL = "all-linear"  # every linear of the chosen parts, experts not among them, as in PEFT
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_FOREIGN = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
+_HEADS = ("classifier", "score")  # what PEFT saves of any model of task type SEQ_CLS
 _EXPERTS_OF_OLD = (
     "gate_proj",
     "up_proj",
@@ -134,6 +138,11 @@ def _pair(module: str) -> tuple[str, str]:
     return f"{_PREFIX}{module}.lora_A.weight", f"{_PREFIX}{module}.lora_B.weight"
 
 
+def head_name(module: str) -> str:
+    """PEFT's name of the weight of a reward model's head, a module of that name."""
+    return f"{_PREFIX}{module}.weight"
+
+
 def to_peft(target: Target, a: Tensor, b: Tensor, dims: Dims) -> list[tuple[Tensor, Tensor]]:
     """(A, B) of each of `target.named` out of the full `a` and `b`."""
     if target.stacked:
@@ -170,18 +179,19 @@ def peft_config(
     dropout: float,
     base: str,
     experts: bool,
+    head: str | None = None,
 ) -> dict[str, Any]:
     """adapter_config.json of adapters of those modules and stacked parameters.
 
-    `base`: folder or hub id of the weights that are adapted; `experts`: whether the model has some. In such a model PEFT
-    reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
+    `base`: folder or hub id of the weights that are adapted; `head`: the module that is a reward model's head, which PEFT
+    knows by the last part of its name; `experts`: whether the model has some. In such a model PEFT reads modules called gate_proj, up_proj or down_proj as the experts of older models; as parameters they are what they
     are. Where there are parameters it refuses dropout, which is of no use after training.
     """
     of_old = {name for name in linears if experts and name.endswith(_EXPERTS_OF_OLD)}
     parameters = [*stacks, *(f"{name}.weight" for name in of_old)]
     return {
         "peft_type": "LORA",
-        "task_type": None,
+        "task_type": "SEQ_CLS" if head else None,
         "base_model_name_or_path": base,
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -193,22 +203,31 @@ def peft_config(
         "use_rslora": False,
         "use_dora": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": [head.rpartition(".")[2]] if head else None,
         "inference_mode": True,
     }
 
 
-def check_config(config: Mapping[str, Any], where: str, rank: int, alpha: float) -> None:
-    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank` and `lora.alpha` say."""
+def check_config(
+    config: Mapping[str, Any], where: str, rank: int, alpha: float, head: str | None = None
+) -> None:
+    """UserError where an adapter_config.json is of something else than a recipe's `lora.rank` and `lora.alpha` say.
+
+    `head`: the module that is a reward model's head; without it, no module may be saved whole.
+    """
     wanted = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha}
     for key, value in wanted.items():
         if config.get(key) != value:
             hint = {"r": "lora.rank", "lora_alpha": "lora.alpha"}.get(key)
             fix = f"set {hint}={config.get(key)}" if hint else "only LoRA adapters are read"
             raise UserError(f"{where}: {key} is {config.get(key)!r} there and {value!r} here; {fix}")
-    for key in ("use_rslora", "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias"):
-        if config.get(key):
-            raise UserError(f"{where}: {key} is {config[key]!r}, which zoo's adapters don't have")
+    foreign = {key: config.get(key) for key in _FOREIGN}
+    saved = set(config.get("modules_to_save") or ())
+    if not saved <= ({head.rpartition(".")[2], *_HEADS} if head else set()):
+        foreign["modules_to_save"] = config["modules_to_save"]
+    for key, value in foreign.items():
+        if value:
+            raise UserError(f"{where}: {key} is {value!r}, which zoo's adapters don't have")
 
 
 def match(

@@ -26,11 +26,6 @@ def check_preference(recipe: Recipe) -> None:
         raise ConfigError(
             f"train.center_rewards with train.loss={train.loss}: reward alone has it; leave it out"
         )
-    if train.scores and recipe.lora.rank:
-        raise ConfigError(
-            f"lora.rank={recipe.lora.rank} with train.loss=reward: adapters would leave the new head as it was drawn; train all weights, "
-            "or freeze parts of the model with model.freeze"
-        )
     for key in ("desirable_weight", "undesirable_weight"):
         if getattr(train, key) != 1 and not train.labelled:
             raise ConfigError(f"train.{key} with train.loss={train.loss}: kto alone has it; leave it out")

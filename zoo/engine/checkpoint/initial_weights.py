@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, load_hf
+from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import check_sums, native
 from zoo.bridge.parallel import cut, default_comm, full_shape, model_parameters, put
 from zoo.config.locate import Place, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint import sharded
+from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.engine.distributed.world import World, on_all_cores
 from zoo.engine.model import lora
 from zoo.engine.model.build import Assembly, model_dims
@@ -41,18 +43,10 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
             )  # fmt: skip
         fresh = {name for name, _ in model_parameters(chunks)} - found.entries.keys()
         if fresh:  # a reward model's head
-            randomise(
-                chunks,
-                bridge,
-                dims,
-                shard,
-                recipe.run.seed,
-                assembly.config.text.initializer_range,
-                only=fresh,
-            )
+            _draw(chunks, assembly, recipe, world, only=fresh)
         return
     terminal.doing("drawing random weights")
-    randomise(chunks, bridge, dims, shard, recipe.run.seed, assembly.config.text.initializer_range)
+    _draw(chunks, assembly, recipe, world)
 
 
 def weight_bytes(assembly: Assembly) -> int:
@@ -67,12 +61,16 @@ def load_run(
 ) -> lora.Adapters | None:
     """Weights of a run's checkpoint; where it holds adapters, what they belong to with these merged, and these are returned."""
     settings = sharded.read_origin(run).get("lora")
+    headless = recipe.train.scores and not is_reward_model(run)
     if settings is None:
-        sharded.load_weights(chunks, run.folder, world)
+        sharded.load_weights(chunks, run.folder, world, without=(SCORE,) if headless else ())
+        if headless:
+            _draw(chunks, assembly, recipe, world, only={SCORE})
         return None
     base = replace(assembly, source=sharded.started_from(run))
     init_weights(chunks, base, recipe, world)
-    adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings}), world)
+    loss = {"train.loss": "nll"} if headless else {}
+    adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings, **loss}), world)
     sharded.load_adapters(adapters, run.folder, world)
     adapters.merge()
     return adapters
@@ -83,6 +81,15 @@ def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world
     assert assembly.source is not None
     arch = read_arch(assembly.source.files)
     return lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
+
+
+def _draw(
+    chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World, only: Collection[str] | None = None
+) -> None:
+    """Random weights of a recipe, or of some of its parameters."""
+    bridge, dims = assembly.family.load("bridge"), model_dims(assembly)
+    shard, std = ShardInfo.from_groups(world.groups), assembly.config.text.initializer_range
+    randomise(chunks, bridge, dims, shard, recipe.run.seed, std, only=only)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from zoo.bridge.mapping.peft import (
     CONFIG,
     WEIGHTS,
     check_config,
+    head_name,
     match,
     peft_config,
     tensor_names,
@@ -76,24 +77,37 @@ def start(adapters: Adapters, recipe: Recipe) -> None:
 
 def _read(adapters: Adapters, folder: Path, recipe: Recipe) -> None:
     config = read_object(folder / CONFIG)
-    check_config(config, str(folder / CONFIG), recipe.lora.rank, recipe.lora.alpha)
+    head = adapters.head.module if adapters.head else None
+    check_config(config, str(folder / CONFIG), recipe.lora.rank, recipe.lora.alpha, head)
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"lora.init={recipe.lora.init}: no {WEIGHTS} there; wanted an adapter's folder")
     header = read_header(file)
     shapes = {name: shape for one in adapters.held for name, shape in _shapes(adapters, one).items()}
-    match({name: info.shape for name, info in header.items()}, _names(adapters), shapes, str(folder))
+    heads = {name: tensor for name, tensor in _head(adapters).items() if name in header}
+    shapes |= {name: tuple(tensor.shape) for name, tensor in heads.items()}
+    wanted = _names(adapters) - ({head_name(head)} - header.keys() if head else set())
+    match({name: info.shape for name, info in header.items()}, wanted, shapes, str(folder))
     with safe_open(file, framework="pt") as opened:
         for one in adapters.held:
             names = tensor_names(one.target.named, adapters.stacks)
             pairs = [(opened.get_tensor(a), opened.get_tensor(b)) for a, b in names]
             adapters.fill(one, *to_zoo(one.target, pairs, adapters.full_shape(one), adapters.dims))
+        for name, tensor in heads.items():  # none of the adapters of a language model
+            tensor.copy_(opened.get_tensor(name))
+
+
+def _head(adapters: Adapters) -> dict[str, Tensor]:
+    """PEFT's name and tensor of a reward model's head, where this rank has it."""
+    head = adapters.head
+    return {} if head is None or head.weight is None else {head_name(head.module): head.weight.detach()}
 
 
 def _names(adapters: Adapters) -> set[str]:
     """The names of all tensors in PEFT's format, whichever rank has them."""
     every = [*adapters.linears, *adapters.stacks]
-    return {name for pair in tensor_names(every, adapters.stacks) for name in pair}
+    heads = {head_name(adapters.head.module)} if adapters.head else set()
+    return heads | {name for pair in tensor_names(every, adapters.stacks) for name in pair}
 
 
 def _shapes(adapters: Adapters, one: Held) -> dict[str, tuple[int, ...]]:
@@ -124,7 +138,7 @@ def export_adapters(
     comm, writer = adapters.comm, ExportWriter(target, overwrite="aside")
     try:
         together(comm, lambda: writer.begin() if here.is_main else None)
-        mine = {name: tensor.cpu() for one in adapters.held for name, tensor in _tensors(adapters, one)}
+        mine = {name: tensor.cpu() for name, tensor in _tensors(adapters)}
         together(comm, lambda: _write(mine, writer.partial, here.rank))
         together(comm, lambda: _commit(writer, adapters, assembly, recipe, steps) if here.is_main else None)
     except BaseException:
@@ -134,7 +148,15 @@ def export_adapters(
     return target
 
 
-def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
+def _tensors(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
+    """PEFT's tensors that this rank writes; all ranks must ask."""
+    for one in adapters.held:
+        yield from _pairs(adapters, one)
+    if adapters.shard.dp_rank == 0 and adapters.shard.tp_rank == 0:
+        yield from _head(adapters).items()
+
+
+def _pairs(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
     """PEFT's tensors of a target, on the rank that writes them; all ranks that share its parameters must ask."""
     shard, comm, rule = adapters.shard, adapters.comm, one.target.entry.rule
     stacked, kind = rule.stacked, rule.shard_for(adapters.dims)
@@ -166,7 +188,7 @@ def _tensors(adapters: Adapters, one: Held) -> Iterator[tuple[str, Tensor]]:
 def gathered(adapters: Adapters) -> Iterator[tuple[str, Tensor]]:
     """PEFT's name and tensor of all adapters, on every rank, one after the other; call it on every rank."""
     comm, device = adapters.comm, torch.device("cpu")
-    mine = {name: tensor.contiguous() for one in adapters.held for name, tensor in _tensors(adapters, one)}
+    mine = {name: tensor.contiguous() for name, tensor in _tensors(adapters)}
     if adapters.held:
         device = adapters.held[0].weight.device
     held = comm.gather_objects([(name, tuple(t.shape), t.dtype) for name, t in mine.items()])
@@ -191,6 +213,7 @@ def peft_config_of(adapters: Adapters, assembly: build.Assembly, recipe: Recipe)
         dropout=settings.dropout,
         base=init if is_hub_id(init) and not own else str(assembly.source.folder.absolute()),
         experts=adapters.dims.experts > 0,
+        head=adapters.head.module if adapters.head else None,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import zoo
+from zoo.bridge.export_plan import OF_TOKENS
 from zoo.bridge.files.side_files import MARK, licence_of
 from zoo.bridge.native import read_about
 from zoo.config.entries import parse_entry
@@ -21,6 +22,7 @@ from zoo.files import expanded
 
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of huggingface_hub
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_CLASSIFIER = "ForSequenceClassification"
 _CLASS = re.compile(r"[A-Za-z_]\w{0,99}")
 
 
@@ -68,6 +70,8 @@ def trained(
         rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         rows["adapters"] += "" if adapter else "; merged into the weights"
     what = "adapters that were trained" if adapter else "a model that was trained"
+    if recipe is not None and recipe.train.scores:
+        arch = {**arch, "architectures": [OF_TOKENS.sub(_CLASSIFIER, str(_class(arch)))]}
     return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter)
 
 
@@ -146,8 +150,9 @@ def _card(
         "|---|---|",
     ]
     lines += [f"| {key} | {_cell(value)} |" for key, value in table.items() if value]
-    if not native:
-        lines += ["", "## Use", "", "```python", *_usage(arch, adapter), "```"]
+    usage = [] if native else _usage(arch, adapter)
+    if usage:
+        lines += ["", "## Use", "", "```python", *usage, "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -171,19 +176,48 @@ def _class(arch: Mapping[str, Any]) -> str | None:
 
 
 def _usage(arch: Mapping[str, Any], adapter: bool) -> list[str]:
+    """Lines that load the folder; none where transformers has no class for it."""
     name = _class(arch) or "AutoModelForImageTextToText"
-    lines = [f"from transformers import AutoProcessor, {name}", ""]
+    scores = name.endswith(_CLASSIFIER)
+    lines = _classifier(arch, name) if scores else [f"from transformers import AutoProcessor, {name}", ""]
+    if not lines:
+        return []
     if adapter:
+        labels = ", num_labels=1" if scores else ""
         lines[:1] = ["from peft import PeftModel", lines[0]]
         lines += [
-            f'model = {name}.from_pretrained("<the base model>", dtype="auto")',
+            f'model = {name}.from_pretrained("<the base model>", dtype="auto"{labels})',
             'model = PeftModel.from_pretrained(model, "<this folder>")',
         ]
     else:
         lines += [f'model = {name}.from_pretrained("<this folder>", dtype="auto")']
     lines += ['processor = AutoProcessor.from_pretrained("<this folder>")', "# inputs = processor(...)"]
+    if scores:
+        return [*lines, "# model(**inputs).logits  # one number, of the last token"]
     ends = "".join(f", {key}=processor.tokenizer.eos_token_id" for key in _own_ends(name))
     return [*lines, f"# model.generate(**inputs, max_new_tokens=100{ends})"]
+
+
+def _classifier(arch: Mapping[str, Any], name: str) -> list[str]:
+    """Lines that import a reward model's class, or make it of transformers' generic one; none where it has no such model."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    if hasattr(transformers, name):
+        return [f"from transformers import AutoProcessor, {name}", ""]
+    if arch.get("model_type") not in MODEL_MAPPING_NAMES:
+        return []
+    base = name.replace(_CLASSIFIER, "PreTrainedModel")
+    return [
+        f"from transformers import AutoProcessor, {base}",
+        f"from transformers.modeling_layers import Generic{_CLASSIFIER}",
+        "",
+        "",
+        f"class {name}(Generic{_CLASSIFIER}, {base}):",
+        "    pass",
+        "",
+        "",
+    ]
 
 
 def _own_ends(name: str) -> Sequence[str]:

@@ -7,7 +7,7 @@ model's description lie beside them in `state.json`. This file reads them; `zoo.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,15 @@ def _load_objects(modules: Sequence[Any], index: Index | FormerIndex, world: Wor
             module.load_state_dict({name: value}, strict=False)
 
 
-def load_weights(chunks: Sequence[Any], checkpoint: Path, world: World) -> None:
-    """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has."""
+def load_weights(
+    chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()
+) -> None:
+    """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has; tensors `without` stay."""
     refuse_faults(checkpoint)
     index = open_index(checkpoint, block_sums(checkpoint))
     with together():
-        fill(weights_wanted(chunks, None, world), index, direct=world.size == 1)
+        wanted = [piece for piece in weights_wanted(chunks, None, world) if piece.key not in without]
+        fill(wanted, index, direct=world.size == 1)
         _load_objects(chunks, index, world)
 
 

@@ -1,8 +1,9 @@
 """LoRA adapters of a model: added to the weights that a recipe targets, loaded, and merged.
 
 The model's own weights are frozen: they have no gradient and no optimizer state, and a run's checkpoints hold adapters
-alone. The base weights of the adapters lie where `model.init` says; where that is no Hugging Face folder (random weights, a
-run), the run writes the base weights to `base/` once.
+alone. A reward model's head is the exception, as the base weights may have none: it is trained, saved and exported whole.
+The base weights of the adapters lie where `model.init` says; where that is no Hugging Face folder (random weights, a run), the
+run writes the base weights to `base/` once.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor
 
 from zoo.bridge import Dims, ShardInfo, TorchComm
 from zoo.bridge.mapping.peft import Target, candidates, choose
+from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.parallel import cut, full_shape, model_parameters, together
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
@@ -56,8 +59,16 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Head:
+    """A reward model's head."""
+
+    module: str  # transformers' name of it
+    weight: torch.nn.Parameter | None  # None on ranks of other pipeline stages
+
+
+@dataclass(frozen=True)
 class Adapters:
-    """All adapters of a model, as one rank has them."""
+    """All adapters of a model, as one rank has them, and what is trained beside them."""
 
     held: Sequence[Held]
     linears: Sequence[str]  # transformers' modules that have an adapter, of all ranks
@@ -66,6 +77,12 @@ class Adapters:
     dims: Dims
     shard: ShardInfo
     comm: TorchComm
+    head: Head | None = None
+
+    @property
+    def scores(self) -> dict[str, torch.nn.Parameter]:
+        """The head's weight by its zoo name, where this rank has one."""
+        return {} if self.head is None or self.head.weight is None else {SCORE: self.head.weight}
 
     def named(self) -> dict[str, Tensor]:
         """This rank's parameters, by names that no parallel layout changes."""
@@ -73,7 +90,7 @@ class Adapters:
             f"{one.target.zoo}.lora.{name}": getattr(one.adapter, name)
             for one in self.held
             for name in ("a", "b")
-        }
+        } | dict(self.scores)
 
     def sharded(self) -> dict[str, Any]:
         """The parameters as megatron-core's checkpoints take them, by the names of `named`."""
@@ -81,6 +98,11 @@ class Adapters:
             key: tensor
             for one in self.held
             for key, tensor in one.adapter.sharded(f"{one.target.zoo}.lora.").items()
+        } | {
+            name: ShardedTensor.from_rank_offsets(
+                name, weight, replica_id=(0, self.shard.tp_rank, self.shard.dp_rank)
+            )
+            for name, weight in self.scores.items()
         }
 
     @torch.no_grad()
@@ -143,7 +165,7 @@ def attach(
     recipe: Recipe,
     here: World,
 ) -> Adapters:
-    """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters are frozen.
+    """New adapters for the weights that `recipe.lora` targets, B zero; all other parameters but a reward model's head are frozen.
 
     Arguments and errors are those of `place`. A follows from `run.seed` and the weight's name, whatever the parallel
     layout, and is drawn as in PEFT: uniform within 1 / sqrt(in).
@@ -175,14 +197,19 @@ def place(
     linears, chosen = find(chunks, family, arch, recipe, comm)
     everywhere = comm.gather_objects([(name, target.stacked) for target in chosen for name in target.named])
     named = dict(pair for of_rank in everywhere for pair in of_rank)
-    frozen = [parameter for _, parameter in model_parameters(chunks) if parameter.requires_grad]
+    parameters = dict(model_parameters(chunks))
+    score, head = parameters.pop(SCORE, None), None
+    if recipe.train.scores:
+        (target,) = candidates([SCORE], family.load("bridge"), arch)
+        head = Head(target.modules[0], score)
+    frozen = [parameter for parameter in parameters.values() if parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     lowrank = lora.Lowrank(settings.rank, settings.alpha / settings.rank, settings.dropout)
     held = [_place_one(target, *linears[target.zoo], lowrank, dims, recipe, here) for target in chosen]
     modules, stacks = ([name for name in named if named[name] == stacked] for stacked in (False, True))
     together(comm, lambda: _refuse_empty(chunks, recipe))
-    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm)
+    return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm, head)
 
 
 def find(

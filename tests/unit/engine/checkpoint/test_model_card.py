@@ -87,6 +87,31 @@ def test_of_adapters_and_of_random_weights() -> None:
     )
 
 
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "of_tokens", "made"),
+    [
+        ("qwen3", "Qwen3ForCausalLM", ""),
+        ("qwen3_vl", "Qwen3VLForConditionalGeneration", "Qwen3VLPreTrainedModel"),
+        ("qwen3_omni_moe", "Qwen3OmniMoeForConditionalGeneration", None),
+    ],
+)
+def test_of_reward_models(kind: str, of_tokens: str, made: str | None, adapter: bool) -> None:
+    """Its class is transformers' own, or made of the generic one; Omni's thinker has neither."""
+    recipe = zoo.load_recipe("qwen3_vl_reward", ["size=tiny", f"lora.rank={8 * adapter}"])
+    arch = {"architectures": [of_tokens], "model_type": kind}
+    text = model_card.trained(recipe, 7, None, arch, adapter=adapter)
+    if made is None:
+        assert "## Use" not in text
+        return
+    block = code(text)
+    name = of_tokens.partition("For")[0] + "ForSequenceClassification"
+    exec(block.partition("model = ")[0], found := {})  # imports, and the class
+    assert found[name].__name__ == name and f"{name}.from_pretrained" in block
+    assert ("num_labels=1" in block) == ("PeftModel.from_pretrained" in block) == adapter
+    assert (made in block) and "generate" not in block
+
+
 def test_generate_is_given_the_end_where_it_has_one_of_its_own() -> None:
     text = model_card.untrained(None, {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
     assert "thinker_eos_token_id=processor.tokenizer.eos_token_id" in code(text)
