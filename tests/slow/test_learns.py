@@ -26,6 +26,7 @@ RECIPES = (
     "internvl_sft",
     "qwen3_asr_sft",
     "gemma3_sft",
+    "gemma3_text_sft",
     "glm45v_sft",
     "qwen25_omni_sft",
 )
