@@ -22,6 +22,7 @@ from zoo.engine.model.build import assemble
 from zoo.registry import get_family
 
 LIMIT = 2e-5
+IN_FP8 = " in fp8"  # with a frozen base in FP8, whose blocks are those of one rank where columns are not cut
 NAMES = ("dense", "deepstack", "gdn", "mtp", "llava", "omni")
 LAYOUTS = {
     **{name: PARALLEL[name] for name in ("tp2", "tp2 sp", "pp2 vpp2", "cp2", "ep2", "ep2 etp2", "tp2 cp2")},
@@ -60,13 +61,15 @@ def prepared(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
     def prepare(name: str) -> Prepared:
         if name not in done:
-            done[name] = _prepare(pool, MODELS[name], root / name)
+            model = MODELS[name.removesuffix(IN_FP8)]
+            more = ("lora.base_dtype=fp8",) if name.endswith(IN_FP8) else ()
+            done[name] = _prepare(pool, model, root / name, more)
         return done[name]
 
     return prepare
 
 
-def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
+def _prepare(pool: Pool, model: Model, root: Path, more: tuple[str, ...]) -> Prepared:
     root.mkdir()
     folder = str(model.write(root / "checkpoint"))
     processor = assemble(recipe_for(folder, recipe=model.recipe)).processor
@@ -84,13 +87,13 @@ def _prepare(pool: Pool, model: Model, root: Path) -> Prepared:
         folder=folder,
         batches=single,
         labels=sum(sample.num_labels for group in groups for sample in group),
-        overrides=overrides(model),
+        overrides=(*overrides(model), *more),
         recipe=model.recipe,
         layouts=(Layout(single),),
     )
     (held,) = (rank[0] for rank in pool.run(1, run_layouts, plan, timeout=300.0))
     made = [padded, packed]
-    laid_out = tuple(Layout(store(str(i), batches), more) for i, (batches, more) in enumerate(made))
+    laid_out = tuple(Layout(store(str(i), batches), keys) for i, (batches, keys) in enumerate(made))
     return Prepared(
         replace(plan, layouts=laid_out),
         [batches for batches, _ in made],
@@ -105,6 +108,9 @@ CASES = [
     for parallel in LAYOUTS
     if (parallel.replace("recompute", "").strip(), model) not in REFUSED
 ]
+
+
+CASES += [(parallel, f"deepstack{IN_FP8}") for parallel in ("pp2 recompute", "cp2", "ep2")]
 
 
 @pytest.mark.parametrize(("parallel", "model"), CASES)

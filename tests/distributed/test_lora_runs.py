@@ -181,6 +181,9 @@ def test_further_runs_start_from_a_run_with_adapters(train: Train, pool: Pool, t
     merged = [*still, f"model.init={first}", f"run.dir={tmp_path / 'merged'}"]
     anew = pool.run(2, rank_tasks.train, [*merged, "parallel.tp=2"], RECIPE, SIZE, timeout=300.0)[0]
     assert relative(anew["losses"][0], on["losses"][0]) < FOLLOWED
+    quantised = [*merged, "lora.base_dtype=fp8", f"run.dir={tmp_path / 'fp8'}"]
+    near = pool.run(1, rank_tasks.train, quantised, RECIPE, SIZE, timeout=300.0)[0]
+    assert FOLLOWED < relative(near["losses"][0], on["losses"][0]) < 5e-3
     full = [*merged, "lora.rank=0", "train.lr=1e-2", "train.min_lr=1e-2", f"run.dir={tmp_path / 'full'}"]
     whole = pool.run(1, rank_tasks.train, full, RECIPE, SIZE, timeout=300.0)[0]
     assert relative(whole["losses"][0], on["losses"][0]) < FOLLOWED

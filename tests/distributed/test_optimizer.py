@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import optimizer_tasks, rank_tasks
 from support.pool import Pool
+from support.weights import tensors
 
 from zoo.nn.adamw.state import MOMENTS, join
 
@@ -41,6 +42,17 @@ def test_a_run_is_that_of_separate_fp32_weights_to_the_bit(
     assert len({digest for _, digests in wanted for digest in digests}) >= STEPS
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_is_the_same_with_its_state_on_the_host(precision: str, pool: Pool, tmp_path: Path) -> None:
+    found = [
+        pool.run(2, optimizer_tasks.follow, (*COMMON, f"engine.precision={precision}", f"run.dir={tmp_path / str(share)}",
+                 "train.exp_avg_dtype=bf16", f"train.optimizer_offload_fraction={share}"), 12, "zoo", timeout=300.0)
+        for share in (0, 0.5, 1)
+    ]  # fmt: skip
+    assert found[0] == found[1] == found[2]
+
+
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 SHORT = (
     "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eval_rows=2", "train.save_every=2",
@@ -57,11 +69,13 @@ class Form:
     layout: tuple[str, ...]
     precision: str
     moments: str
+    offload: float = 0.0
 
     @property
     def keys(self) -> tuple[str, ...]:
         dtypes = (f"train.{name}_dtype={self.moments}" for name in MOMENTS)
-        return (*SHORT, *self.layout, f"engine.precision={self.precision}", *dtypes)
+        offload = f"train.optimizer_offload_fraction={self.offload}"
+        return (*SHORT, *self.layout, f"engine.precision={self.precision}", *dtypes, offload)
 
 
 DP2, PP2, CP2, EP2 = (), ("parallel.pp=2",), ("parallel.cp=2",), ("parallel.ep=2",)
@@ -69,8 +83,8 @@ TP2_EP2 = ("parallel.tp=2", "parallel.ep=2", "parallel.etp=2")
 TP2_PP2 = ("parallel.tp=2", "parallel.pp=2")
 SAVED_AND_LOADED = [
     (Form(1, (), "fp32", "fp32"), Form(2, EP2, "bf16", "fp8")),
-    (Form(2, DP2, "bf16", "fp32"), Form(4, TP2_EP2, "bf16", "fp8")),
-    (Form(4, EP2, "bf16", "fp8"), Form(2, PP2, "bf16", "fp32")),
+    (Form(2, DP2, "bf16", "fp32"), Form(4, TP2_EP2, "bf16", "fp8", offload=0.5)),
+    (Form(4, EP2, "bf16", "fp8", offload=1), Form(2, PP2, "bf16", "fp32")),
     (Form(2, PP2, "bf16", "bf16"), Form(2, CP2, "bf16", "fp8")),
     (Form(4, TP2_PP2, "bf16", "fp8"), Form(2, DP2, "fp32", "bf16")),
 ]
@@ -105,6 +119,38 @@ def test_a_save_is_loaded_in_every_form(saved: Form, loaded: Form, pool: Pool, t
                 assert bool(((found[key] - values).abs() <= bound).all()), key
         else:
             same(found, {key: rounded(values, loaded.moments) for key, values in wanted.items()})
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_its_state_on_the_host_and_back_to_the_bit(pool: Pool, tmp_path: Path) -> None:
+    every = (
+        *SHORT,
+        "train.save_every=1",
+        "engine.precision=bf16",
+        "train.exp_avg_dtype=bf16",
+        "train.exp_avg_sq_dtype=fp8",
+    )
+
+    def run(share: float, name: str, start: str | None = None) -> list[dict[str, Any]]:
+        """The steps of a run with this share on the host, from a checkpoint of another run if one is given."""
+        if start is not None:
+            shutil.copytree(tmp_path / start, tmp_path / name / "checkpoints" / Path(start).name)
+        overrides = (
+            *every,
+            f"train.optimizer_offload_fraction={share}",
+            "export=true",
+            f"run.dir={tmp_path / name}",
+        )
+        return pool.run(2, rank_tasks.train, overrides, RECIPE, SIZE, timeout=300.0)[0]["steps"]
+
+    wanted = run(0, "whole")
+    there = run(1, "there", "whole/checkpoints/iter_1")
+    back = run(0, "back", "there/checkpoints/iter_2")
+    assert [step["step"] for step in back] == [3]
+    for mine, want in [*zip(there, wanted[1:], strict=True), (back[0], wanted[2])]:
+        assert all(mine[key] == want[key] for key in ("loss", "grad_norm"))
+    whole, found = (tensors(tmp_path / name / "export") for name in ("whole", "back"))
+    same(found, whole)
 
 
 def masters(held: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -49,6 +49,7 @@ PLANNED_KEYS = {
     "pp": ("parallel.pp", "parallel.stage_layers"),
     "recompute": ("engine.recompute",),
     "memory": ("train.exp_avg_dtype", "train.exp_avg_sq_dtype"),
+    "offload": ("train.optimizer_offload_fraction",),
     "batch": ("train.global_batch",),
 }
 

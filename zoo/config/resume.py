@@ -36,7 +36,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "train.spike_after",
     ),
     "hardware": (
-        "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "data.cache_mb", "data.workers",
+        "nproc", "nproc_cpu", "machine.gpu", "machine.gpus", "machine.memory_gb", "machine.nodes", "machine.host_memory_gb", "data.cache_mb", "data.workers",
         "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb",
     ),
     "layout": (
@@ -53,6 +53,7 @@ HELD: dict[str, Any] = {
     "train.main_grads_dtype": "fp32",
     "train.exp_avg_dtype": "fp32",
     "train.exp_avg_sq_dtype": "fp32",
+    "train.optimizer_offload_fraction": 0.0,
 }
 
 # Keys that decide what is trained, on what and how.
@@ -63,11 +64,11 @@ FIXED: tuple[str, ...] = (
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
-    "lora.parts", "lora.init", "engine.precision", "engine.fp8",
+    "lora.parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8",
 )  # fmt: skip
 
 # What an earlier zoo's recipe meant by leaving out a key of FIXED.
-MEANT: dict[str, Any] = {"train.optimizer": "adamw"}
+MEANT: dict[str, Any] = {"train.optimizer": "adamw", "lora.base_dtype": "model"}
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")

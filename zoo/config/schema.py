@@ -53,6 +53,7 @@ class MachineConfig:
     gpus: int | None = number(None, 1, 4096)  # GPUs of a node; null: a machine without
     memory_gb: float | None = number(None, above=0, most=1e6)  # memory of a GPU, in units of 10^9 bytes
     nodes: int = number(1, 1, 10**5)  # nodes of the run
+    host_memory_gb: float | None = number(None, above=0, most=1e7)  # memory of a node's host, in units of 10^9 bytes; null: not known, except on the machine that trains
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class ParallelConfig:
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
     plan: list[str] = field(
         default_factory=list
-    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), batch
+    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), offload (their share on the host), batch
     planned: list[str] = field(default_factory=list)  # keys that planning has chosen; a run writes it
 
 
@@ -146,6 +147,7 @@ class TrainConfig:
     eps: float = number(1e-8, above=0, most=1)  # AdamW
     exp_avg_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # how AdamW's first moment and Muon's momentum are held: fp32 | bf16 | fp8 (8 bits, 128 values share an exponent)
     exp_avg_sq_dtype: str = choice("fp32", "fp32", "bf16", "fp8")  # the same of AdamW's second moment
+    optimizer_offload_fraction: float = number(0.0, 0, 1)  # share of AdamW's state that is in the host's memory, and updated there by the rank's cores
     main_grads_dtype: str = choice("fp32", "fp32", "bf16")  # fp32 | bf16: how gradients are kept, and summed over micro-batches; ranks' are summed in fp32 either way; bf16 needs engine.precision=bf16
     clip_grad: float = number(1.0, 0, 1e9)  # largest global gradient norm; 0 turns clipping off
     on_bad_step: str = choice("stop", "stop", "skip")  # a bad step is never applied; stop (after bad_steps) | skip (up to skip_limit)
@@ -212,6 +214,7 @@ class LoraConfig:
         default_factory=lambda: ["all-linear"]
     )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
     parts: list[str] = field(default_factory=lambda: ["language"])  # parts of the model that targets are in
+    base_dtype: str = choice("model", "model", "fp8")  # how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale); made dense for each product
     init: str | None = None  # adapter folder in PEFT's format to start from; default: new adapters
 
 

@@ -15,11 +15,13 @@ from zoo.config.derived import data_parallel, num_experts, stage_layers, text_co
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row
-from zoo.planner.memory import Model, fixed, memory
+from zoo.planner.memory import Model, fixed, host_bytes, memory
 from zoo.planner.speed import Speed
 
 # The share of a GPU's memory that the driver, the communication library and gaps between tensors take.
 RESERVED_SHARE, RESERVED_BYTES = 0.06, 2e9
+OFFLOAD = (0.0, 0.25, 0.5, 1.0)  # shares of AdamW's state on the host
+HOST_UPDATE = 5e8  # weights a second that the cores of a rank update; a guess, not measured
 RECOMPUTE = ("none", "selective", "full")
 ACCURACY = {"fp32": 1.0, "bf16": 1.02, "fp8": 1.3}  # by the format of moments
 _ADAPTERS = 0.05  # share of trained weights below which moments are too few to save on
@@ -43,6 +45,14 @@ def room(recipe: Recipe) -> float | None:
 def spare(memory: float) -> float:
     """Bytes of a GPU of that memory that a run may fill."""
     return memory * (1 - RESERVED_SHARE) - RESERVED_BYTES
+
+
+def host_room(recipe: Recipe) -> float | None:
+    """Bytes of the host's memory that a rank may take; None where that is not known."""
+    machine = recipe.machine
+    if machine.host_memory_gb is None or not machine.gpus:
+        return None
+    return 0.95 * machine.host_memory_gb * 1e9 / machine.gpus
 
 
 def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
@@ -86,10 +96,17 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
             check_layout(candidate.recipe, ranks)
         except ConfigError:
             continue
+        if not _host_fits(model, candidate.recipe, ranks):
+            continue
         stages = memory(model, candidate.recipe, row, ranks, fused=True)
         if limit is None or max(stage.total for stage in stages) <= limit:
             return candidate.recipe
     return None
+
+
+def _host_fits(model: Model, recipe: Recipe, ranks: int) -> bool:
+    limit = host_room(recipe)
+    return limit is None or host_bytes(model, recipe, ranks) <= limit
 
 
 def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:
@@ -102,7 +119,10 @@ def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[C
                 seconds = speed.seconds(chosen, ranks)
                 for moments in _moments(model, recipe):
                     held = _holding(chosen, moments) if moments else chosen
-                    yield Candidate(held, seconds * ACCURACY.get(moments or "", 1.0))
+                    rate = ACCURACY.get(moments or "", 1.0)
+                    for part in _offload(model, recipe):
+                        there = held if part is None else _offloading(held, part)
+                        yield Candidate(there, rate * (seconds + _on_host(model, there, ranks)))
 
 
 def _moments(model: Model, recipe: Recipe) -> tuple[str | None, ...]:
@@ -111,6 +131,26 @@ def _moments(model: Model, recipe: Recipe) -> tuple[str | None, ...]:
         return (None,)
     few = model.parameters.trained < _ADAPTERS * model.parameters.total
     return (None,) if few else tuple(ACCURACY)
+
+
+def _offload(model: Model, recipe: Recipe) -> tuple[float | None, ...]:
+    """Shares of the optimizer's state on the host to choose from; None: as it is given.
+
+    Chosen only where the host's memory is known.
+    """
+    given = "offload" not in recipe.parallel.plan or recipe.train.optimizer != "adamw"
+    few = model.parameters.trained < _ADAPTERS * model.parameters.total
+    return (None,) if given or few or host_room(recipe) is None else OFFLOAD
+
+
+def _offloading(recipe: Recipe, share: float) -> Recipe:
+    return replace(recipe, train=replace(recipe.train, optimizer_offload_fraction=share))
+
+
+def _on_host(model: Model, recipe: Recipe, ranks: int) -> float:
+    """Seconds of a row in which the host updates weights."""
+    updated = model.parameters.trained / ranks * recipe.train.optimizer_offload_fraction
+    return updated / HOST_UPDATE / (recipe.train.global_batch / recipe.train.micro_batch)
 
 
 def _holding(recipe: Recipe, moments: str) -> Recipe:
@@ -165,6 +205,8 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
     machine = (
         f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
     )
+    if recipe.machine.host_memory_gb is not None:
+        machine += f" and the {recipe.machine.host_memory_gb:g} GB of a node's host"
     text = f"the model does not fit {machine}"
     would = []
     smaller = _smaller_row(model, recipe, ranks, row)

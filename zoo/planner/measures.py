@@ -11,6 +11,7 @@ from zoo.planner.activations import Row
 from zoo.planner.memory import Model, memory, remainder_bytes
 
 _MOMENTS = ("fp32", "bf16", "fp8")
+OFFLOAD = "train.optimizer_offload_fraction"
 _RECOMPUTE = ("none", "selective", "full")
 
 
@@ -58,9 +59,15 @@ def _others(recipe: Recipe) -> Iterator[tuple[str, bool, Recipe]]:
         ("moments in bf16", 0, 1),
         ("selective recompute", 1, 1),
         ("moments in 8 bits", 0, 2),
+        ("optimizer on the host", 2, 1),
         ("full recompute", 1, 2),
     )
     for name, kind, level in ladder:
+        if kind == 2:
+            if recipe.train.optimizer == "adamw":
+                there = recipe.train.optimizer_offload_fraction > 0
+                yield name, there, recipe.replace({OFFLOAD: 0.0 if there else 1.0})
+            continue
         if have[kind] > level:
             continue
         taken = have[kind] == level

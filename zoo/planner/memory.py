@@ -19,6 +19,8 @@ from zoo.planner.activations import FP32, Kept, Row
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 
 MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
+HOST_PROCESS = 6e9  # bytes that a rank's libraries take of the host's memory beside a GPU, by rule of thumb
+FP8 = 1 + 2 / 128  # bytes of a frozen weight that is held in FP8, with its block's scale
 SAVED_MOMENT = {"fp32": 4, "bf16": 2, "fp8": 2}  # the same in a checkpoint
 
 
@@ -49,10 +51,11 @@ class Memory:
     grads: float
     optimizer: float
     activations: float
+    host: float = 0.0  # optimizer state in the host's memory
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """All of it, but for what is on the host."""
         return self.weights + self.grads + self.optimizer + self.activations
 
     def as_dict(self) -> dict[str, float]:
@@ -70,15 +73,38 @@ def memory(model: Model, recipe: Recipe, row: Row, ranks: int, *, fused: bool) -
         fused: with the kernels of a GPU.
     """
     return [
-        Memory(*_state(model, recipe, stage, ranks), activations)
+        _of_stage(model, recipe, stage, ranks, activations)
         for stage, activations in enumerate(_activations(model, recipe, row, ranks, fused))
     ]
+
+
+def _of_stage(model: Model, recipe: Recipe, stage: int, ranks: int, activations: float) -> Memory:
+    weights, grads, state = _state(model, recipe, stage, ranks)
+    mine = share(model.parameters, recipe, stage)
+    activations += _dense_again(mine, recipe, grads + state + activations)
+    host = state * recipe.train.optimizer_offload_fraction
+    return Memory(weights, grads, state - host, activations, host)
+
+
+def _dense_again(mine: Share, recipe: Recipe, beside: float) -> float:
+    """Bytes of dense weights where a rank holds FP8: a layer's, or all while they are loaded, before anything is `beside` them."""
+    size = 2.0 if recipe.engine.precision == "bf16" else 4.0
+    return max(mine.widest * size, mine.quantised * (size - FP8) - beside)
+
+
+def host_bytes(model: Model, recipe: Recipe, ranks: int) -> float:
+    """Most bytes of the host's memory that a rank on a GPU takes: optimizer state, a save's pinned copy, the process, samples."""
+    stages = range(recipe.parallel.pp)
+    state = max(_state(model, recipe, stage, ranks)[2] for stage in stages)
+    samples = (recipe.data.cache_mb + recipe.data.ahead_mb) * 2**20
+    saved = checkpoint_bytes(model, recipe) / ranks
+    return state * recipe.train.optimizer_offload_fraction + saved + HOST_PROCESS + samples
 
 
 def fixed(model: Model, recipe: Recipe, ranks: int) -> float:
     """Bytes of the rank with most of weights, gradients and optimizer state: the least it needs."""
     stages = range(recipe.parallel.pp)
-    return max(sum(_state(model, recipe, stage, ranks)) for stage in stages)
+    return max(_of_stage(model, recipe, stage, ranks, 0.0).total for stage in stages)
 
 
 def saved_state_bytes(recipe: Recipe, trained: int, matrices: int) -> int:
@@ -92,6 +118,23 @@ def saved_state_bytes(recipe: Recipe, trained: int, matrices: int) -> int:
     first, second = SAVED_MOMENT[train.exp_avg_dtype], SAVED_MOMENT[train.exp_avg_sq_dtype]
     without_second = matrices if train.optimizer == "muon" else 0
     return trained * (first + second + (2 if half else 0)) - without_second * second
+
+
+def checkpoint_bytes(model: Model, recipe: Recipe) -> int:
+    """Bytes of a checkpoint, of all ranks: weights, or adapters alone, and optimizer state of the trained ones."""
+    parameters, half = model.parameters, recipe.engine.precision == "bf16"
+    kept = parameters.trained if recipe.lora.rank else parameters.total
+    states = saved_state_bytes(recipe, parameters.trained, parameters.trained_matrices)
+    states = 0 if recipe.train.save == "weights" else states
+    return kept * (2 if half else 4) + states
+
+
+def export_bytes(model: Model, recipe: Recipe) -> int:
+    """Bytes of what a run exports at its end; 0 where it doesn't."""
+    if not recipe.export:
+        return 0
+    kept = model.parameters.trained if recipe.lora.rank else model.parameters.total
+    return kept * (2 if recipe.engine.precision == "bf16" else 4)
 
 
 def remainder_bytes(model: Model, recipe: Recipe, stage: int, ranks: int) -> float:
@@ -123,9 +166,10 @@ def _weights(mine: Share, recipe: Recipe, ranks: int) -> tuple[float, float, flo
     trained = mine.trained_dense + mine.trained_experts
     dense, experts, matrices = _held(mine, recipe, ranks)
     first, second = MOMENT[train.exp_avg_dtype], MOMENT[train.exp_avg_sq_dtype]
+    size = 2.0 if half else 4.0
     with_second = dense + experts - (matrices if train.optimizer == "muon" else 0.0)
     return (
-        (mine.dense + mine.experts) * (2.0 if half else 4.0),
+        (mine.dense + mine.experts) * size - mine.quantised * (size - FP8),
         trained * (2.0 if train.main_grads_dtype == "bf16" else float(FP32)),
         (dense + experts) * (first + (2 if half else 0)) + with_second * second,
     )

@@ -80,6 +80,8 @@ class Share:
     trained_experts: int = 0
     dense_matrices: int = 0  # of the trained ones
     experts_matrices: int = 0
+    quantised: int = 0  # frozen matrices of decoder layers, where these are held in FP8
+    widest: int = 0  # of them, those of one layer
 
 
 def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
@@ -98,6 +100,7 @@ def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     divide = {"whole": 1, "tp": parallel.tp, "expert": parallel.ep * parallel.etp}
     ahead = any(weights.part == "multi_token" for weights in statistics.weights)
     sums = {field.name: 0 for field in fields(Share)}
+    layers: dict[int, int] = {}
     for weights in statistics.weights:
         # The end of the pipeline has the embedding, too, where it is the head or multi-token prediction reads it.
         again = weights.part == "embedding" and (statistics.tied or ahead) and "last" in mine
@@ -108,4 +111,11 @@ def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
         sums[kind] += count
         sums[f"trained_{kind}"] += count if weights.trained else 0
         sums[f"{kind}_matrices"] += count if weights.trained and weights.matrices else 0
+        if recipe.lora.base_dtype == "fp8" and _quantised(weights) and isinstance(weights.place, int):
+            layers[weights.place] = layers.get(weights.place, 0) + count
+    sums |= {"quantised": sum(layers.values()), "widest": max(layers.values(), default=0)}
     return Share(**sums)
+
+
+def _quantised(weights: Weights) -> bool:
+    return weights.matrices and not weights.trained and weights.part != ADAPTERS

@@ -11,9 +11,9 @@ from zoo.config.derived import STAGED, data_parallel
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
-from zoo.planner.layouts import room
+from zoo.planner.layouts import host_room, room
 from zoo.planner.measures import Measure, measures
-from zoo.planner.memory import Memory, Model, memory
+from zoo.planner.memory import Memory, Model, checkpoint_bytes, export_bytes, host_bytes, memory
 from zoo.planner.speed import factor
 
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
@@ -35,6 +35,8 @@ class Plan:
     room: float | None  # bytes of a rank that may be filled; None where no memory is known
     list_measures: Callable[[], list[Measure]]
     saved: int = 0  # bytes of a checkpoint, of all ranks
+    exported: int = 0  # bytes of the export at its end
+    host: float = 0.0  # most bytes of the host's memory that a rank on a GPU takes
     teacher: int = 0  # parameters of a teacher in the run
     matrices: int = 0  # of the trained weights: those that Muon updates where the recipe has it
 
@@ -64,7 +66,10 @@ class Plan:
     @property
     def fits(self) -> bool | None:
         """Whether every rank has room; None where no memory is known."""
-        return None if self.room is None else self.worst.total <= self.room
+        if self.room is None:
+            return None
+        limit = host_room(self.recipe)
+        return self.worst.total <= self.room and (limit is None or self.host <= limit)
 
     @property
     def checkpoint(self) -> dict[str, int]:
@@ -74,7 +79,8 @@ class Plan:
             "all": self.saved,
             "rank": -(-self.saved // self.ranks),
             "host_memory_of_rank": -(-self.saved // self.ranks),
-            "disk": kept * self.saved,
+            "disk": kept * self.saved + self.exported,
+            "export": self.exported,
             **({"stage": STAGED * self.saved} if self.recipe.run.stage else {}),
         }
 
@@ -105,6 +111,7 @@ class Plan:
             "optimizer": self.optimizer,
             "memory_bytes": [stage.as_dict() for stage in self.stages],
             "room_bytes": self.room,
+            "host_bytes": {"optimizer": max(stage.host for stage in self.stages), "total": self.host},
             "moments": [self.recipe.train.exp_avg_dtype, self.recipe.train.exp_avg_sq_dtype],
             "measures": [measure.as_dict() for measure in self.measures],
             "checkpoint_bytes": self.checkpoint,
@@ -141,9 +148,9 @@ def make_plan(
     *,
     fused: bool,
     limit: float | None,
-    saved: int = 0,
+    saves: bool = False,
 ) -> Plan:
-    """The plan of a validated recipe on so many ranks, `limit` bytes each, with `saved` bytes a checkpoint."""
+    """The plan of a validated recipe on so many ranks, `limit` bytes each; `saves`: with its checkpoints and export."""
     forward = dict.fromkeys(("decoder", "head", *model.cost.towers), 0.0)
     for length in row.lengths:
         forward["decoder"] += model.cost.decoder.flops(length)
@@ -164,8 +171,10 @@ def make_plan(
         row=row,
         room=limit if limit is not None else room(recipe),
         list_measures=partial(measures, model, recipe, row, ranks, fused=fused),
-        saved=saved,
-        teacher=0 if model.teacher is None else sum(model.teacher.by_part().values()),
+        saved=checkpoint_bytes(model, recipe) if saves else 0,
+        exported=export_bytes(model, recipe) if saves else 0,
+        host=host_bytes(model, recipe, ranks) if recipe.machine.gpus else 0.0,
+        teacher=0 if model.teacher is None else model.teacher.total,
         matrices=model.parameters.trained_matrices,
     )
 
@@ -206,13 +215,16 @@ def table(plan: Plan) -> str:
         ]
         lines.append(f"{name:<14}{''.join(cells)}")
     if plan.room is not None:
-        lines.append(f"  room {plan.room / 1e9:.1f} GB: {'fits' if plan.fits else 'DOES NOT FIT'}")
+        lines.append(f"  room {plan.room / 1e9:.1f} GB: {_verdict(plan.worst.total <= plan.room)}")
         lines += [_measures(plan, taken) for taken in (True, False) if _measures(plan, taken)]
+    if plan.host:
+        lines.append(_host(plan))
     if plan.saved:
         save = plan.checkpoint
         lines.append(
             f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
-            f"train.keep={plan.recipe.train.keep} and the one being written take {save['disk'] / size:.2f} of the disk"
+            f"train.keep={plan.recipe.train.keep} and the one being written take {(save['disk'] - save['export']) / size:.2f} of the disk"
+            + (f", the export {save['export'] / size:.2f}" if save["export"] else "")
             + (
                 f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones"
                 if "stage" in save
@@ -250,6 +262,19 @@ def _measures(plan: Plan, taken: bool) -> str:
     """One line: measures that are taken, or not, with their GB; "" without any."""
     shown = [f"{one.name} {one.bytes / 1e9:.1f}" for one in plan.measures if one.taken == taken]
     return f"  {'saves GB:' if taken else 'would save GB:'} {', '.join(shown)}" if shown else ""
+
+
+def _host(plan: Plan) -> str:
+    """One line: GB of the host's memory."""
+    limit, state = host_room(plan.recipe), max(stage.host for stage in plan.stages)
+    gpus = plan.recipe.machine.gpus or 1
+    text = f"  host {plan.host / 1e9:.1f} GB a rank, {min(gpus, plan.ranks) * plan.host / 1e9:.0f} a node"
+    text += f", optimizer state {state / 1e9:.1f} of it" if state else ""
+    return text if limit is None else f"{text}; room {limit / 1e9:.1f}: {_verdict(plan.host <= limit)}"
+
+
+def _verdict(fits: bool) -> str:
+    return "fits" if fits else "DOES NOT FIT"
 
 
 def _flops(number: float) -> str:

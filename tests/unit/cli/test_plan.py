@@ -29,7 +29,8 @@ def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]
     assert found["memory_bytes"][0]["total"] < found["room_bytes"]
     assert found["parallel"]["ep"] > 1
     save = found["checkpoint_bytes"]
-    assert 6 <= save["all"] / 31_070_754_032 <= 14 and save["disk"] == 3 * save["all"]
+    assert 6 <= save["all"] / 31_070_754_032 <= 14 and save["disk"] == 3 * save["all"] + save["export"]
+    assert save["export"] == 2 * 31_070_754_032 and found["host_bytes"]["optimizer"] == 0
     assert save["rank"] == save["host_memory_of_rank"] == -(-save["all"] // 8)
 
 

@@ -135,6 +135,40 @@ def test_measures_go_from_cheap_to_dear() -> None:
     assert (kept.train.exp_avg_dtype, kept.train.exp_avg_sq_dtype) == ("bf16", "fp32")
 
 
+@pytest.mark.slow
+def test_the_host_holds_state_where_it_has_room() -> None:
+    """An 8B model on one GPU of 80 GB: weights and gradients fit, AdamW's state does not."""
+    given = ("qwen3_vl_sft", "8b", "1xh100", "packing.budget=4096")
+    with pytest.raises(ConfigError, match="does not fit a GPU of 80 GB; "):
+        chosen_for(*given)
+    with pytest.raises(ConfigError, match="and the 64 GB of a node's host; "):
+        chosen_for(*given, "machine.host_memory_gb=64")
+    chosen = chosen_for(*given, "machine.host_memory_gb=512")
+    share = chosen.train.optimizer_offload_fraction
+    assert share > 0
+    found = plan(validate(chosen, 1), 1)
+    state = 12e9 if chosen.train.exp_avg_dtype == "fp8" else 30e9
+    assert found.fits and state * share < max(stage.host for stage in found.stages) < found.host < 512e9
+    assert {measure.name: measure.taken for measure in found.measures}["optimizer on the host"]
+    assert any(line.startswith("  host ") and line.endswith("fits") for line in table(found).splitlines())
+    roomy = chosen_for("qwen3_vl_sft", "8b", "8xh200", "machine.host_memory_gb=2000")
+    assert roomy.train.optimizer_offload_fraction == 0
+
+
+@pytest.mark.slow
+def test_adapters_of_a_base_in_fp8_fit_one_gpu() -> None:
+    """30B-A3B on 80 GB, where bf16 weights leave room under full recompute alone."""
+    given = ("qwen3_vl_moe_lora", "30b-a3b", "1xh100")
+    chosen = chosen_for(*given, "lora.base_dtype=fp8")
+    found = plan(validate(chosen, 1), 1)
+    assert found.fits and chosen.engine.recompute == "selective"
+    assert found.worst.weights == pytest.approx(33.354e9, rel=1e-3)  # the bytes of the model's tensors
+    full = plan(validate(chosen.replace({"engine.recompute": "full"}), 1), 1)
+    assert full.worst.total == pytest.approx(62.8e9, rel=1e-3)  # dense weights, while they are loaded
+    dense = plan(validate(chosen.replace({"lora.base_dtype": "model"}), 1), 1)
+    assert not dense.fits and dense.worst.weights == pytest.approx(62.8e9, rel=1e-3)
+
+
 def test_a_plan_says_what_each_measure_saves() -> None:
     recipe, ranks = resolved("qwen3_vl_sft", "32b", "8xh100")
     found = plan(recipe, ranks)

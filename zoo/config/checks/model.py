@@ -46,6 +46,11 @@ def check_model(recipe: Recipe) -> None:
 def check_lora(recipe: Recipe) -> None:
     lora, family = recipe.lora, get_family(recipe.model.family)
     if not lora.rank:
+        if lora.base_dtype != "model":
+            raise ConfigError(
+                f"lora.base_dtype={lora.base_dtype} with lora.rank=0: weights that are trained are not held so; set lora.rank, or "
+                f"leave lora.base_dtype out"
+            )
         if lora.init is not None:
             raise ConfigError(f"lora.init={lora.init} with lora.rank=0: no adapter is trained; set lora.rank")
         return
@@ -65,5 +70,10 @@ def check_lora(recipe: Recipe) -> None:
             raise ConfigError(
                 f"train.lr_scale.{part}: lora.parts is without {part}, which is not trained then"
             )
+    if lora.base_dtype == "fp8" and (recipe.engine.backend == "te" or recipe.engine.fp8):
+        raise ConfigError(
+            f"lora.base_dtype=fp8 with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
+            f"Transformer Engine's linears keep their own copies of weights; set engine.backend=torch and leave engine.fp8 out"
+        )
     if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")

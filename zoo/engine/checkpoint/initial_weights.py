@@ -69,6 +69,7 @@ def load_run(
         return None
     base = replace(assembly, source=sharded.started_from(run))
     init_weights(chunks, base, recipe, world)
+    settings = {**settings, "base_dtype": "model"}  # adapters are added to the weights as they are
     loss = {"train.loss": "nll"} if headless else {}
     adapters = attach_adapters(chunks, base, recipe.replace({"lora": settings, **loss}), world)
     sharded.load_adapters(adapters, run.folder, world)
@@ -80,7 +81,9 @@ def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world
     """New adapters beside the weights of `assembly.source`, a Hugging Face folder."""
     assert assembly.source is not None
     arch = read_arch(assembly.source.files)
-    return lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
+    adapters = lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
+    lora.quantise_base(chunks, recipe)
+    return adapters
 
 
 def _draw(

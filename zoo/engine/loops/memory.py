@@ -111,6 +111,8 @@ class Memory:
     def _of_optimizer(self) -> Iterator[Tensor]:
         for one in optimizers(self.parts.optimizer) if self.parts.optimizer is not None else ():
             for parameter, state in one.state.items():
+                if one.on_host(parameter):
+                    continue
                 yield from (tensor for tensor in state.values() if isinstance(tensor, Tensor))
                 for name in one.moment_names(parameter):
                     exponents = one.moment(parameter, name).exponents

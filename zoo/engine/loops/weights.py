@@ -20,6 +20,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.model import build, lora
 from zoo.errors import UserError
+from zoo.nn.decoder import frozen_fp8
 
 
 class Weights:
@@ -73,10 +74,16 @@ class Weights:
 
     def _plan(self, dtype: torch.dtype | None, bucket: int) -> WeightStream:
         assembly, source = self.parts.assembly, self.parts.assembly.source
+        parameters = self._own_parameters()
+        if any(parameter.dtype == frozen_fp8.DTYPE for _, parameter in parameters):
+            raise UserError(
+                "the model's frozen weights are held in FP8 (lora.base_dtype=fp8), so they can't be published; call "
+                "adapter_weights() for what is trained, or take lora.base_dtype=model"
+            )
         while source is not None and source.kind == "run":
             source = sharded.started_from(source)
         return WeightStream(
-            self._own_parameters(),
+            parameters,
             assembly.family.load("bridge"),
             build.model_dims(assembly),
             self.world.groups,
@@ -90,7 +97,7 @@ class Weights:
         """The parameter with its adapter added, as `Adapters.merge` adds it; itself where it has none."""
         for one in self.parts.adapters.held if self.parts.adapters is not None else ():
             if one.target.zoo == name:
-                return (parameter.float() + one.adapter.delta()).to(parameter.dtype)
+                return one.merged()
         return parameter
 
     def _own_parameters(self) -> list[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World
 from zoo.errors import UserError
 from zoo.nn.backend import get_backend
-from zoo.nn.decoder import lora
+from zoo.nn.decoder import frozen_fp8, lora
 from zoo.nn.decoder.mlp import GroupedExperts
 from zoo.registry import ModelFamily
 
@@ -42,6 +42,11 @@ class Held:
     module: Any  # the linear, or the experts
     weight: torch.nn.Parameter
     adapter: Any  # zoo.nn.decoder.lora.LinearAdapter, or ExpertAdapter
+
+    def merged(self) -> Tensor:
+        """The weight with its adapter added."""
+        weight = frozen_fp8.dense_weight(self.module, self.weight)
+        return (weight.float() + self.adapter.delta()).to(weight.dtype)
 
     def put_on(self) -> None:
         """Have the module add what the adapter gives."""
@@ -136,7 +141,7 @@ class Adapters:
         for parameter in self.frozen:
             parameter.requires_grad_(True)
         for one in self.held:
-            one.weight.copy_((one.weight.float() + one.adapter.delta()).to(one.weight.dtype))
+            one.weight.copy_(one.merged())
             one.take_off()
 
     @contextmanager
@@ -212,6 +217,18 @@ def place(
     return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm, head)
 
 
+def quantise_base(chunks: Sequence[Any], recipe: Recipe) -> None:
+    """Hold the frozen matrices of the decoder's layers as `lora.base_dtype` says; their weights and adapters are there by now."""
+    if recipe.lora.base_dtype != "fp8":
+        return
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for name, (module, parameter) in _linears_of(chunks, recipe).items():
+        if name.startswith("decoder.layers.") and not parameter.requires_grad:
+            found.setdefault(id(module), (module, []))[1].append(name.rpartition(".")[2])
+    for module, names in found.values():
+        frozen_fp8.freeze(module, names)
+
+
 def find(
     chunks: Sequence[Any], family: ModelFamily, arch: Mapping[str, Any], recipe: Recipe, comm: TorchComm
 ) -> tuple[Linears, list[Target]]:
@@ -225,6 +242,17 @@ def find(
 
 def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Linears:
     """Linears and experts of `lora.parts` that the model trains, by their weights' names; without embedding, head, routers, MTP."""
+    return {
+        name: (module, parameter)
+        for name, (module, parameter) in _linears_of(chunks, recipe).items()
+        if parameter.requires_grad
+        and family.part_of(name) in recipe.lora.parts
+        and not name.startswith(("output_layer.", "multi_token."))
+    }
+
+
+def _linears_of(chunks: Sequence[Any], recipe: Recipe) -> Linears:
+    """This rank's linears and experts, by their weights' names."""
     backend = get_backend(recipe.engine.backend, chunks[0].config)
     kinds = (torch.nn.Linear, backend.column_parallel_linear(), backend.row_parallel_linear(), GroupedExperts)
     modules = {
@@ -233,14 +261,12 @@ def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Line
         for module in chunk.modules()
         if isinstance(module, kinds)
         for parameter in module.parameters(recurse=False)
-        if parameter.ndim > 1 and parameter.requires_grad
+        if parameter.ndim > 1
     }
     return {
         name: (modules[id(parameter)], parameter)
         for name, parameter in model_parameters(chunks)
         if id(parameter) in modules
-        and family.part_of(name) in recipe.lora.parts
-        and not name.startswith(("output_layer.", "multi_token."))
     }
 
 

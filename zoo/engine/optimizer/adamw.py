@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zoo.engine.optimizer.host_update import HostUpdate, Job, on_host
 from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
 from zoo.nn.kernels import has_triton
 
@@ -69,10 +70,13 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float,
         exp_avg_dtype: torch.dtype = torch.float32,
         exp_avg_sq_dtype: torch.dtype = torch.float32,
+        offload: float = 0.0,
+        threads: int | None = None,
         **_: Any,
     ) -> None:
-        """`exp_avg_dtype`, `exp_avg_sq_dtype`: float32, bfloat16, or uint8 for 8 bits by block; other keywords are
-        Transformer Engine's, given by megatron-core."""
+        """`exp_avg_dtype`, `exp_avg_sq_dtype`: float32, bfloat16, or uint8 for 8 bits by block; `offload`: share of the
+        parameters whose state and update are on the host, with so many `threads` of it; other keywords are Transformer
+        Engine's, given by megatron-core."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.clip = 1.0
         self._dtypes = (exp_avg_dtype, exp_avg_sq_dtype)
@@ -81,6 +85,12 @@ class AdamW(torch.optim.Optimizer):
         self._addresses: list[list[int]] = []
         self._tables: list[list[Table]] = []  # by parameter group
         self._parts: list[list[Part]] | None = None  # of the next update, by parameter group
+        self._offload = offload
+        self._offloaded: set[Tensor] | None = (
+            None  # parameters whose state is on the host, once they are chosen
+        )
+        self._host = HostUpdate(threads)
+        self._host_parts: list[list[Part]] = []  # the same of parameters on the host
 
     @property
     def updates(self) -> int:
@@ -94,6 +104,16 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = count
 
+    def on_host(self, parameter: Tensor) -> bool:
+        """Whether the host has a parameter's state, and updates it."""
+        if not self._offload:
+            return False
+        if self._offloaded is None:
+            parameters = [one for group in self.param_groups for one in group["params"] if one.numel()]
+            chosen = on_host([one.numel() for one in parameters], self._offload)
+            self._offloaded = {one for one, there in zip(parameters, chosen, strict=True) if there}
+        return parameter in self._offloaded
+
     def allocate(self) -> None:
         """Give every parameter that has no state yet one that no update has moved."""
         for group in self.param_groups:
@@ -104,7 +124,8 @@ class AdamW(torch.optim.Optimizer):
 
     def initialize_state(self, parameter: Tensor) -> None:
         """The same for one parameter; megatron-core's call."""
-        numel, device = parameter.numel(), parameter.device
+        numel = parameter.numel()
+        device = torch.device("cpu") if self.on_host(parameter) else parameter.device
         formats = dict(zip(MOMENTS, zip(self._dtypes, (True, False), strict=True), strict=True))
         moments = {name: Moment.zeros(numel, *formats[name], device) for name in self.moment_names(parameter)}
         half = parameter.dtype == torch.bfloat16
@@ -127,7 +148,9 @@ class AdamW(torch.optim.Optimizer):
         """(N,) fp32 of `master_param`, `exp_avg` or `exp_avg_sq`, perhaps the tensor itself; megatron-core's call."""
         if name == MASTER:
             half = parameter.dtype == torch.bfloat16
-            return join(parameter.detach(), self.state[parameter][MASTER]) if half else parameter.detach()
+            if not half:
+                return parameter.detach()
+            return join(parameter.detach(), self.state[parameter][MASTER].to(parameter.device))
         return self.moment(parameter, name).read()
 
     @torch.no_grad()
@@ -167,13 +190,16 @@ class AdamW(torch.optim.Optimizer):
         self.allocate()
         seed = 0
         parts: list[list[Part]] = []
+        self._host_parts = []
         for group in self.param_groups:
             parts.append([])
+            self._host_parts.append([])
             for parameter in group["params"]:
                 if parameter.numel():
                     self._seeds[parameter] = seed
                     if self.updates_by_element(parameter):
-                        parts[-1].append(self._part(parameter, seed))
+                        where = self._host_parts if self.on_host(parameter) else parts
+                        where[-1].append(self._part(parameter, seed))
                 seed += -(-parameter.numel() // BLOCK) * BLOCK
         self._parts = parts
         if has_kernel(parts):
@@ -192,15 +218,11 @@ class AdamW(torch.optim.Optimizer):
             self.prepare()
         assert self._parts is not None
         count = self.updates + 1
-        for index, group in enumerate(self.param_groups):
-            options = {
-                "step": count,
-                "lr": group["lr"],
-                "betas": group["betas"],
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "clip": self.clip,
-            }
+        every = [self._options(group, count) for group in self.param_groups]
+        pairs = zip(self._host_parts, every, strict=True)
+        jobs: list[Job] = [(part, options) for parts, options in pairs for part in parts]
+        self._host.start(jobs)
+        for index, options in enumerate(every):
             if self._tables:
                 from zoo.nn.adamw.kernel import adamw
 
@@ -209,8 +231,13 @@ class AdamW(torch.optim.Optimizer):
             else:
                 for part in self._parts[index]:
                     update(part, **options)
+        self._host.finish()
         self.updates = count
         self.clip, self._parts = 1.0, None
+
+    def _options(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        names = ("lr", "betas", "eps", "weight_decay")
+        return {"step": step, "clip": self.clip, **{name: group[name] for name in names}}
 
     def _part(self, parameter: Tensor, seed: int) -> Part:
         first, second = (self._moments[parameter][name] for name in MOMENTS)

@@ -22,9 +22,10 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.errors import ConfigError, size
+from zoo.planner import memory as planned_memory
 from zoo.planner.activations import Row
 from zoo.planner.layouts import choose_layout, spare
-from zoo.planner.memory import Memory, Model, saved_state_bytes
+from zoo.planner.memory import Memory, Model, export_bytes
 from zoo.planner.parameters import ParameterStatistics
 from zoo.planner.report import Plan, make_plan
 from zoo.planner.rows import typical_row
@@ -66,6 +67,7 @@ def _teacher(recipe: Recipe) -> ParameterStatistics | None:
         "distill.teacher": None,
         "lora.rank": 0,
         "lora.init": None,
+        "lora.base_dtype": "model",
     }
     theirs = as_planned(recipe.replace({**changes, "train.mtp_loss": 0.0}))
     return None if theirs is None else parameter_statistics(theirs)
@@ -95,8 +97,7 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     recipe = validate(choose_layout(model, recipe, ranks, row), ranks)
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _limit_here(ranks)
-    saved = _checkpoint_bytes(model, recipe)
-    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saved=saved)
+    return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saves=True)
 
 
 def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
@@ -112,34 +113,38 @@ def refuse_misfit(recipe: Recipe, ranks: int, local_ranks: int) -> None:
     model = model_of(planned)
     fused = gpu_count() > 0 and recipe.engine.precision == "bf16"
     found = make_plan(model, recipe, ranks, _least_row(recipe), fused=fused, limit=limit)
-    if not found.fits:
+    if found.worst.total > limit:
         raise ConfigError(_misfit(found, gpu_count() > 0))
-    copy = (checkpoint_bytes(recipe) or 0) / ranks
-    _refuse_small_host(copy, 0.0 if gpu_count() else found.worst.total, local_ranks)
-    _refuse_small_disk(recipe, checkpoint_bytes(recipe) or 0)
-    _refuse_small_stage(recipe, (checkpoint_bytes(recipe) or 0) * local_ranks // ranks)
+    saved = planned_memory.checkpoint_bytes(model, recipe)
+    state = max(stage.host for stage in found.stages)
+    _refuse_small_host(saved / ranks, 0.0 if gpu_count() else found.worst.total, local_ranks, state)
+    _refuse_small_disk(recipe, saved, export_bytes(model, recipe))
+    _refuse_small_stage(recipe, saved * local_ranks // ranks)
 
 
-def _refuse_small_host(copy: float, beside: float, local_ranks: int) -> None:
-    """A save copies what a rank holds to the host's memory, which on a CPU holds the rest (`beside`) too."""
+def _refuse_small_host(copy: float, beside: float, local_ranks: int, state: float = 0.0) -> None:
+    """A save copies what a rank holds to the host's memory, which has optimizer `state`, and on a CPU the rest (`beside`) too."""
     there = host_memory(local_ranks, PROCESS)
-    if there and copy + beside > there:
+    if there and copy + state + beside > there:
         raise ConfigError(
             f"a save copies {size(copy)} of each rank to the host's memory, where a rank has {size(there)} to give"
             + (f" and training takes {size(beside)}" if beside else "")
+            + (f" and optimizer state {size(state)}" if state else "")
             + "; use more hosts or ranks, or train.save=weights"
+            + (", or set train.optimizer_offload_fraction lower" if state else "")
         )
 
 
-def _refuse_small_disk(recipe: Recipe, one: int) -> None:
-    """A disk that can't hold the checkpoints that are to be kept, and the one that is written beside them."""
+def _refuse_small_disk(recipe: Recipe, one: int, export: int = 0) -> None:
+    """A disk that can't hold the checkpoints that are to be kept, the one that is written beside them, and the export."""
     train, folder = recipe.train, Path(recipe.run.dir or ".")
     count, free = _saves(recipe, train.keep + 1), _free(folder)
-    if free is not None and count * one > free + _held(folder):
+    if free is not None and count * one + export > free + _held(folder):
         raise ConfigError(
             f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
-            f"and the one that is written), and the disk has {size(free)} left; free some, set train.keep lower, take "
-            f"train.save=weights, or another run.dir"
+            f"and the one that is written), "
+            + (f"the export {size(export)}, " if export else "")
+            + f"and the disk has {size(free)} left; free some, set train.keep lower, take train.save=weights, or another run.dir"
         )
 
 
@@ -237,15 +242,7 @@ def checkpoint_bytes(recipe: Recipe) -> int | None:
     planned = as_planned(recipe)
     if planned is None:
         return None
-    return _checkpoint_bytes(model_of(planned), recipe)
-
-
-def _checkpoint_bytes(model: Model, recipe: Recipe) -> int:
-    parameters, half = model.parameters, recipe.engine.precision == "bf16"
-    kept = parameters.trained if recipe.lora.rank else sum(parameters.by_part().values())
-    states = saved_state_bytes(recipe, parameters.trained, parameters.trained_matrices)
-    states = 0 if recipe.train.save == "weights" else states
-    return kept * (2 if half else 4) + states
+    return planned_memory.checkpoint_bytes(model_of(planned), recipe)
 
 
 def _least_row(recipe: Recipe) -> Row:

@@ -11,10 +11,12 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.devices import gpu_count
+from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import Launcher, end_with_parent
 from zoo.errors import UserError
@@ -31,6 +33,18 @@ def planned(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
     """
     if not recipe.parallel.plan:
         return recipe
+    return replace(_planned(_with_host(recipe), ranks, here), machine=recipe.machine)
+
+
+def _with_host(recipe: Recipe) -> Recipe:
+    """The recipe with the memory of this machine's host, where it has GPUs and the recipe doesn't say."""
+    there = host_memory() if gpu_count() and recipe.machine.host_memory_gb is None else 0
+    if not there:
+        return recipe
+    return replace(recipe, machine=replace(recipe.machine, host_memory_gb=there / 1e9))
+
+
+def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
     if (ranks == 1 and here) or not gpu_count():
         return _choose(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from zoo.config.devices import gpu_count, share_of_cores
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import reduce_in_order
 from zoo.engine.distributed.world import World
@@ -111,7 +114,7 @@ def build_optimizer(
         }
     optimizer = inner_optimizer.build(
         config,
-        muon.maker(train.momentum, train.matrix_lr_scale) if train.optimizer == "muon" else AdamW,
+        _inner(recipe, world),
         lambda: get_megatron_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
@@ -121,6 +124,16 @@ def build_optimizer(
     for chunk in chunks:
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_schedule(optimizer, train, total_steps)
+
+
+def _inner(recipe: Recipe, world: World) -> Callable[..., AdamW]:
+    """What makes the inner optimizers."""
+    train = recipe.train
+    if train.optimizer == "muon":
+        return muon.maker(train.momentum, train.matrix_lr_scale)
+    ranks = min(world.size, gpu_count())  # of this host
+    threads = recipe.engine.threads or share_of_cores(ranks) if ranks else None
+    return partial(AdamW, offload=train.optimizer_offload_fraction, threads=threads)
 
 
 def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:

@@ -40,6 +40,8 @@ def test_checkpoints_that_are_there_take_no_further_room(
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=2000))
     with pytest.raises(ConfigError):
         plan._refuse_small_disk(recipe(tmp_path), 1000)
+    with pytest.raises(ConfigError, match=r"the export 5\.0 GB, and the disk"):
+        plan._refuse_small_disk(recipe(tmp_path), 0, 5 * 10**9)
     (tmp_path / "checkpoints" / "iter_2").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iter_2" / "rank0_0.bin").write_bytes(bytes(1000))
     plan._refuse_small_disk(recipe(tmp_path), 1000)
@@ -78,6 +80,8 @@ def test_a_host_that_is_too_small_for_the_copy(monkeypatch: pytest.MonkeyPatch) 
         ConfigError, match=r"copies 11\.0 GB of each rank .* has 10\.0 GB to give; use more hosts"
     ):
         plan._refuse_small_host(11e9, 0.0, 2)
+    with pytest.raises(ConfigError, match=r"and optimizer state 5\.0 GB; .* lower$"):
+        plan._refuse_small_host(9e9, 0.0, 2, 5e9)
     with pytest.raises(ConfigError, match=r"and training takes 17\.0 GB; "):
         plan._refuse_small_host(4e9, 17e9, 1)
     monkeypatch.setattr(plan, "host_memory", lambda ranks, process: 0)  # not known

@@ -39,7 +39,8 @@ def fill(pieces: Sequence[Piece], index: Index | FormerIndex, *, direct: bool = 
     for piece in pieces:
         by_key.setdefault(piece.key, []).append(piece)
     planned = [pair for key, wanted in by_key.items() for pair in _planned(key, wanted, index)]
-    device = next((piece.data.device for piece in pieces), torch.device("cpu"))
+    devices = {piece.data.device for piece in pieces}  # some state of an optimizer may be on the host
+    device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
     if isinstance(index, FormerIndex):
         _fill_former(planned, index, device)
     else:

@@ -1,0 +1,149 @@
+"""Updates of weights whose optimizer state is on the host, beside those that the GPU makes of the others.
+
+Gradients and weights come to the host in chunks, through a few pinned buffers; `zoo.nn.adamw.state.update` works on a chunk
+with all of the rank's cores while the next ones arrive and the ones before go back. The state itself never moves. On a CPU
+the same steps run one after the other, and the update has the same bits as without them.
+
+Megatron-Core's HybridDeviceOptimizer, which has an fp32 copy of each weight on the host and moments of fp32, is not used: a
+checkpoint's state would have another form, and neither split weights nor moments of fewer bits would be left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.nn.adamw.state import BLOCK, Moment, Part, update
+
+CHUNK = 2**20  # elements; a multiple of BLOCK
+DEPTH = 4  # chunks under way at once
+
+Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
+
+
+@dataclass
+class _Slot:
+    """Room for a chunk in bytes, pinned where there is a GPU, and when the copies to it and from it are done."""
+
+    room: tuple[Tensor, Tensor]  # for weights, for gradients
+    arrived: Any
+    sent: Any
+
+    def of(self, chunk: Part) -> tuple[Tensor, Tensor]:
+        """Where a chunk's weights and gradients are on the host."""
+        found = [
+            room[: like.numel() * like.element_size()].view(like.dtype)
+            for room, like in zip(self.room, (chunk.weight, chunk.grad), strict=True)
+        ]
+        return found[0], found[1]
+
+
+class HostUpdate:
+    """The updates of one optimizer's parts that are on the host: `start`, then the GPU's share, then `finish`."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads`: of the host that work on a chunk; None: as many as PyTorch uses anyway."""
+        self._threads = threads
+        self._slots: list[_Slot] = []
+        self._jobs: list[Job] = []
+        self._streams: tuple[Any, Any] | None = None  # to the host, and back
+
+    @torch.no_grad()
+    def start(self, jobs: Sequence[Job]) -> None:
+        """Begin to copy gradients and weights, which are final in the current stream."""
+        self._jobs = [(chunk, options) for part, options in jobs for chunk in chunks(part)]
+        if not self._jobs:
+            return
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(), torch.cuda.Stream()
+        self._streams[0].wait_stream(torch.cuda.current_stream())
+        if not self._slots:
+            self._slots = [_slot(pinned=self._jobs[0][0].weight.is_cuda) for _ in range(DEPTH)]
+        for number in range(min(DEPTH, len(self._jobs))):
+            self._fetch(number)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Make the updates; work that comes after them in the current stream sees the new weights."""
+        if not self._jobs:
+            return
+        assert self._streams is not None
+        back = self._streams[1]
+        with _threads(self._threads):
+            for number, (chunk, options) in enumerate(self._jobs):
+                slot = self._slots[number % DEPTH]
+                slot.arrived.synchronize()
+                weight, grad = slot.of(chunk)
+                update(replace(chunk, weight=weight, grad=grad), **options)
+                with torch.cuda.stream(back):
+                    chunk.weight.copy_(weight, non_blocking=True)
+                    slot.sent.record(back)
+                if number + DEPTH < len(self._jobs):
+                    self._streams[0].wait_event(slot.sent)
+                    self._fetch(number + DEPTH)
+        torch.cuda.current_stream().wait_stream(back)
+        self._jobs = []
+
+    def _fetch(self, number: int) -> None:
+        assert self._streams is not None
+        chunk, slot = self._jobs[number][0], self._slots[number % DEPTH]
+        (weight, grad), stream = slot.of(chunk), self._streams[0]
+        with torch.cuda.stream(stream):
+            grad.copy_(chunk.grad, non_blocking=True)
+            weight.copy_(chunk.weight, non_blocking=True)
+            slot.arrived.record(stream)
+
+
+def chunks(part: Part) -> Iterator[Part]:
+    """A part in pieces of CHUNK elements, which round as they would together."""
+
+    def of_moment(moment: Moment, cut: slice) -> Moment:
+        exponents = moment.exponents
+        if exponents is not None:
+            exponents = exponents[cut.start // BLOCK : -(-cut.stop // BLOCK)]
+        return replace(moment, values=moment.values[cut], exponents=exponents)
+
+    for start in range(0, part.weight.numel(), CHUNK):
+        cut = slice(start, min(start + CHUNK, part.weight.numel()))
+        yield Part(
+            weight=part.weight[cut],
+            remainder=None if part.remainder is None else part.remainder[cut],
+            grad=part.grad[cut],
+            exp_avg=of_moment(part.exp_avg, cut),
+            exp_avg_sq=of_moment(part.exp_avg_sq, cut),
+            seed=part.seed + start,
+        )
+
+
+def on_host(sizes: Sequence[int], share: float) -> list[bool]:
+    """Which of so many parameters of these sizes are on the host, so that `share` (0 to 1) of all elements are, or a little less.
+
+    Large ones come first: each is on the host as long as there is room.
+    """
+    room = share * sum(sizes)
+    chosen = [False] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if sizes[index] <= room:
+            chosen[index] = True
+            room -= sizes[index]
+    return chosen
+
+
+def _slot(*, pinned: bool) -> _Slot:
+    weight, grad = (torch.empty(4 * CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    return _Slot((weight, grad), torch.cuda.Event(), torch.cuda.Event())
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
