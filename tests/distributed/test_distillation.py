@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
-from support.preference import write_pairs
+from support.preference import OF_MODELS, write_pairs
 
 CASES = [
     ("tp2 cp2", "dense"), ("pp2 vpp2", "dense"), ("tp2", "gdn"), ("dp2", "dense"), ("ep2 etp2", "moe"), ("cp2 ep2", "omni"),
+    ("cp2", "gdn"), ("pp2", "text"),
 ]  # fmt: skip
 
 
@@ -43,7 +44,7 @@ def test_a_layout_learns_from_a_teacher_as_one_rank(
 ) -> None:
     model, setting = MODELS[name], PARALLEL[parallel]
     folder, teacher = model.write(tmp_path / "model"), tmp_path / "taught"
-    kinds = ("audio", "image", "text") if name == "omni" else ("image", "text")
+    kinds = OF_MODELS.get(name, ("image", "text"))
     common = (
         *write_pairs(tmp_path / "rows.jsonl", 7, kinds), *model.overrides, f"model.init={folder}", "train.steps=3", "train.global_batch=2",
         "train.lr=1e-2", "train.schedule=constant", "packing.align=8", "packing.budget=512", "data.lookahead=4", "train.aux_loss=0",

@@ -22,9 +22,13 @@ CASES = [
     ("dp2", "dense", "kto"),
     ("pp2 cp2", "dense", "kto"),
     ("tp2 cp2", "gdn", "kto"),
+    ("tp2", "dense", "kto"),
+    ("ep2", "moe", "kto"),
     ("tp2 cp2", "dense", "reward"),
     ("tp2 pp2", "llava", "reward"),
     ("cp2 ep2", "omni", "reward"),
+    ("pp2 vpp2", "gdn", "reward"),
+    ("ep2", "moe", "reward"),
 ]
 SAME = (
     "loss",
