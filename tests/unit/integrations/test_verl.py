@@ -218,3 +218,50 @@ def test_every_call_of_verls_engine_is_there() -> None:
     assert [name for name in REQUIRED if getattr(ZooEngine, name) is getattr(BaseEngine, name)] == []
     with pytest.raises(UserError, match="dtype=float16"):
         recipe_of(None, ZooEngineConfig(dtype="float16"), None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("gloo")
+def test_verls_own_worker_makes_actor_and_reference_of_the_pages_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/verl.md's command as Hydra and verl read it, on a model and ranks that are here."""
+    import shlex
+    from importlib.resources import files
+
+    from hydra import compose, initialize_config_dir
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from zoo.integrations import verl as integration
+
+    case = Case.make(tmp_path / "model")
+    page = (Path(__file__).parents[3] / "docs" / "verl.md").read_text()
+    command = page.partition("python -m verl.trainer.main_ppo ")[2].partition("```")[0]
+    here = (
+        f"actor_rollout_ref.model.path={case.folder}", "actor_rollout_ref.actor.zoo.overrides=['engine.threads=1','train.beta2=0.98']",
+        "actor_rollout_ref.actor.zoo.dtype=float32", "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.optim.lr=3e-4",
+        "trainer.n_gpus_per_node=1", "trainer.device=cpu",
+    )  # fmt: skip
+    with initialize_config_dir(str(files("verl.trainer") / "config"), version_base=None):
+        config = compose("ppo_trainer", [*shlex.split(command.replace("\\\n", " ")), *here])
+    assert need_reference_policy(config) and not need_critic(config)
+    validate_config(config, use_reference_policy=True, use_critic=False)
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    made = {}
+    try:
+        for role in ("ref", "actor"):
+            worker = ActorRolloutRefWorker(config.actor_rollout_ref, role=role)
+            worker.init_model()
+            made[role] = getattr(worker, role).engine
+        assert all(isinstance(engine, integration.ZooEngine) for engine in made.values())
+        assert made["ref"].engine_config.forward_only and not made["actor"].engine_config.forward_only
+        recipes = [made[role].engine.recipe for role in ("ref", "actor")]
+        assert [recipe.train.beta2 for recipe in recipes] == [0.98, 0.98] and recipes[1].train.lr == 3e-4
+        assert all(Path(str(recipe.model.init)) == case.folder for recipe in recipes)
+        assert made["actor"].is_param_offload_enabled and recipes[1].packing.budget == 16384
+    finally:
+        for engine in made.values():
+            engine.close()
