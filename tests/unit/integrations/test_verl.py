@@ -248,7 +248,8 @@ def test_verls_own_worker_makes_actor_and_reference_of_the_pages_command(
         config = compose("ppo_trainer", [*shlex.split(command.replace("\\\n", " ")), *here])
     assert need_reference_policy(config) and not need_critic(config)
     validate_config(config, use_reference_policy=True, use_critic=False)
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}.items():
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29555}.items():
         monkeypatch.setenv(name, str(value))
     made = {}
     try:
