@@ -6,10 +6,13 @@
 #   docs/benchmarks/eight.sh experts       Qwen3-VL and Qwen3-Omni 30B-A3B: all weights trained under EP 8
 #   docs/benchmarks/eight.sh layouts       Qwen3.5-VL 2B under TP 2 x CP 2 x DP 2, and the losses of DP 8
 #   docs/benchmarks/eight.sh pipeline      Qwen3-VL 30B-A3B under PP 2 x EP 4, and the losses of EP 8
+#   docs/benchmarks/eight.sh checkpoints   Qwen3-VL 30B-A3B: a save under EP 8, then one rank is killed
+#   docs/benchmarks/eight.sh resume        that run under EP 4 x DP 2, and its export
 #   docs/benchmarks/eight.sh tables        what is there so far, as Markdown
 #
-# Keys with a dot behind the part go to every command of it. Results are written to $OUT (./eight). --dry-run runs the same commands for real on
-# eight processes of the CPU, with tiny models.
+# Keys with a dot behind the part go to every command of it. Results are written to $OUT (./eight). The run of the last two
+# parts is written to $RUN ($OUT/run), on a disk with room for 500 GB, in a host with 250 GB to spare. --dry-run runs the same commands for
+# real on eight processes of the CPU, with tiny models.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-python}
@@ -21,17 +24,20 @@ for word in "$@"; do
     if [ "$word" = --dry-run ]; then dry=yes; else more+=("$word"); fi
 done
 out=${OUT:-eight}
+run=${RUN:-$out/run}
 mkdir -p "$out"
 
 if [ -n "$dry" ]; then
     export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
-    dense=tiny experts=tiny-moe omni=tiny longest=64 row=160 deep_row=160 row_samples=8 samples=2 few=2
+    dense=tiny experts=tiny-moe omni=tiny longest=64 row=160 deep_row=160 row_samples=8 samples=2 few=2 budget=512 apart=2 dd_mb=64
+    half_moments=()
     dense_keys=(model.arch.text_config.linear_num_key_heads=4 model.arch.text_config.linear_num_value_heads=4)
     vl_keys=(model.arch.text_config.num_experts=8) omni_keys=(model.arch.thinker_config.text_config.num_experts=8)
     machine=cpu more+=(engine.threads=1)
 else
-    dense=2b experts=30b-a3b omni=30b-a3b longest=2048 row=16384 deep_row=8192 row_samples=32 samples=8 few=4
+    dense=2b experts=30b-a3b omni=30b-a3b longest=2048 row=16384 deep_row=8192 row_samples=32 samples=8 few=4 budget=4096 apart=20 dd_mb=16384
     dense_keys=() vl_keys=() omni_keys=() machine=auto
+    half_moments=(train.exp_avg_dtype=bf16 train.exp_avg_sq_dtype=bf16) # 8 bytes a parameter on the disk in the place of 12
 fi
 
 zoo() { "$python" -m zoo "$@"; }
@@ -84,10 +90,48 @@ pipeline() {
     bench pipeline-pp2-ep4 "${keys[@]}" samples=$((4 * few)) parallel.pp=2 parallel.ep=4
 }
 
+# One learning rate throughout, so that the resumed run repeats the steps behind the save whatever its number of steps.
+train() {
+    zoo train recipe=qwen3_vl_moe_sft size="$experts" model.init=random hardware="$machine" nproc=8 run.dir="$run" parallel.plan=[] \
+        packing.budget="$budget" train.global_batch=8 train.lr=1e-5 train.min_lr=1e-5 train.warmup_steps=0 train.keep=1 \
+        train.keep_best=null train.eval_rows=0 log.tensorboard=false engine.doctor=false ${vl_keys[@]+"${vl_keys[@]}"} ${half_moments[@]+"${half_moments[@]}"} \
+        "$@" ${more[@]+"${more[@]}"}
+}
+
+children() { cat /proc/"${1// /}"/task/*/children; }
+
+checkpoints() {
+    if [ -e "$run" ]; then
+        echo "eight.sh: $run is there already; remove it, or give RUN=..." >&2
+        exit 2
+    fi
+    "$python" "$here/eight_tables.py" disk "$(dirname "$run")" "$dd_mb" >"$out/disk.json"
+    train parallel.ep=8 train.save_every="$apart" train.steps=1000 export=false &
+    local shell=$! ranks=() before code=0
+    until grep -qs '"event": "save"' "$run/train.jsonl"; do
+        kill -0 "$shell" || { echo "eight.sh: the run has ended without a save" >&2; exit 1; }
+        sleep 0.2
+    done
+    sleep 2
+    read -ra ranks <<<"$(children "$(children "$shell")")"
+    before=$(date +%s%3N)
+    kill -KILL "${ranks[-1]}"
+    wait "$shell" || code=$?
+    echo "{\"exit\": $code, \"left_ms\": $(($(date +%s%3N) - before))}" >"$out/killed.json"
+    cp "$run/train.jsonl" "$out/killed.jsonl"
+}
+
+resume() {
+    local at
+    at=$("$python" "$here/eight_tables.py" saved "$run")
+    train parallel.ep=4 train.save=weights train.save_every=0 train.steps=$((at + 4)) export=true
+    cp "$run/train.jsonl" "$out/resumed.jsonl"
+}
+
 tables() { :; }
 
 case "$part" in
-receipts | scaling | experts | layouts | pipeline | tables) ;;
+receipts | scaling | experts | layouts | pipeline | checkpoints | resume | tables) ;;
 *)
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
     exit 2
@@ -101,4 +145,4 @@ if [ -z "$dry" ] && [ "$part" != tables ]; then
     fi
 fi
 "$part"
-"$python" "$here/eight_tables.py" "$out"
+"$python" "$here/eight_tables.py" tables "$out"

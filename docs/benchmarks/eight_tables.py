@@ -1,8 +1,11 @@
-"""Tables of what eight.sh has measured, `not measured` where it has not: `python docs/benchmarks/eight_tables.py FOLDER`."""
+"""Tables of what eight.sh has measured, `not measured` where it has not: `python docs/benchmarks/eight_tables.py tables FOLDER`.
+
+`saved RUN` prints the step of a run's last save; `disk FOLDER MB` prints the rates of that folder's disk, as JSON.
+"""
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ PUBLISHED = {(2, "padded"): "363 ms", (2, "packed"): "342 ms", (4, "padded"): "o
 
 def tables(folder: Path) -> str:
     """All tables, as Markdown."""
-    return "\n\n".join(part(folder) for part in (receipts, scaling, experts, layouts))
+    return "\n\n".join(part(folder) for part in (receipts, scaling, experts, layouts, checkpoints))
 
 
 def receipts(folder: Path) -> str:
@@ -68,6 +71,38 @@ def layouts(folder: Path) -> str:
     return table(("", *RATES, "largest difference of a loss"), rows)
 
 
+def checkpoints(folder: Path) -> str:
+    """A save, a killed rank, a resume under another layout, an export."""
+    killed, resumed = log(folder / "killed.jsonl"), log(folder / "resumed.jsonl")
+    rows = [
+        ["save under EP 8", NOT],
+        ["SIGKILL of one rank", NOT],
+        ["resume under EP 4 x DP 2", NOT],
+        ["export", NOT],
+    ]
+    if killed:
+        saved = next(one for one in killed if one.get("event") == "save")
+        rate, disk = saved["bytes"] / saved["write_ms"] * 1e3, json.loads((folder / "disk.json").read_text())
+        ended = json.loads((folder / "killed.json").read_text())
+        rows[0][1] = (
+            f"{saved['bytes'] / 1e9:.1f} GB, training waits {saved['stall_ms'] / 1e3:.2f} s, written in "
+            f"{saved['write_ms'] / 1e3:.1f} s, {rate / 1e9:.2f} GB/s, {rate / disk['write']:.2f} of the disk's rate"
+        )
+        rows[1][1] = f"the launcher ended with {ended['exit']} after {ended['left_ms'] / 1e3:.1f} s"
+    if killed and resumed:
+        start = max(place for place, one in enumerate(resumed) if one.get("event") == "resume")
+        load = next(one for one in resumed[start:] if one.get("event") == "startup")
+        before, after = losses(killed), losses(resumed[start:])
+        both = sorted(before.keys() & after.keys())
+        rows[2][1] = (
+            f"state loaded in {load['phases']['optimizer']:.1f} s; losses of steps {both[0]} to {both[-1]} differ by "
+            f"{furthest([before[step] for step in both], [after[step] for step in both])} at most"
+        )
+        place = max(place for place, one in enumerate(resumed) if one.get("event") == "export")
+        rows[3][1] = f"{resumed[place]['time'] - resumed[place - 1]['time']:.1f} s"
+    return table(("Qwen3-VL 30B-A3B", "measured"), rows)
+
+
 RATES = ("ms a step", "real tokens/s a GPU", "MFU", "peak GiB")
 
 
@@ -96,6 +131,17 @@ def line(folder: Path, name: str, way: str | None = None) -> Line | None:
     return next((one for one in found if way in (None, one["way"])), None)
 
 
+def log(file: Path) -> list[Line]:
+    """The lines of a run's log, whole ones."""
+    text = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(one) for one in text if one.endswith("\n")]
+
+
+def losses(lines: Iterable[Line]) -> dict[int, float]:
+    """Step to loss."""
+    return {one["step"]: one["loss"] for one in lines if "event" not in one}
+
+
 def furthest(mine: Sequence[float], theirs: Sequence[float]) -> str:
     """The largest difference, and of how large a loss."""
     gap, of = max((abs(a - b), a) for a, b in zip(mine, theirs, strict=False))
@@ -107,5 +153,18 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows))
 
 
+def main(what: str, folder: str, *rest: str) -> None:
+    """One of the module's commands."""
+    if what == "disk":
+        from zoo.bench.save_rates import disk_rates  # and torch
+
+        print(json.dumps(disk_rates(Path(folder), int(rest[0]) * 10**6)))
+    elif what == "saved":
+        saves = [one["step"] for one in log(Path(folder) / "train.jsonl") if one.get("event") == "save"]
+        print(saves[-1])
+    else:
+        print(tables(Path(folder)))
+
+
 if __name__ == "__main__":
-    print(tables(Path(sys.argv[1])))
+    main(*sys.argv[1:])

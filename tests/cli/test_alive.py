@@ -16,6 +16,7 @@ import pytest
 from support.commands import Zoo, events, logged, metrics, summary
 
 from zoo.config.locate import checkpoints
+from zoo.engine.launch.rank_group import free_port
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 15.0  # in which the others leave, on a busy machine
@@ -24,7 +25,9 @@ SECONDS = 15.0  # in which the others leave, on a busy machine
 class Launched:
     """A process of its own that runs `zoo train`, and what it has said."""
 
-    def __init__(self, command: list[str], folder: Path, fault: str = "", **env: str) -> None:
+    def __init__(
+        self, command: list[str], folder: Path, fault: str = "", cwd: Path | None = None, **env: str
+    ) -> None:
         dropped = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         kept |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **env}
@@ -33,6 +36,7 @@ class Launched:
         self.folder = folder
         self.process = subprocess.Popen(
             command,
+            cwd=cwd,
             env=kept,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -259,6 +263,51 @@ def test_torchrun_starts_a_killed_rank_again_and_the_run_goes_on_to_the_bit(zoo:
     lines = [line for line in err.splitlines() if line.startswith("zoo: ")]
     assert len(lines) == 1 and lines[0].startswith("zoo: rank 1 died, last seen after step "), lines
     assert Launched(command(zoo, straight, *options), straight).ended()[0] == 0
+    assert metrics(folder) == metrics(straight)
+
+
+def start_nodes(zoo: Zoo, folder: Path, options: list[str], **env: str) -> list[Launched]:
+    """Two launchers of two ranks each. One name in `run.stage` is another folder for each: that in its working directory."""
+    given = [
+        a for a in arguments(zoo, folder, *options, "run.stage=/proc/self/cwd/stage") if "nproc" not in a
+    ]
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+    port, nodes = str(free_port()), []
+    for node in range(2):
+        place = folder.with_name(f"node{node}")
+        place.mkdir(exist_ok=True)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--master-port", port]
+        command = [*torchrun, "--node-rank", str(node), "-m", "zoo", *given]
+        nodes.append(Launched(command, folder, cwd=place, **env))
+    return nodes
+
+
+@pytest.mark.slow(minutes=4)
+def test_a_lost_node_is_started_again_and_copies_on_what_it_had_staged(zoo: Zoo, tmp_path: Path) -> None:
+    """Each node writes its ranks' files to a stage of its own. The lost one comes back with its part, and nothing is done twice."""
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    options = ["train.steps=12", "train.save_every=4", "train.global_batch=4"]
+    nodes = start_nodes(zoo, folder, options, fault="2 1 slow-copy", FAULT_SECONDS="5")
+    nodes[0].until_step(4)
+    deadline = time.monotonic() + 60
+    while "save" not in events(folder):
+        assert nodes[0].process.poll() is None and time.monotonic() < deadline, nodes[0].process.communicate()
+        time.sleep(0.02)
+    for pid in [nodes[1].process.pid, *nodes[1].children()]:
+        os.kill(pid, signal.SIGKILL)
+    code, _, err = nodes[0].ended()
+    nodes[1].ended()
+    assert code and re.search(r"^zoo: rank [23] died", err, re.MULTILINE), err
+    staged = [sorted((tmp_path / f"node{node}/stage").rglob("iter_4/rank*.bin")) for node in range(2)]
+    names = [{path.name.partition("_")[0] for path in one} for one in staged]
+    assert names == [{"rank0", "rank1"}, {"rank2", "rank3"}] and not checkpoints(folder)
+
+    said = [node.ended() for node in start_nodes(zoo, folder, options)]
+    assert [code for code, _, _ in said] == [0, 0], said
+    log = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line.get("event") == "resume"] == [4]
+    assert not [path for node in range(2) for path in (tmp_path / f"node{node}/stage").rglob("*.bin")]
+    assert Launched(command(zoo, straight, *options, "nproc=4"), straight).ended()[0] == 0
     assert metrics(folder) == metrics(straight)
 
 

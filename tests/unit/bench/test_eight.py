@@ -1,4 +1,4 @@
-"""docs/benchmarks/eight.sh and its tables: refused on fewer GPUs, and in the docs as measured."""
+"""docs/benchmarks/eight.sh and its tables: refused on fewer GPUs, run for real on eight processes of the CPU, and in the docs as measured."""
 
 import json
 import os
@@ -6,6 +6,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "docs" / "benchmarks"
 TABLES = runpy.run_path(str(BENCHMARKS / "eight_tables.py"))
@@ -46,3 +48,17 @@ def test_rates_and_differences_of_results(tmp_path: Path) -> None:
         .splitlines()[4]
         .endswith("| padded | out of memory |" + " did not run |" * 4)
     )
+
+
+@pytest.mark.slow(minutes=8)
+def test_a_part_runs_on_eight_processes(tmp_path: Path) -> None:
+    """Other layouts of eight ranks train alike: the losses of twelve steps are those of DP 8."""
+    done = eight(tmp_path, "layouts", "--dry-run", seconds=1500)
+    assert done.returncode == 0, done.stderr
+    losses = [
+        json.loads((tmp_path / f"layouts-{name}.json").read_text())["lines"][0]["losses"]
+        for name in ("dp8", "tp2-cp2-dp2")
+    ]
+    assert len(losses[0]) == len(losses[1]) >= 12 and losses[0] == pytest.approx(losses[1], abs=2e-4)
+    row = next(line for line in done.stdout.splitlines() if "TP 2 x CP 2 x DP 2" in line)
+    assert "e-" in row.split("|")[-2] and "not measured" not in row, row

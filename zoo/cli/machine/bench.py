@@ -47,6 +47,7 @@ beside a plain copy of its files.
 
   recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
   folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
+  layers=8                               takes so many of its decoder
 
 saves measures a disk, and what zoo's saves and loads of a model reach there: bytes, stall, rates beside the disk's own,
 host memory, and steps beside a save. With run= it shows what the saves of that run cost its steps, from its log.
