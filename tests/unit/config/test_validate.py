@@ -452,5 +452,4 @@ def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:
     )
     assert "kto alone has it" in error_of(MOE, {"train.loss": "dpo", "train.desirable_weight": 2.0})
     assert "reward alone has it" in error_of(MOE, {"train.loss": "dpo", "train.center_rewards": 2.0})
-    assert "would leave the new head" in error_of(MOE, {"train.loss": "reward", "lora.rank": 2})
     assert "base without adapters" in error_of(MOE, {"train.loss": "dpo", "train.reference": "base"})

@@ -266,9 +266,8 @@ class Run:
         if self.detector.ends:
             self._save(wait=True)
             self._finish_saves()
-            raise bad_step_records.too_many(
-                self.done, bad, self.detector, self.saved, self.folder, self.recipe.train
-            )
+            ended = (bad, self.detector, self.saved, self.folder, self.recipe.train)
+            raise bad_step_records.too_many(self.done, *ended)
 
     def _log_step(self, result: StepResult) -> None:
         """Write a step's metrics down."""
@@ -294,9 +293,8 @@ class Run:
             return
         self.progress.enter("eval")
         self.log.note(f"evaluating on {len(held_out)} rows ...")
-        batches = self._until_interrupted(eval_set)
         about = (self.world, eval_set.spare, self.step.preference, self.train_step.complete)
-        metrics = evaluate(self.step, self.trainable.chunks, batches, *about)
+        metrics = evaluate(self.step, self.trainable.chunks, self._until_interrupted(eval_set), *about)
         if self.interrupted:
             return
         self.log.evaluation(self.done, metrics, evaluated_on(self.recipe.data))
@@ -376,13 +374,8 @@ class Run:
         """Log what is trained, and what differs from the run that is resumed."""
         parameters = sum(p.numel() for c in self.trainable.chunks for p in c.parameters())
         adapters = sum(p.numel() for p in self.adapters.named().values()) if self.adapters else 0
-        self.log.event(
-            "resume" if self.done else "start",
-            self.done,
-            parameters_of_rank=parameters,
-            total_steps=self.total_steps,
-            ranks=self.world.size,
-        )
+        about = {"parameters_of_rank": parameters, "total_steps": self.total_steps, "ranks": self.world.size}
+        self.log.event("resume" if self.done else "start", self.done, **about)
         if self.done:
             self.log.say(f"resuming {self.resume_from} at step {self.done} of {self.total_steps}")
             if not (self.state or {}).get("optimizer", True):
