@@ -16,10 +16,6 @@ class Gemma3Config(WindowedConfig):
     title = "Gemma 3"
     kinds = ("gemma3",)
     not_built: ClassVar[dict[str, str]] = {
-        "gemma4": "heads of two widths (global_head_dim), values that are keys (attention_k_eq_v), norms of values, scaled layers, "
-        "two-way attention in sliding layers alone, and by size embeddings for each layer (hidden_size_per_layer_input), keys and "
-        "values that layers share (num_kv_shared_layers), or experts beside a dense MLP (enable_moe_block)",
-        "gemma4_unified": "what Gemma 4 has, and sound",
         "gemma3n": "streams that are predicted and corrected, embeddings for each layer, and keys and values that layers share",
     }
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from support import rank_tasks
 from support.pool import Pool, PoolError
 from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
+from support.tiny_gemma4 import write_tiny_gemma4
 from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
@@ -39,6 +40,9 @@ CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
         folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "gemma3_text": lambda folder: write_tiny_gemma3_text(folder, tied=True),
+    "gemma4": lambda folder: write_tiny_gemma4(
+        folder, tied=True, num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
     "qwen25_vl": lambda folder: write_tiny_qwen25_vl(folder, **LAYERS),
     "qwen3_asr": lambda folder: write_tiny_qwen3_asr(folder, tied=True, **LAYERS),
     "qwen25_omni": lambda folder: write_tiny_qwen25_omni(folder, whole=True, **LAYERS),
@@ -393,6 +397,7 @@ PUBLISHED = {  # recipe, size: parameters and tensors of the published file, les
     ("gemma3_sft", "4b"): (4_300_079_472, 883),
     ("gemma3_sft", "12b"): (12_187_325_040, 1065),
     ("gemma3_sft", "27b"): (27_432_406_640, 1247),
+    ("gemma4_sft", "31b"): (31_273_088_876, 1188),
     ("glm45v_sft", "4.5-106b-a12b"): (107_710_933_120, 18_106),
     ("glm45v_sft", "4.6-106b-a12b"): (107_710_933_120, 18_106),
     ("qwen35_vl_sft", "0.8b"): (873_438_784, 488),

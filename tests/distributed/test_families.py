@@ -14,6 +14,7 @@ RECIPES = ("qwen3_omni_sft", "qwen3_vl_sft", "qwen35_vl_sft", "llava_sft")
 MORE = (
     "gemma3_sft",
     "gemma3_text_sft",
+    "gemma4_sft",
     "internvl_sft",
     "qwen25_vl_sft",
     "qwen25_omni_sft",

@@ -120,13 +120,6 @@ def test_tied_embeddings(tmp_path: Path, cpu_world: Any) -> None:
     assert max(pair.errors(gradients).values()) < GRADIENTS
 
 
-def test_gemma_4_is_refused_by_the_keys_of_what_it_has() -> None:
-    with pytest.raises(
-        UserError, match=r"'gemma4' can't be trained here: .*global_head_dim.*enable_moe_block"
-    ):
-        Gemma3Config.from_arch({"model_type": "gemma4"})
-
-
 VARIANTS = [
     pytest.param({"layer_types": [FULL] * 5}, id="no windows"),
     pytest.param({"layer_types": [SLIDING] * 5}, id="windows in all layers"),

@@ -24,6 +24,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
+from support.tiny_gemma4 import write_tiny_gemma4
 from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
@@ -92,6 +93,7 @@ CASES = {
     "qwen25_omni": Case("qwen25_omni_sft", write_tiny_qwen25_omni, make_examples, HEARD),
     "gemma3": Case("gemma3_sft", write_tiny_gemma3, tile_examples, TILED),
     "gemma3_text": Case("gemma3_text_sft", write_tiny_gemma3_text, text_examples, "language"),
+    "gemma4": Case("gemma4_sft", write_tiny_gemma4, tile_examples, TILED),
     "qwen3 experts": Case(
         "qwen3_moe_sft", lambda f: write_tiny_qwen3(f, moe=True), text_examples, "language", ALL + EXPERTS
     ),

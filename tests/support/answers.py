@@ -18,6 +18,7 @@ from support.text_rows import text_examples
 from support.tile_rows import tile_examples
 from support.tiny import load_plain
 from support.tiny_gemma3 import write_tiny_gemma3, write_tiny_gemma3_text
+from support.tiny_gemma4 import write_tiny_gemma4
 from support.tiny_glm45v import write_tiny_glm45v
 from support.tiny_internvl import write_tiny_internvl
 from support.tiny_llava import write_tiny_llava
@@ -117,6 +118,7 @@ FAMILIES: dict[str, Callable[[Path, Any], Asked]] = {
     "qwen35_vl moe": partial(other, partial(write_tiny_qwen35, moe=True), "qwen35_vl", vision_examples),
     "gemma3": partial(other, write_tiny_gemma3, "gemma3", tile_examples),
     "gemma3_text": partial(other, write_tiny_gemma3_text, "gemma3_text", text_examples),
+    "gemma4": partial(other, write_tiny_gemma4, "gemma4", tile_examples),
     "llava": partial(other, partial(write_tiny_llava, kind="llava"), "llava", tile_examples),
     "llava_onevision": partial(
         other, partial(write_tiny_llava, kind="llava_onevision"), "llava", tile_examples

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support import (
     tiny_gemma3,
+    tiny_gemma4,
     tiny_glm45v,
     tiny_internvl,
     tiny_llava,
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[str, str]] = {
     "qwen2_5_omni_thinker": ("qwen25_omni", "Qwen2_5OmniThinkerForConditionalGeneration"),
     "gemma3": ("gemma3", "Gemma3ForConditionalGeneration"),
     "gemma3_text": ("gemma3_text", "Gemma3ForCausalLM"),
+    "gemma4": ("gemma4", "Gemma4ForConditionalGeneration"),
     "glm4v_moe": ("glm45v", "Glm4vMoeForConditionalGeneration"),
     "llava": ("llava", "LlavaForConditionalGeneration"),
     "llava_next": ("llava", "LlavaNextForConditionalGeneration"),
@@ -68,6 +70,8 @@ def tiny_arch(case: str) -> Arch:
         config = tiny_gemma3.tiny_config()
     elif case == "gemma3_text":
         config = tiny_gemma3.tiny_text_config()
+    elif case == "gemma4":
+        config = tiny_gemma4.tiny_config()
     elif case == "glm4v_moe":
         config = tiny_glm45v.tiny_config()
     elif case == "qwen2_5_vl":
@@ -95,7 +99,7 @@ def config_class(case: str, part: str) -> Any:
 
 
 def has_part(case: str, part: str) -> bool:
-    return not part or part in tiny_arch(case)
+    return not part or tiny_arch(case).get(part) is not None
 
 
 def text_part(case: str) -> str:
@@ -128,7 +132,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     from zoo.config.schema import PackingConfig, Recipe
-    from zoo.nn.decoder.config import transformer_config
+    from zoo.nn.decoder.config import full_heads, transformer_config
     from zoo.registry import get_family
 
     family = get_family(CASES[case][0])
@@ -144,6 +148,7 @@ def made_of(case: str, arch: Arch) -> dict[str, Any]:
     found |= {"activation": decoder.activation_func, "softmax scale": decoder.softmax_scale}
     found |= {"rotary": config.rotary, "tied": config.tied, "vocabulary": config.text.vocab_size}
     found |= {"embedding scale": config.embedding_scale, "logit softcap": config.logit_softcap}
+    found |= {"full heads": full_heads(config.text)}
     found |= {"deepstack": config._deepstack, "std": config.text.initializer_range}
     found |= {"costs": config.tower_costs(), "step": _step(family, config)}
     if hasattr(config, "tiling"):
@@ -158,6 +163,7 @@ def _step(family: Any, config: Any) -> list[Any]:
     step = object.__new__(family.load("step"))
     step.config = config
     read = [step.tower_tokens()]
+    read.append(step.two_way_tokens(torch.tensor([[373, 11]])) is None)
     if hasattr(step, "_tokens"):
         read.append(step._tokens())
     if hasattr(config.root, "video_start_token_id"):  # by which frames are told from images

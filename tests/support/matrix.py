@@ -105,6 +105,12 @@ def _gemma3_text(folder: Path) -> Path:
     return write_tiny_gemma3_text(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL, SLIDING, SLIDING])
 
 
+def _gemma4(folder: Path) -> Path:
+    from support.tiny_gemma4 import FULL, SLIDING, write_tiny_gemma4
+
+    return write_tiny_gemma4(folder, num_hidden_layers=4, layer_types=[SLIDING, FULL] * 2)
+
+
 def _qwen3(folder: Path) -> Path:
     from support.tiny_qwen3 import write_tiny_qwen3
 
@@ -227,6 +233,13 @@ MODELS = {
     "capped": Model(
         "text alone, sliding layers, capped logits", "gemma3_text_sft", _gemma3_text, text_examples, SAID
     ),
+    "full heads": Model(
+        "dense, full layers with wider heads whose values are keys",
+        "gemma4_sft",
+        _gemma4,
+        tile_examples,
+        (("wide", "text-short", "three", "two", "turns"), ("text-long", "text-short")),
+    ),
     "text": Model(
         "text alone, dense and with experts",
         "qwen3_moe_sft",
@@ -300,6 +313,7 @@ CORE = {
     ("tp2 sp", "windows"),
     ("cp2", "two-way"),
     ("tp2 sp", "capped"),
+    ("tp2 cp2", "full heads"),
     ("ep2", "text"),
     ("pp2", "next"),
     ("ep2", "tiles"),
@@ -313,7 +327,9 @@ REFUSED = {
     **{
         (parallel, model): NO_EXPERTS
         for parallel in ("ep2", "ep2 etp2", "cp2 ep2")
-        for model in ("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way", "capped")
+        for model in (
+            *("dense", "gdn", "llava", "windows", "windows omni", "sound", "two-way", "capped", "full heads"),
+        )
     },
     **{
         ("tp2", model): NEEDS_SP

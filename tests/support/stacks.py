@@ -17,6 +17,7 @@ from torch import Tensor
 from support import (
     tiny,
     tiny_gemma3,
+    tiny_gemma4,
     tiny_glm45v,
     tiny_internvl,
     tiny_llava,
@@ -130,6 +131,11 @@ GEMMA3_TEXT: dict[str, Any] = {
     "examples": text_examples,
     "randomise": tiny_gemma3.randomise,
 }
+GEMMA4: dict[str, Any] = {
+    "kind": "Gemma4ForConditionalGeneration",
+    "examples": tile_examples,
+    "randomise": tiny_gemma4.randomise,
+}
 INTERNVL: dict[str, Any] = {
     "kind": "InternVLForConditionalGeneration",
     "examples": tile_examples,
@@ -175,6 +181,7 @@ TINY = {
     "qwen25_omni": Stack("qwen25_omni_sft", "tiny", **QWEN25_OMNI),
     "gemma3": Stack("gemma3_sft", "tiny", **GEMMA3),
     "gemma3_text": Stack("gemma3_text_sft", "tiny", **GEMMA3_TEXT),
+    "gemma4": Stack("gemma4_sft", "tiny", **GEMMA4),
     "qwen3": Stack("qwen3_moe_sft", "tiny-moe", **QWEN3),
     "qwen3_next": Stack("qwen3_next_sft", "tiny", **QWEN3_NEXT),
     "glm45v": Stack("glm45v_sft", "tiny", **GLM45V),
@@ -351,6 +358,13 @@ WIDE = {
         "270m",
         text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
         **GEMMA3_TEXT,
+    ),
+    "gemma4 31b": Stack(
+        "gemma4_sft",
+        "31b",
+        text=SMALL | {"layer_types": ["sliding_attention", "full_attention"]},
+        vision={"num_hidden_layers": 2},
+        **GEMMA4,
     ),
     "internvl 1b": Stack(
         "internvl_sft", "1b", text=SMALL, vision={"num_hidden_layers": 2, "image_size": 112}, **INTERNVL

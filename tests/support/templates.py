@@ -50,6 +50,13 @@ GEMMA3 = (  # gemma-3-*-it, with the bundled turn markers: the system turn opens
     "{%- for m in messages if m.role != 'system' -%}{{- '<|im_start|>' ~ m.role ~ '\\n' -}}"
     "{{- (system if loop.first else '') ~ said(m.content) ~ '<|im_end|>\\n' -}}{%- endfor -%}" + PROMPT
 )
+GEMMA4 = (  # gemma-4-*-it without thinking, with the bundled markers: turns of a system are its own, answers are trimmed
+    "{%- macro said(content) -%}{%- if content is string -%}{{- content | trim -}}{%- else -%}"
+    "{%- for part in content -%}{%- if part.type == 'image' -%}{{- '<|image_pad|>' -}}"
+    "{%- else -%}{{- part.text | trim -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+    "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\\n' ~ said(m.content) ~ '<|im_end|>\\n' -}}"
+    "{%- endfor -%}" + PROMPT
+)
 
 
 def _thinking(trim: str, always: bool) -> str:

@@ -25,6 +25,7 @@ RECIPES = [
     ("qwen25_omni_sft", "tiny"),
     ("gemma3_sft", "tiny"),
     ("gemma3_text_sft", "tiny"),
+    ("gemma4_sft", "tiny"),
     ("qwen3_sft", "tiny"),
     ("qwen3_moe_sft", "tiny-moe"),
     ("qwen3_next_sft", "tiny"),

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
-from zoo.nn.decoder.attention import attention_window
+from zoo.nn.decoder.attention import SelfAttention, attention_window
+from zoo.nn.decoder.config import FullHeads
 from zoo.nn.inputs import Stage
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
@@ -74,7 +75,9 @@ class Subject:
                 found = hasattr(layer.self_attention, "in_proj")
             else:
                 found = (
-                    hasattr(layer.mlp, "experts") if sparse else hasattr(layer.self_attention, "linear_qkv")
+                    hasattr(layer.mlp, "experts")
+                    if sparse
+                    else isinstance(layer.self_attention, SelfAttention)
                 )
             if found:
                 return layer
@@ -110,6 +113,8 @@ def _of_a_rank(config: TransformerConfig, recipe: Recipe) -> TransformerConfig:
     local.num_attention_heads = config.num_attention_heads // parallel.tp
     local.num_query_groups = max(1, config.num_query_groups // parallel.tp)
     local.ffn_hidden_size = config.ffn_hidden_size // parallel.tp
+    full: FullHeads | None = getattr(config, "full_heads", None)
+    local.full_heads = None if full is None else replace(full, groups=full.groups // parallel.tp)
     sparse = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
     linear = config.linear_attention_freq or [0] * config.num_layers
     assert isinstance(sparse, list) and isinstance(linear, list)

@@ -48,12 +48,12 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
     if layer is None:
         return
     config, layout = subject.config, row_layout(subject)
-    kernel = core_name(layer.self_attention.core_attention, subject)
-    sizes = f"{config.num_attention_heads} heads / {config.num_query_groups} KV x {config.kv_channels}"
-    fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
+    sizes = _sizes(layer.self_attention)
 
     def check(name: str, shape: str, prepare: Callable[[Subject, Any], Trial], chosen: Any = layer) -> Check:
         precision = subject.precision
+        kernel = core_name(chosen.self_attention, subject)
+        fix = "engine.backend=torch" if kernel.startswith("TE") else FP32_IS_PLAIN
         return Check(
             name,
             kernel,
@@ -72,12 +72,18 @@ def attention_checks(subject: Subject) -> Iterator[Check]:
     short = subject.layer(windowed=True)
     if short is not None:
         seen = f"window of {attention_window(config, short.layer_number)}, two-way runs"
+        sizes = _sizes(short.self_attention)
         yield check("attention_window", f"{sizes}, {row_shape(layout)}, {seen}", _windowed_attention, short)
+
+
+def _sizes(module: Any) -> str:
+    heads, groups, width = _attention_sizes(module)
+    return f"{heads} heads / {groups} KV x {width}"
 
 
 def _windowed_attention(subject: Subject, module: Any) -> Trial:
     """A quarter of each segment, but 256 tokens at most, sees itself both ways, as an image does."""
-    heads, groups, width = _attention_sizes(subject)
+    heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
     middles = [(start + (stop - start) // 2, (stop - start) // 4) for start, stop in spans(layout)]
@@ -103,24 +109,21 @@ def _scale(subject: Subject, width: int) -> float:
     return width**-0.5 if scale is None else scale
 
 
-def core_name(core: Any, subject: Subject) -> str:
-    """What a core attention runs as on this device."""
-    name = type(core).__name__
-    if name.startswith("TE"):
-        return name
-    assert subject.config.kv_channels is not None
-    return varlen_name(subject, subject.config.kv_channels)
+def core_name(module: Any, subject: Subject) -> str:
+    """What a layer's core attention runs as on this device."""
+    name = type(module.core_attention).__name__
+    return name if name.startswith("TE") else varlen_name(subject, module.config.kv_channels)
 
 
-def _attention_sizes(subject: Subject) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and their width."""
-    config = subject.config
+def _attention_sizes(module: Any) -> tuple[int, int, int]:
+    """Query heads, key-value heads, and their width of a layer's attention."""
+    config = module.config
     assert config.kv_channels is not None and config.num_query_groups is not None
     return config.num_attention_heads, config.num_query_groups, config.kv_channels
 
 
 def _packed_attention(subject: Subject, module: Any) -> Trial:
-    heads, groups, width = _attention_sizes(subject)
+    heads, groups, width = _attention_sizes(module)
     layout = row_layout(subject).to(subject.device)
     q, k, v = (randn(subject, layout.total, n, width) for n in (heads, groups, groups))
     params = SeqParams.of(layout)
@@ -138,7 +141,7 @@ def _packed_attention(subject: Subject, module: Any) -> Trial:
 
 
 def _padded_attention(subject: Subject, module: Any) -> Trial:
-    heads, groups, width = _attention_sizes(subject)
+    heads, groups, width = _attention_sizes(module)
     lengths = sorted((min(n, 1024) for n in row_layout(subject).lengths), reverse=True)[:4]
     tokens, rows = max(lengths), len(lengths)
     q, k, v = (randn(subject, tokens, rows, n, width) for n in (heads, groups, groups))

@@ -90,7 +90,7 @@ def _norms(subject: Subject) -> Iterator[Check]:
     first = subject.model.decoder.layers[0].input_layernorm
     found: list[tuple[str, Any, tuple[Any, ...]]] = [("norm", first, (config.hidden_size,))]
     if attention is not None and getattr(attention, "q_layernorm", None) is not None:
-        found.append(("qk_norm", attention.q_layernorm, (heads, config.kv_channels)))
+        found.append(("qk_norm", attention.q_layernorm, (heads, attention.config.kv_channels)))
     for name, module, shape in found:
         yield _norm(subject, name, module, shape)
     linear = subject.layer(linear=True)
@@ -158,12 +158,13 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
 def _rotary(subject: Subject) -> Iterator[Check]:
     config, shape = subject.config, subject.rotary
-    if subject.layer() is None:
+    layer = subject.layer()
+    if layer is None:
         return
     layout = row_layout(subject).to(subject.device)
-    heads, width = config.num_attention_heads, config.kv_channels
-    assert width is not None
-    half = int(width * shape.fraction) // 2
+    heads, width = config.num_attention_heads, layer.self_attention.config.kv_channels
+    half = (width if shape.whole else int(width * shape.fraction)) // 2
+    turning = int(width * shape.fraction // 2) if shape.whole else half
     axes = axis_of_frequency(shape.sections, shape.interleaved) if shape.sections else [0] * half
 
     def prepare() -> Trial:
@@ -175,7 +176,7 @@ def _rotary(subject: Subject) -> Iterator[Check]:
             return apply_rotary(x[:, None], *turn)[:, 0]
 
         def exact(x: Tensor) -> Tensor:
-            return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base)
+            return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base, turning)
 
         return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
 

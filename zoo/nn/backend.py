@@ -28,6 +28,7 @@ from zoo.config.checks.engine import TE_IN_FP32
 from zoo.errors import ConfigError
 from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.decoder.block import SandwichLayer
+from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
@@ -125,6 +126,9 @@ def _linear_widths(config: TransformerConfig) -> Iterator[int]:
         heads * config.kv_channels,
         (heads + gates + 2 * groups) * config.kv_channels,
     )
+    full: FullHeads | None = getattr(config, "full_heads", None)
+    if full is not None:
+        yield from (heads * full.width, (heads + full.groups // tp) * full.width)
     yield config.ffn_hidden_size // tp
     if config.moe_shared_expert_intermediate_size:
         yield config.moe_shared_expert_intermediate_size // tp

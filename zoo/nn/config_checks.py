@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zoo.errors import UserError
-from zoo.nn.decoder.config import activation, limits_groups, normalised
+from zoo.nn.decoder.config import activation, full_heads, limits_groups, normalised
 from zoo.nn.decoder.mlp import ACTIVATIONS
 from zoo.nn.inputs import RotaryShape
 
@@ -25,11 +25,13 @@ def check_decoder(config: Any) -> None:
     """
     text, where = config.text, config.text_prefix
     _refuse_unbuilt(config)
-    heads, groups = text.num_attention_heads, text.num_key_value_heads
-    if heads % groups:
-        raise UserError(
-            f"{where}num_key_value_heads is {groups}; wanted a divisor of num_attention_heads {heads}"
-        )
+    heads, full = text.num_attention_heads, full_heads(text)
+    key_heads = {"num_key_value_heads": text.num_key_value_heads}
+    if full is not None:
+        key_heads["num_global_key_value_heads"] = full.groups
+    for key, groups in key_heads.items():
+        if heads % groups:
+            raise UserError(f"{where}{key} is {groups}; wanted a divisor of num_attention_heads {heads}")
     _check_layers(config)
     _check_experts(text, where)
     if "sigmoid_routing" in config.traits:
@@ -52,7 +54,7 @@ def _refuse_unbuilt(config: Any) -> None:
         if value != built:
             raise UserError(f"{where}{key} is {value!r}; this decoder has {built!r} only")
     both_ways = getattr(text, "use_bidirectional_attention", None)
-    if both_ways:
+    if both_ways and (both_ways != "vision" or "two_way_in_windows" not in config.traits):
         raise UserError(
             f"{where}use_bidirectional_attention is {both_ways!r}: an encoder of text, which has no next token to learn; "
             "wanted false"
@@ -139,7 +141,13 @@ def _check_rotary(config: Any) -> None:
     text, rope, where = config.text, config.text.rope_parameters, config.text_prefix
     if config.sliding:
         for kind in ("full_attention", "sliding_attention"):
-            _check_angles(f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear"))
+            if not isinstance(rope.get(kind), dict):
+                raise UserError(
+                    f"{where}rope_parameters.{kind} is missing; wanted the parameters of such layers"
+                )
+            _check_angles(
+                f"{where}rope_parameters.{kind}", rope[kind], ("default", "linear", *config.further_angles)
+            )
     elif any(isinstance(value, dict) for value in rope.values()):
         raise UserError(
             f"{where}rope_parameters has parameters for each kind of layer; this decoder has one rotary embedding "
@@ -151,8 +159,11 @@ def _check_rotary(config: Any) -> None:
         _check_angles(f"{where}rope_parameters", rope, ("default", *plain))
     if "mrope_section" in rope and not isinstance(rope["mrope_section"], list | tuple):
         raise UserError(f"{where}rope_parameters.mrope_section is null; wanted a list of 3 numbers")
-    for shape in filter(None, (config.rotary, config.local_rotary)):
-        _check_shape(text, shape, where)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    full = full_heads(text)
+    for width, shape in ((full.width if full else head, config.rotary), (head, config.local_rotary)):
+        if shape is not None:
+            _check_shape(width, shape, where)
 
 
 def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
@@ -167,9 +178,8 @@ def _check_angles(where: str, rope: Any, built: tuple[str, ...]) -> None:
         raise UserError(f"{where}.factor is null; wanted a number")
 
 
-def _check_shape(text: Any, shape: RotaryShape, where: str) -> None:
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = int(head * shape.fraction)
+def _check_shape(head: int, shape: RotaryShape, where: str) -> None:
+    width = head if shape.whole else int(head * shape.fraction)
     if width < 2 or width % 2:
         raise UserError(
             f"{width} of the {head} channels of a head would be rotated; wanted an even number: change "
@@ -229,7 +239,7 @@ def check_towers(config: Any) -> None:
                 f"{name}: a width of {part.hidden_size} can't be shared by {part.num_attention_heads} attention heads; "
                 "wanted a divisor"
             )
-        for key in ("hidden_act", "activation_function"):
+        for key in ("hidden_act", "hidden_activation", "activation_function"):
             _check_activation(f"{name}.{key}", getattr(part, key, None), ACT2FN)
     _check_activation("projector_hidden_act", getattr(config.hf, "projector_hidden_act", None), ACT2FN)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from zoo.config.checks.arch import check_arch
+from zoo.config.checks.arch import check_arch, refuse_unbuilt
 from zoo.config.locate import read_arch, unquantised
 from zoo.config.schema import Recipe
 from zoo.errors import UserError, printable
@@ -48,6 +48,8 @@ class FamilyConfig:
         None  # where a config has none, as in transformers; None: one position a token
     )
     mrope_interleaved: ClassVar[bool] = True  # or the first frequencies time's, then height's, then width's
+    further_angles: ClassVar[tuple[str, ...]] = ()  # rope_type of sliding decoders, beside default and linear
+    builds: ClassVar[tuple[str, ...]] = ()  # keys of `refuse_unbuilt` that are read here all the same
     partial_rotary: ClassVar[bool] = (
         False  # whether transformers rotates a part of each head where a config says so
     )
@@ -64,6 +66,7 @@ class FamilyConfig:
         from transformers import CONFIG_MAPPING
 
         check_arch(arch)
+        refuse_unbuilt(arch, cls.builds)
         kind = arch.get("model_type")
         if kind in cls.not_built:
             raise UserError(refusal(str(kind), cls.not_built[str(kind)]))

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.nn.decoder.config import windowed_layers
+from zoo.nn.decoder.config import full_heads, windowed_layers
 from zoo.nn.decoder.gated_delta_net import CHUNK
 from zoo.nn.family import FamilyConfig
-from zoo.packing.cost import DecoderCost, ModelCost
+from zoo.packing.cost import DecoderCost, LayerKind, ModelCost
 
 
 def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     """What a sample costs a model of that config, with so many layers of multi-token prediction."""
     text = config.text
     kinds = layer_kinds(text)
-    layers = [_layer(config, *kind) for kind in kinds]
+    layers = [_layer(config, kind) for kind in kinds]
     windowed = windowed_layers(text) or [False] * len(layers)
     near = sum(layer.per_pair for layer, short in zip(layers, windowed, strict=True) if short)
     # Multi-token prediction: a projection of two widths to one, and a layer that attends and is like the last.
-    ahead = [_layer(config, False, kinds[-1][1])] * mtp_layers
+    ahead = [_layer(config, LayerKind(False, kinds[-1].sparse))] * mtp_layers
     joined = 4.0 * text.hidden_size**2 * mtp_layers
     return ModelCost(
         decoder=DecoderCost(
@@ -31,20 +31,28 @@ def model_cost(config: FamilyConfig, mtp_layers: int = 0) -> ModelCost:
     )
 
 
-def layer_kinds(text: Any) -> list[tuple[bool, bool]]:
-    """(linear attention, experts) of every decoder layer."""
+def layer_kinds(text: Any) -> list[LayerKind]:
+    """What every decoder layer is made of."""
     count = text.num_hidden_layers
     linear = [kind == "linear_attention" for kind in getattr(text, "layer_types", None) or [""] * count]
     dense, every = set(getattr(text, "mlp_only_layers", None) or ()), getattr(text, "decoder_sparse_step", 1)
     sparse = bool(getattr(text, "num_experts", 0))
-    return [(linear[i], sparse and i not in dense and (i + 1) % every == 0) for i in range(count)]
+    windowed = windowed_layers(text) or [False] * count
+    full = [full_heads(text) is not None and not short for short in windowed]
+    return [
+        LayerKind(linear[i], sparse and i not in dense and (i + 1) % every == 0, full[i])
+        for i in range(count)
+    ]
 
 
-def _layer(config: FamilyConfig, linear: bool, sparse: bool) -> DecoderCost:
+def _layer(config: FamilyConfig, kind: LayerKind) -> DecoderCost:
     text = config.text
-    mixing = _linear_attention(text) if linear else _attention(text, "output_gate" in config.traits)
+    attention = _full_attention if kind.full else _attention
+    mixing = _linear_attention(text) if kind.linear else attention(text, "output_gate" in config.traits)
     gated = "plain_shared_expert" not in config.traits
-    return DecoderCost(mixing.per_token + (_experts(text, gated) if sparse else _mlp(text)), mixing.per_pair)
+    return DecoderCost(
+        mixing.per_token + (_experts(text, gated) if kind.sparse else _mlp(text)), mixing.per_pair
+    )
 
 
 def _attention(text: Any, gated: bool) -> DecoderCost:
@@ -53,6 +61,13 @@ def _attention(text: Any, gated: bool) -> DecoderCost:
     queries, keys = text.num_attention_heads * head, text.num_key_value_heads * head
     widths = queries * (3 if gated else 2) + 2 * keys
     return DecoderCost(2.0 * text.hidden_size * widths, 4.0 * queries)
+
+
+def _full_attention(text: Any, gated: bool) -> DecoderCost:
+    """The same with `full_heads`, whose values are keys."""
+    heads = text.full_heads
+    queries, keys = text.num_attention_heads * heads.width, heads.groups * heads.width
+    return DecoderCost(2.0 * text.hidden_size * (queries * (3 if gated else 2) + keys), 4.0 * queries)
 
 
 def _linear_attention(text: Any) -> DecoderCost:

@@ -73,4 +73,5 @@ class RotaryShape:
     sections: list[int] | None = None
     interleaved: bool = False
     fraction: float = 1.0  # share of a head's width that is rotated
+    whole: bool = False  # that share of the frequencies of a whole head, of which the rest are zero
     factor: float = 1.0  # positions are divided by it

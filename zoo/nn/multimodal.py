@@ -36,6 +36,7 @@ from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.block import Decoder, Deepstack
+from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.decoder.rotary import Rotary
 from zoo.nn.decoder.router import track_layers
@@ -80,9 +81,8 @@ class MultimodalModel(LanguageModule):
         self.pre_process, self.post_process, self.vp_stage = stage.first, stage.last, stage.vp_stage
         self.scores = scores
         self.share_embeddings_and_output_weights = tied and not scores
-        self.mtp_process = stage.last and bool(
-            config.mtp_num_layers
-        )  # mcore's name: the embedding is here too
+        # mcore's name: the embedding is here too
+        self.mtp_process = stage.last and bool(config.mtp_num_layers)
         self.deepstack_layers = {name: n for name, n in (deepstack_layers or {}).items() if n}
         if len(self.deepstack_layers) > 1:
             raise ValueError(
@@ -93,7 +93,8 @@ class MultimodalModel(LanguageModule):
         self.local_vocab = max(0, min(rows, vocab_size - rows * groups.tp.rank()))
         self.input_tensor: Tensor | None = None
         assert config.kv_channels is not None
-        self.rotary = Rotary.of(config.kv_channels, rotary)
+        full: FullHeads | None = getattr(config, "full_heads", None)
+        self.rotary = Rotary.of(full.width if full else config.kv_channels, rotary)
         self.local_rotary = None if local_rotary is None else Rotary.of(config.kv_channels, local_rotary)
         self.embedding_scale, self.logit_softcap = embedding_scale, logit_softcap
         self.groups = groups

@@ -31,5 +31,10 @@ class WindowedConfig(FamilyConfig):
 
 
 def _shape(rope: Any) -> RotaryShape:
+    if rope.get("rope_type") == "proportional":
+        fraction = float(rope.get("partial_rotary_factor", 1.0))
+        return RotaryShape(
+            float(rope["rope_theta"]), fraction=fraction, factor=float(rope.get("factor", 1.0)), whole=True
+        )
     linear = rope.get("rope_type") == "linear"
     return RotaryShape(float(rope["rope_theta"]), factor=float(rope["factor"]) if linear else 1.0)

@@ -13,6 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class LayerKind(NamedTuple):
+    """What a decoder layer is made of."""
+
+    linear: bool  # Gated DeltaNet in the place of attention
+    sparse: bool  # experts in the place of an MLP
+    full: bool = False  # heads of layers that see all tokens, where a decoder has such of their own
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.config.schema import Recipe
-from zoo.packing.cost import TowerCost
+from zoo.packing.cost import LayerKind, TowerCost
 from zoo.packing.runs import FEW, LONG
 
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.gated_delta_net)
@@ -70,10 +70,10 @@ class Kept:
         """Whether the decoder's own weights are not trained."""
         return self.recipe.lora.rank > 0 or "language" in self.recipe.model.freeze
 
-    def layer(self, linear: bool, sparse: bool) -> tuple[float, float]:
+    def layer(self, kind: LayerKind) -> tuple[float, float]:
         """(bytes of the attention's half, bytes of the MLP's) of a layer of that kind."""
-        mixing = self._linear_attention() if linear else self._attention()
-        return mixing, self._experts() if sparse else self._mlp(self.text.intermediate_size)
+        mixing = self._linear_attention() if kind.linear else self._attention(kind.full)
+        return mixing, self._experts() if kind.sparse else self._mlp(self.text.intermediate_size)
 
     def norm(self, count: float, width: float) -> float:
         """Bytes of the input of a norm, and without a kernel for it the normalised values, for a weight that is trained."""
@@ -87,13 +87,16 @@ class Kept:
         """What the first projection after a norm keeps."""
         return self.shared * self.text.hidden_size * self.size
 
-    def _attention(self) -> float:
+    def _attention(self, full: bool) -> float:
         text, parallel, size = self.text, self.recipe.parallel, self.size
         head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        groups, values = text.num_key_value_heads, 1
+        if full:  # which has no values of its own
+            head, groups, values = text.full_heads.width, text.full_heads.groups, 0
         queries = text.num_attention_heads * head / parallel.tp
-        keys = max(text.num_key_value_heads, parallel.tp) * head / parallel.tp
+        keys = max(groups, parallel.tp) * head / parallel.tp
         gated = "output_gate" in self.traits
-        projected = (2 if gated else 1) * queries + 2 * keys
+        projected = (2 if gated else 1) * queries + (1 + values) * keys
         normed = "qk_norm" in self.traits
         # Without a kernel for packed rows values are copied apart, and nothing else holds on to what was projected.
         kept = self.tokens * size * projected if self.fused or normed else 0.0

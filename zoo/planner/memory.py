@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from zoo.config.schema import Recipe
-from zoo.packing.cost import ModelCost, TowerCost
+from zoo.packing.cost import LayerKind, ModelCost, TowerCost
 from zoo.planner.activations import FP32, Kept, Row
 from zoo.planner.parameters import ParameterStatistics, Share, layers_of, share
 
@@ -32,7 +32,7 @@ class Model:
     cost: ModelCost
     text: Any  # the decoder's config: sizes by their names in a Hugging Face config
     traits: Sequence[str]
-    kinds: Sequence[tuple[bool, bool]]  # (linear attention, experts) of each decoder layer
+    kinds: Sequence[LayerKind]  # of each decoder layer
     deepstack: int = 0  # layers that features of the vision tower are added after
     mtp: int = 0  # layers of multi-token prediction
     teacher: ParameterStatistics | None = None  # of a model beside it, which is not trained
@@ -192,7 +192,7 @@ def _activations(model: Model, recipe: Recipe, row: Row, ranks: int, fused: bool
         layers = [model.kinds[layer] for layer in layers_of(recipe, len(model.kinds), stage)]
         last = stage == parallel.pp - 1
         if last:
-            layers += [(False, model.kinds[-1][1])] * model.mtp
+            layers += [LayerKind(False, model.kinds[-1].sparse)] * model.mtp
         stored, again = _layers(kept, layers, recipe.engine.recompute)
         first = _first(kept, model) if stage == 0 else 0.0
         flights = in_flight(recipe, stage, micro_batches)
@@ -214,10 +214,10 @@ def in_flight(recipe: Recipe, stage: int, micro_batches: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _layers(kept: Kept, layers: Sequence[tuple[bool, bool]], recompute: str) -> tuple[float, float]:
+def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[float, float]:
     """(bytes stored, bytes beside them in the backward pass of the widest layer)."""
     counts = Counter(layers)
-    halves = {kind: kept.layer(*kind) for kind in counts}
+    halves = {kind: kept.layer(kind) for kind in counts}
     into = kept.shared * kept.text.hidden_size * kept.size
     if recompute == "full":
         return into * len(layers), max((mixing + 1.3 * mlp for mixing, mlp in halves.values()), default=0.0)

@@ -44,7 +44,7 @@ class Speed:
         decoder = sum(model.cost.decoder.flops(length) for length in row.lengths)
         parts = model.cost.parts(0, row.labels, row.media)
         self.forward = {**parts, "decoder": decoder}
-        self.sparse = [sparse for _, sparse in model.kinds]
+        self.sparse = [kind.sparse for kind in model.kinds]
         self.experts = _experts_share(model) if any(self.sparse) else 0.0
 
     def seconds(self, recipe: Recipe, ranks: int) -> float:
@@ -165,8 +165,10 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
 def recomputed(model: Model) -> float:
     """Share of the decoder's FLOPs that MLP and experts are, by their active weights."""
     text, share = model.text, 0.0
-    for _, sparse in model.kinds:
-        width = text.num_experts_per_tok * text.moe_intermediate_size if sparse else text.intermediate_size
+    for kind in model.kinds:
+        width = (
+            text.num_experts_per_tok * text.moe_intermediate_size if kind.sparse else text.intermediate_size
+        )
         share += 6.0 * text.hidden_size * width
     return min(1.0, share / model.cost.decoder.per_token)
 
@@ -175,5 +177,5 @@ def _experts_share(model: Model) -> float:
     """Share of the decoder's FLOPs a token that its experts are."""
     text = model.text
     width = text.num_experts_per_tok * text.moe_intermediate_size
-    layers = sum(sparse for _, sparse in model.kinds)
+    layers = sum(kind.sparse for kind in model.kinds)
     return min(1.0, 6.0 * text.hidden_size * width * layers / model.cost.decoder.per_token)

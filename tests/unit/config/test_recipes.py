@@ -128,7 +128,8 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "tiny-moe": 1_524_512,
     },
 }
-PARAMETERS |= {  # without GLM's biases on the choice of experts, which transformers holds as buffers
+PARAMETERS |= {  # without factors of Gemma 4's layers and GLM's biases on the choice of experts, transformers' buffers
+    "gemma4": {"31b": 31_273_086_512, "tiny": 958_208},
     "glm45v": {"4.5-106b-a12b": 107_710_927_360, "4.6-106b-a12b": 107_710_927_360, "tiny": 1_342_144},
 }
 SIZES = [(family, size) for family, sizes in PARAMETERS.items() for size in sizes]

@@ -66,6 +66,14 @@ IGNORED = {
     "text_config.sliding_window": "of qwen2, with use_sliding_window alone: refused",
     "timestamp_token_id": "of the forced aligner",
     "token_classification_bias": "of the forced aligner",
+    **dict.fromkeys(("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"), "of processors"),
+    **dict.fromkeys(("vocab_size_per_layer_input", "use_double_wide_mlp"), "of smaller Gemma 4: refused"),
+    "top_k_experts": "of Gemma 4 with experts: refused",
+    **dict.fromkeys(("text_config.num_experts", "text_config.moe_intermediate_size"), "of the same"),
+    "vision_config.attention_bias": "Gemma 4's tower in transformers does not read it",
+    **dict.fromkeys(
+        ("video_token_id", "audio_token_id"), "of rows that Gemma 4's processor here does not take"
+    ),
 }
 USED_IN = {  # of the above, where they are used all the same
     "text_config.tie_word_embeddings": {
@@ -77,10 +85,17 @@ USED_IN = {  # of the above, where they are used all the same
         "qwen3_moe",
         "qwen3_next",
     },
-    "final_logit_softcapping": {"gemma3_text"},
+    "final_logit_softcapping": {"gemma3_text", "gemma4"},
     "vision_start_token_id": {"qwen3_omni_moe_thinker"},
+    **dict.fromkeys(
+        (
+            *("video_token_id", "audio_token_id", "vision_config.attention_bias"),
+            *("text_config.num_experts", "text_config.moe_intermediate_size"),
+        ),
+        CASES.keys() - {"gemma4"},
+    ),
     "audio_config.max_position_embeddings": {"qwen3_asr"},
-    "text_config.sliding_window": {"gemma3", "gemma3_text", "llava_next", "qwen3_omni_moe_thinker"},
+    "text_config.sliding_window": {"gemma3", "gemma3_text", "gemma4", "llava_next", "qwen3_omni_moe_thinker"},
 }
 OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "transformers_version": ["4.0.0"],
@@ -114,6 +129,8 @@ OWN_VALUES: dict[str, list[Any]] = {  # where doubling and the like say nothing
     "norm_type": ["rms_norm", "layer_norm", "batch_norm"],
     "downsample_ratio": [1.0, 0.25, 0.3],
     "sliding_window": [100, 1],
+    "use_bidirectional_attention": ["all"],
+    "audio_config": [{"model_type": "gemma4_audio"}],
 }
 NESTED = [case for case in CASES if text_part(case)]
 PLACES = [(case, part) for case in CASES for part in PARTS if has_part(case, part)]

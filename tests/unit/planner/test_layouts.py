@@ -27,6 +27,7 @@ FAMILIES = {"qwen3_vl": "qwen3_vl_sft", "qwen35_vl": "qwen35_vl_sft", "qwen3_omn
 FAMILIES |= {"llava": "llava_sft", "qwen25_vl": "qwen25_vl_sft", "qwen3_asr": "qwen3_asr_sft"}
 FAMILIES |= {"qwen25_omni": "qwen25_omni_sft"}
 FAMILIES |= {"gemma3": "gemma3_sft", "gemma3_text": "gemma3_text_sft"}
+FAMILIES |= {"gemma4": "gemma4_sft"}
 FAMILIES |= {"qwen3": "qwen3_sft", "qwen3_next": "qwen3_next_sft"}
 FAMILIES |= {"internvl": "internvl_sft"}
 FAMILIES |= {"glm45v": "glm45v_sft"}

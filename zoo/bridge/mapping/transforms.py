@@ -23,6 +23,7 @@ class Dims:
     heads: int  # query heads
     kv_heads: int  # key/value heads: Megatron-Core's query groups
     head_dim: int  # width of a head
+    full_kv_heads: int = 0  # key heads of layers without a window, where they are others
     experts: int = 0  # routed experts of a MoE layer, 0 for a dense model
     vocabulary: int = 0  # tokens of embedding and head, 0 where tensor parallel ranks divide them
     linear_keys: int = 0  # of a linear-attention layer: width of all its keys (and of all its queries)
@@ -44,6 +45,7 @@ class Dims:
             heads=heads,
             kv_heads=read("num_key_value_heads", None) or heads,
             head_dim=read("head_dim", None) or read("hidden_size", None) // heads,
+            full_kv_heads=getattr(read("full_heads", None), "groups", 0),
             experts=read("num_experts", None) or 0,
             vocabulary=read("vocab_size", None) or 0,
             linear_keys=key_heads * (read("linear_key_head_dim", None) or 0),
@@ -107,6 +109,24 @@ class QKV:
         ratio, tail = dims.heads // dims.kv_heads, tensor.shape[1:]
         grouped = tensor.reshape(dims.kv_heads, ratio + 2, dims.head_dim, *tail)
         return [part.reshape(-1, *tail) for part in grouped.split([ratio, 1, 1], dim=1)]
+
+
+@dataclass(frozen=True)
+class QK:
+    """As `QKV`, without values, in layers whose heads are those of `full_kv_heads`.
+
+    q_proj [heads*d, ...], k_proj [full_kv_heads*d, ...] <-> linear_qk [(heads + full_kv_heads)*d, ...].
+    """
+
+    def to_zoo(self, parts: Sequence[Tensor], dims: Dims) -> Tensor:
+        tail = parts[0].shape[1:]
+        grouped = [part.reshape(dims.full_kv_heads, -1, *tail) for part in parts]
+        return torch.cat(grouped, dim=1).reshape(-1, *tail)
+
+    def to_hf(self, tensor: Tensor, dims: Dims) -> list[Tensor]:
+        ratio, tail = dims.heads // dims.full_kv_heads, tensor.shape[1:]
+        grouped = tensor.reshape(dims.full_kv_heads, ratio + 1, -1, *tail)
+        return [part.reshape(-1, *tail) for part in grouped.split([ratio, 1], dim=1)]
 
 
 @dataclass(frozen=True)

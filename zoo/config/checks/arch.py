@@ -7,7 +7,7 @@ count: transformers keeps it and nothing reads it. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from zoo.errors import ConfigError, printable
@@ -33,14 +33,20 @@ WHOLE: dict[str, tuple[int, int]] = {
     "shared_expert_intermediate_size": (0, 8 * WIDTH),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads"), (1, HEADS)),
     **dict.fromkeys(("encoder_attention_heads", "linear_num_key_heads"), (1, HEADS)),
-    **dict.fromkeys(("linear_num_value_heads", "head_dim"), (1, HEADS)),
+    **dict.fromkeys(("linear_num_value_heads", "head_dim", "global_head_dim"), (1, HEADS)),
+    "num_global_key_value_heads": (1, HEADS),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), (1, HEADS)),
     "linear_conv_kernel_dim": (1, 64),
     "vocab_size": (1, 2**24),
     "codebook_size": (1, 2**24),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 2**13)),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), (1, 2**10)),
-    "first_k_dense_replace": (0, LAYERS),
+    **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers"), (0, LAYERS)),
+    "hidden_size_per_layer_input": (0, WIDTH),
+    "vocab_size_per_layer_input": (0, 2**24),
+    "top_k_experts": (0, 2**13),
+    "position_embedding_size": (1, 2**20),
+    "pooling_kernel_size": (1, 2**8),
     "num_experts_per_tok": (1, 2**13),
     "decoder_sparse_step": (1, LAYERS),
     "full_attention_interval": (1, LAYERS),
@@ -112,8 +118,9 @@ TEXTS = {
         "norm_type",
     ),
 }
-OBJECTS = {"text_config", "vision_config", "audio_config", "thinker_config"}  # parts that zoo builds
+OBJECTS = {"text_config", "vision_config", "thinker_config"}  # parts that zoo builds
 OTHER_OBJECTS = {
+    "audio_config",
     "talker_config",
     "code2wav_config",
     "code_predictor_config",
@@ -135,7 +142,7 @@ WHOLES: dict[str, tuple[int, int]] = {
 }
 EITHER = {"vision_feature_layer", "image_size", "patch_size", "eos_token_id"}  # one number, or a list of them
 LISTS = {*WHOLES, "layer_types", "image_grid_pinpoints", "architectures"}
-# What transformers takes and no decoder or tower here has: another architecture where it is anything else than this.
+# What transformers takes and few decoders or towers here have: another architecture where it is anything else than this.
 ONLY: dict[str, Any] = {"per_layer_config": None, "is_causal": True}
 
 
@@ -162,6 +169,18 @@ def check_arch(arch: Any, given: str = "config.json") -> None:
             )
 
 
+def refuse_unbuilt(arch: Mapping[str, Any], built: Iterable[str] = (), given: str = "config.json") -> None:
+    """ConfigError for a key of ONLY with another value, or a tower for sound that is null, but for keys in `built`."""
+    for where, key, value in _entries(arch):
+        wanted = None
+        if key in ONLY and value is not None and value != ONLY[key]:
+            wanted = f"{_shown(ONLY[key])}: nothing else is built"
+        elif key == "audio_config" and value is None:
+            wanted = "an object"
+        if wanted and key not in built:
+            raise ConfigError(f"{given}: {printable(where, 200)} is {_shown(value)}; wanted {wanted}")
+
+
 def _parts(arch: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The config and the configs within it."""
     waiting = [arch]
@@ -184,8 +203,6 @@ def _entries(arch: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 def _wrong(key: str, value: Any) -> str | None:
     """What is wanted in the place of a value; None where it is right. Whether null is, transformers says of a number."""
-    if key in ONLY and value is not None and value != ONLY[key]:
-        return f"{_shown(ONLY[key])}: nothing else is built"
     if key in OBJECTS and not isinstance(value, Mapping):
         return "an object"
     if value is None:

@@ -82,6 +82,12 @@ def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int,
     found["shared_expert_intermediate_size"] = (of("shared_expert_intermediate_size"), tp)
     found["num_attention_heads * head_dim"] = (heads * head, tp)
     found["(num_attention_heads + 2 * num_key_value_heads) * head_dim"] = ((heads + 2 * groups) * head, tp)
+    wide, full = of("global_head_dim"), of("num_global_key_value_heads")
+    found["num_attention_heads * global_head_dim"] = (heads * wide, tp)
+    found["(num_attention_heads + num_global_key_value_heads) * global_head_dim"] = (
+        (heads + full) * wide,
+        tp,
+    )
     if "linear_attention" in (text.get("layer_types") or ()):
         keys = of("linear_num_key_heads") * of("linear_key_head_dim")
         values = of("linear_num_value_heads") * of("linear_value_head_dim")

@@ -54,6 +54,8 @@ def _check_sizes(recipe: Recipe) -> None:
     if heads:
         groups = text.get("num_key_value_heads") or heads
         fitting = [tp for tp in _divisors(heads) if groups % tp == 0 or tp % groups == 0]
+        full = text.get("num_global_key_value_heads")  # values that are keys are not given to two ranks
+        fitting = [tp for tp in fitting if not full or full % tp == 0]
         if parallel.tp not in fitting:
             raise ConfigError(
                 f"parallel.tp={parallel.tp} does not divide the {heads} attention heads and {groups} key-value "

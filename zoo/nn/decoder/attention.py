@@ -10,11 +10,12 @@ product attention elsewhere (and for fp32): `zoo.nn.decoder.varlen`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttention as McoreSelfAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -23,6 +24,7 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from zoo.nn.decoder.cache import DecodeCache
+from zoo.nn.decoder.config import of_layer
 from zoo.nn.decoder.rotary import apply_rotary
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.decoder.varlen import Reach, gathered_attention, sdpa, segment_attention
@@ -54,7 +56,42 @@ class SeqParams(PackedSeqParams):
 
 
 class SelfAttention(McoreSelfAttention):
-    """QKV, rotary, core attention, optional output gate, projection. Input and output (T, B, hidden)."""
+    """QKV, rotary, core attention, optional output gate, projection. Input and output (T, B, hidden).
+
+    Where values are keys, one linear gives queries and keys, `linear_qk`, laid out as megatron-core's of all three.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int, **more: Any) -> None:
+        config = of_layer(config, layer_number)
+        self.values_are_keys = getattr(config, "values_are_keys", False)
+        if self.values_are_keys:
+            assert config.kv_channels and config.num_query_groups
+            values = config.kv_channels * config.num_query_groups
+            linear = partial(_without_values, submodules.linear_qkv, values)
+            submodules = replace(submodules, linear_qkv=linear)
+        super().__init__(config, submodules, layer_number, **more)
+        if self.values_are_keys:
+            self.linear_qk = self.linear_qkv
+            del self.linear_qkv
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(T, B, heads or groups, D) each, queries and keys normed, and values where the config says so."""
+        if self.values_are_keys:
+            query, key, value = self._queries_and_keys(hidden_states)
+            gate: list[Tensor] = []
+        else:
+            query, key, value, *gate = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        if getattr(self.config, "value_norm", False):
+            value = F.rms_norm(value, value.shape[-1:], None, self.config.layernorm_epsilon)
+        return query, key, value, *gate
+
+    def _queries_and_keys(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, _ = self.linear_qk(hidden_states)
+        width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
+        mixed = mixed.view(*mixed.shape[:2], groups, -1)
+        query, key = mixed.split([mixed.shape[-1] - width, width], dim=-1)
+        query = query.reshape(*mixed.shape[:2], -1, width)
+        return self.q_layernorm(query), self.k_layernorm(key), key
 
     def forward(
         self,
@@ -93,6 +130,11 @@ class SelfAttention(McoreSelfAttention):
                 cache.keep_prompts(self.layer_number, key, value, layout)
         out = out.reshape(out.shape[0], 1 if packed else out.shape[1], -1)  # packed: no batch axis
         return self.linear_proj(output_gate(out, gate[0].reshape(out.shape)) if gate else out)
+
+
+def _without_values(linear: Any, values: int, inputs: int, outputs: int, **more: Any) -> Any:
+    """The linear of queries, keys and values without the rows of the last."""
+    return linear(inputs, outputs - values, **more)
 
 
 def output_gate(x: Tensor, gate: Tensor) -> Tensor:
@@ -145,6 +187,7 @@ class VarlenCoreAttention(torch.nn.Module):
         self.cp_group = pg_collection.cp
         self.cp_size = config.context_parallel_size
         self.window = attention_window(config, layer_number)
+        self.two_way_in_windows = getattr(config, "two_way_in_windows", False)
 
     def forward(
         self,
@@ -164,7 +207,10 @@ class VarlenCoreAttention(torch.nn.Module):
                 "VarlenCoreAttention takes a packed row by its layout: hand over zoo.nn.decoder.attention.SeqParams"
             )
         layout = getattr(packed_seq_params, "layout", None)
-        reach = Reach(self.window, getattr(packed_seq_params, "blocks", None) or Blocks())
+        blocks = getattr(packed_seq_params, "blocks", None)
+        if self.window is None and self.two_way_in_windows:
+            blocks = None
+        reach = Reach(self.window, blocks or Blocks())
         if layout is not None:
             return self._attend(query, key, value, layout, reach)
         if self.cp_size > 1 or not reach.plain:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from megatron.core import tensor_parallel
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -64,6 +65,16 @@ class SandwichLayer(TransformerLayer):
         self.post_mlp_layernorm = RMSNorm(self.config, width, eps)
         self.self_attn_bda = partial(_add_normed, self.post_self_attn_layernorm)
         self.mlp_bda = partial(_add_normed, self.post_mlp_layernorm)
+        if getattr(self.config, "layer_scale", False):
+            self.layer_scalar = torch.nn.Parameter(
+                torch.ones(1, dtype=self.config.params_dtype), requires_grad=False
+            )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As megatron-core's, times a number that no update moves where the config has one."""
+        out, context = super().forward(*args, **kwargs)
+        scale = getattr(self, "layer_scalar", None)
+        return (out if scale is None else out * scale), context
 
 
 def _add_normed(norm: RMSNorm, training: bool, fused: bool) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from zoo.config.derived import stage_layers
 from zoo.config.schema import Recipe
@@ -25,6 +28,33 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
+@dataclass(frozen=True)
+class FullHeads:
+    """Heads of layers that see all tokens, where layers with a window have others. Values are the keys before norm and rotation."""
+
+    width: int  # channels of a head
+    groups: int  # key heads
+
+
+def full_heads(text: Any) -> FullHeads | None:
+    """Heads of layers that see all tokens; None: those of all layers. A family's config says so of its `text`."""
+    found: FullHeads | None = getattr(text, "full_heads", None)
+    return found
+
+
+def of_layer(config: TransformerConfig, layer_number: int) -> TransformerConfig:
+    """The decoder's config with the heads of a layer (counted from 1)."""
+    full: FullHeads | None = getattr(config, "full_heads", None)
+    if full is None or is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return config
+    own = copy.copy(config)
+    own.kv_channels, own.num_query_groups = full.width, full.groups
+    own.values_are_keys = True
+    return own
+
+
 def transformer_config(
     text: Any,
     recipe: Recipe,
@@ -34,6 +64,10 @@ def transformer_config(
     zero_centered: bool = False,
     qkv_bias: bool = False,
     sandwich_norms: bool = False,
+    value_norm: bool = False,
+    unscaled: bool = False,
+    layer_scale: bool = False,
+    two_way_in_windows: bool = False,
     sigmoid_routing: bool = False,
     plain_shared_expert: bool = False,
     mtp_layers: int = 0,
@@ -43,7 +77,9 @@ def transformer_config(
     Sizes come from `text`, everything about execution from `recipe`, which has been validated. What follows
     is what a family has and its configs don't say: `qk_norm`, RMSNorm of queries and keys per head; `output_gate`,
     a sigmoid gate on what attention gives; `zero_centered`, norms that multiply by 1 + weight; `qkv_bias`, a bias to
-    queries, keys and values; `sandwich_norms`, norms behind attention and MLP too; `sigmoid_routing`, experts chosen by sigmoid scores and a bias that stays as it is;
+    queries, keys and values; `sandwich_norms`, norms behind attention and MLP too; `value_norm`, RMSNorm of values per head, without
+    a weight; `unscaled`, products of queries and keys as they are; `layer_scale`, a number that multiplies what a layer gives;
+    `two_way_in_windows`, two-way runs in layers with a window alone; `sigmoid_routing`, experts chosen by sigmoid scores and a bias that stays as it is;
     `plain_shared_expert`, one without a gate; `mtp_layers`, layers that predict further tokens.
 
     What a config asks and this decoder doesn't have, `zoo.nn.config_checks` has refused; UserError for a window of attention
@@ -80,7 +116,7 @@ def transformer_config(
         **_expert_settings(text, recipe, sigmoid_routing, plain_shared_expert),
         **_linear_attention_settings(text),
         **_window_settings(text),
-        softmax_scale=_softmax_scale(text),
+        softmax_scale=1.0 if unscaled else _softmax_scale(text),
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
@@ -92,6 +128,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
+        hetereogenous_dist_checkpoint=full_heads(text) is not None,  # layers don't stack to one tensor
         variable_seq_lengths=True,  # packed rows differ in length
         moe_token_dispatcher_type="alltoall",  # the one that takes them; checked for dense models too
         deallocate_pipeline_outputs=True,
@@ -106,6 +143,8 @@ def transformer_config(
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
     config.sandwich_norms = sandwich_norms  # for zoo.nn.backend
+    config.value_norm, config.layer_scale = value_norm, layer_scale
+    config.full_heads, config.two_way_in_windows = full_heads(text), two_way_in_windows
     return config
 
 

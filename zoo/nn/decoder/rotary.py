@@ -37,23 +37,35 @@ class Rotary(torch.nn.Module):
     """Cosines and sines for positions of shape (A, B, T), A axes."""
 
     def __init__(
-        self, dim: int, base: float, sections: list[int] | None, interleaved: bool, factor: float = 1.0
+        self,
+        dim: int,
+        base: float,
+        sections: list[int] | None,
+        interleaved: bool,
+        factor: float = 1.0,
+        turning: int | None = None,
     ) -> None:
         """`dim`: rotated width D of a head; `base`: theta; `sections`: None for plain one-axis RoPE; `factor`: of positions.
 
-        Positions are divided by `factor` (linear scaling, Chen et al. 2023, arXiv 2306.15595).
+        Positions are divided by `factor` (linear scaling, Chen et al. 2023, arXiv 2306.15595). `turning`: frequencies that are
+        not zero, the first ones; None: all.
         """
         super().__init__()
         if sections is not None and sum(sections) != dim // 2:
             raise ValueError(f"mrope_section {sections} sums to {sum(sections)}; {dim // 2} is wanted (D/2)")
         # Plain attributes: Float16Module would turn a buffer to bf16, and angles need fp32.
         self.inverse_frequency = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim) / factor
+        if turning is not None:
+            self.inverse_frequency[turning:] = 0.0
         axes = [0] * (dim // 2) if sections is None else axis_of_frequency(sections, interleaved)
         self.axes = torch.tensor(axes)
 
     @classmethod
     def of(cls, head: int, shape: Any) -> Rotary:
         """The rotary embedding of heads of that width, by a zoo.nn.inputs.RotaryShape."""
+        if shape.whole:
+            turning = int(shape.fraction * head // 2)
+            return cls(head, shape.base, shape.sections, shape.interleaved, shape.factor, turning)
         width = int(head * shape.fraction)
         return cls(width, shape.base, shape.sections, shape.interleaved, shape.factor)
 

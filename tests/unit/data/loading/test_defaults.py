@@ -127,6 +127,7 @@ def disturbance(recipe: Recipe) -> tuple[float | None, float | None]:
         ("qwen3_asr_sft", "tiny"),
         ("qwen25_omni_sft", "tiny"),
         ("gemma3_sft", "tiny"),
+        ("gemma4_sft", "tiny"),
         ("glm45v_sft", "tiny"),
         ("qwen35_vl_sft", "tiny"),
         ("qwen35_vl_moe_sft", "tiny-moe"),

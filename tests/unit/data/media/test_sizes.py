@@ -9,6 +9,7 @@ from PIL import Image
 from support import tiny_internvl
 from support.tile_rows import draw
 from support.tiny_gemma3 import tiny_config as tiny_gemma3
+from support.tiny_gemma4 import tiny_config as tiny_gemma4
 from support.tiny_llava import tiny_config
 
 from zoo.data.media import sizes
@@ -19,6 +20,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
 from zoo.models.gemma3.processor import build_processor as build_gemma3
+from zoo.models.gemma4.processor import build_processor as build_gemma4
 from zoo.models.glm45v.processor import build_processor as build_glm45v
 from zoo.models.internvl.processor import build_processor as build_internvl
 from zoo.models.llava.processor import build_processor as build_llava
@@ -32,13 +34,17 @@ FAMILIES = (
     *("llava", "llava_next", "llava_onevision", "internvl"),
 )
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v")]
 
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("glm45v", marks=pytest.mark.slow)])
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *SLOW])
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     if request.param == "timestamped":
         return TimestampedProcessor.build(VISION)
     if request.param == "gemma3":
         return build_gemma3(tiny_gemma3())
+    if request.param == "gemma4":
+        return build_gemma4(tiny_gemma4())
     if request.param == "qwen25_vl":
         return build_qwen25(VISION)
     if request.param == "qwen25_omni":

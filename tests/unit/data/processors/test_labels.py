@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 import pytest
 import torch
-from support import templates, tiny_gemma3, tiny_internvl
+from support import templates, tiny_gemma3, tiny_gemma4, tiny_internvl
 from support.tile_rows import draw
 from support.tiny_llava import tiny_config
 from support.tiny_omni import PROCESSOR_ARCH
@@ -20,6 +20,7 @@ from zoo.data.sample import IGNORE, Sample
 from zoo.data.sources.rows import Row, RowError
 from zoo.errors import ConfigError
 from zoo.models.gemma3.processor import build_processor as build_gemma3
+from zoo.models.gemma4.processor import build_processor as build_gemma4
 from zoo.models.internvl.processor import build_processor as build_internvl
 from zoo.models.llava.processor import LlavaProcessor
 from zoo.models.llava.processor import build_processor as build_llava
@@ -75,6 +76,10 @@ FAMILIES: dict[str, tuple[Callable[[], Processor], Callable[[str], str]]] = {
         same,
     ),
     "gemma3": (lambda: gemma3(templates.GEMMA3), str.strip),
+    "gemma4": (
+        lambda: with_template(build_gemma4(tiny_gemma4.tiny_config()), templates.GEMMA4),
+        str.strip,
+    ),
     "internvl": (
         lambda: with_template(build_internvl(tiny_internvl.tiny_config()), templates.INTERNVL),
         same,

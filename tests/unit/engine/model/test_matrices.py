@@ -85,6 +85,11 @@ GEMMA3 = {
     "projector.mm_input_projection_weight": 1,
     **_layer("decoder", ATTENTION, DENSE),
 }
+GEMMA4 = {
+    **{f"vision.encoder.layers.N.self_attn.{part}_proj.linear": 1 for part in "qkvo"},
+    **{f"vision.encoder.layers.N.mlp.{part}_proj.linear": 1 for part in ("gate", "up", "down")},
+    **_layer("decoder", ATTENTION, {"linear_qk": 2}, DENSE),
+}
 GLM = {
     **{f"vision.blocks.N.{name}": 1 for name in GATED},
     **{f"vision.merger.{name}_proj": 1 for name in ("gate", "up", "down")},
@@ -99,6 +104,7 @@ GLM = {
 }
 WANTED = {  # parameter -> its matrices
     "gemma3_sft": GEMMA3,
+    "gemma4_sft": GEMMA4,
     "gemma3_text_sft": _layer("decoder", ATTENTION, DENSE),
     "qwen25_vl_sft": QWEN25,
     "qwen3_asr_sft": {

@@ -1,0 +1,12 @@
+"""Gemma 4 with images: heads of two widths, two-way attention within an image in sliding layers, behind a tower of patches."""
+
+from zoo.models import family
+
+FAMILY = family(
+    __name__,
+    "Gemma4",
+    "Gemma 4",
+    modalities="text image",
+    parts="vision projector language",
+    proved="tp sp pp vpp cp dp",
+)
