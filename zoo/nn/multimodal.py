@@ -84,10 +84,8 @@ class MultimodalModel(LanguageModule):
         # mcore's name: the embedding is here too
         self.mtp_process = stage.last and bool(config.mtp_num_layers)
         self.deepstack_layers = {name: n for name, n in (deepstack_layers or {}).items() if n}
-        if len(self.deepstack_layers) > 1:
-            raise ValueError(
-                f"deepstack_layers names {sorted(self.deepstack_layers)}; one tower may have deepstack"
-            )
+        if len(named := sorted(self.deepstack_layers)) > 1:
+            raise ValueError(f"deepstack_layers names {named}; one tower may have deepstack")
         self.vocab_size = vocab_size
         rows = -(-vocab_size // groups.tp.size())  # of this rank; the last ranks' are padded
         self.local_vocab = max(0, min(rows, vocab_size - rows * groups.tp.rank()))
