@@ -34,10 +34,11 @@ FAMILIES = (
     *("llava", "llava_next", "llava_onevision", "internvl"),
 )
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v")]
 
-
-@pytest.fixture(scope="module", params=[*FAMILIES, *SLOW])
+@pytest.fixture(
+    scope="module",
+    params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v"))],
+)
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
     if request.param == "timestamped":
         return TimestampedProcessor.build(VISION)
