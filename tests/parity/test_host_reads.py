@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import zoo
-from zoo.nn.decoder import gated_delta_net
+from zoo.nn.decoder.attention import gated_delta_net
 
 NAMES = "item tolist numpy cpu nonzero masked_select unique __bool__ __int__ __float__ __index__ __contains__"
 READS = {getattr(Tensor, name) for name in NAMES.split()} | {torch.nonzero, torch.masked_select, torch.unique}

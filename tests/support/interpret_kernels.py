@@ -17,7 +17,7 @@ from torch import Tensor
 import zoo.nn.kernels.gelu
 import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
-from zoo.nn.decoder.rotary import apply_rotary
+from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.kernels.conv import causal_conv_silu
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from zoo.doctor.layers import Subject
-from zoo.nn.decoder.varlen import has_flash, has_flash4
+from zoo.nn.decoder.attention.varlen import has_flash, has_flash4
 from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
 

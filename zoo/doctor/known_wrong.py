@@ -15,9 +15,9 @@ from zoo.doctor import references
 from zoo.doctor.inputs import BOUNDS, row_shape, spans
 from zoo.doctor.measure import Check, Trial
 from zoo.doctor.sequence_checks import DELTA_RULE_BOUNDS, DeltaRuleSizes, delta_rule_trial
-from zoo.nn.decoder import gated_delta_net
-from zoo.nn.decoder.attention import SeqParams
-from zoo.nn.decoder.varlen import has_flash4, varlen_attention
+from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention.self_attention import SeqParams
+from zoo.nn.decoder.attention.varlen import has_flash4, varlen_attention
 from zoo.nn.kernels import widths
 from zoo.packing import PackedLayout
 

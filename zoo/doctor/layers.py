@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.config.schema import Recipe
-from zoo.nn.decoder.attention import SelfAttention, attention_window
+from zoo.nn.decoder.attention.self_attention import SelfAttention, attention_window
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.inputs import Stage
 from zoo.nn.multimodal import MultimodalModel

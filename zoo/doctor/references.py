@@ -67,7 +67,7 @@ def convolution(x: Tensor, weight: Tensor, spans: Spans) -> Tensor:
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, spans: Spans) -> Tensor:
-    """The gated delta rule of `zoo.nn.decoder.gated_delta_net`, a segment in one piece rather than by chunks.
+    """The gated delta rule of `zoo.nn.decoder.attention.gated_delta_net`, a segment in one piece rather than by chunks.
 
     From a state of zeros the corrections u_t = beta_t (v_t - S'^T k_t) solve one unit lower triangular system over the
     whole segment, and the output is out_t = sum over i <= t of exp(g_i+1 + ... + g_t) (q_t . k_i) u_i / sqrt(K).

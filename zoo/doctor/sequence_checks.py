@@ -23,8 +23,8 @@ from zoo.doctor.inputs import (
 )
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
-from zoo.nn.decoder import gated_delta_net
-from zoo.nn.decoder.attention import SeqParams, attention_window
+from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks

@@ -12,9 +12,9 @@ from zoo.doctor import references
 from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, MOST_TOKENS, fused_name, randn, row_layout
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
-from zoo.nn.decoder.attention import output_gate
+from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
+from zoo.nn.decoder.attention.self_attention import output_gate
 from zoo.nn.decoder.mlp import glu
-from zoo.nn.decoder.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.kernels.widths import grouped_takes
 
 ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from zoo.config.checks.engine import TE_IN_FP32
 from zoo.errors import ConfigError
-from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
+from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from zoo.nn.decoder.attention.self_attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.decoder.block import SandwichLayer
 from zoo.nn.decoder.config import FullHeads
-from zoo.nn.decoder.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
 from zoo.nn.decoder.router import Router

@@ -35,10 +35,10 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
 from zoo.nn.backend import decoder_layer, get_backend
+from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.mtp import MultiTokenPrediction
-from zoo.nn.decoder.rotary import Rotary
 from zoo.nn.decoder.router import track_layers
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy

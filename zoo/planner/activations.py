@@ -22,7 +22,7 @@ from zoo.config.schema import Recipe
 from zoo.packing.cost import LayerKind, TowerCost
 from zoo.packing.runs import FEW, LONG
 
-CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.gated_delta_net)
+CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.attention.gated_delta_net)
 FP32 = 4
 
 

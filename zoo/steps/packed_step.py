@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.attention import SeqParams
+from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.decoder.router import Routing
 from zoo.nn.head.distillation import Teaching, TopTokens

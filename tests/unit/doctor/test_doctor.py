@@ -11,7 +11,7 @@ from zoo.cli.machine import doctor as verb
 from zoo.doctor import inputs, machine, references, token_checks
 from zoo.doctor.measure import Check, Trial, run_check
 from zoo.errors import UserError
-from zoo.nn.decoder import attention, gated_delta_net
+from zoo.nn.decoder.attention import gated_delta_net, self_attention
 from zoo.packing import PackedLayout
 
 
@@ -111,10 +111,10 @@ def test_te_is_not_given_heads_it_gets_wrong() -> None:
             return str
 
     for width, window, backend, wanted in (
-        (256, None, Named(), attention.VarlenCoreAttention),
+        (256, None, Named(), self_attention.VarlenCoreAttention),
         (128, None, Named(), str),
-        (128, (9, 0), Named(), attention.VarlenCoreAttention),
-        (256, None, TorchBackend(), attention.VarlenCoreAttention),
+        (128, (9, 0), Named(), self_attention.VarlenCoreAttention),
+        (256, None, TorchBackend(), self_attention.VarlenCoreAttention),
     ):
         config: Any = SimpleNamespace(kv_channels=width, window_size=window)
         assert core_attention(config, backend) is wanted

@@ -2,8 +2,8 @@
 
 import torch
 
-from zoo.nn.decoder.cache import DecodeCache, last_tokens
-from zoo.nn.decoder.gated_delta_net import _unit, chunked_delta_rule
+from zoo.nn.decoder.attention.cache import DecodeCache, last_tokens
+from zoo.nn.decoder.attention.gated_delta_net import _unit, chunked_delta_rule
 from zoo.packing import PackedLayout
 
 LENGTHS = (5, 130, 64, 200, 70)

@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.gated_delta_net import CHUNK, _kernel_offsets, causal_convolution, chunked_delta_rule
+from zoo.nn.decoder.attention.gated_delta_net import (
+    CHUNK,
+    _kernel_offsets,
+    causal_convolution,
+    chunked_delta_rule,
+)
 from zoo.packing import PackedLayout
 
 LENGTHS = [(1,), (5,), (CHUNK,), (3, 1, 70), (130, 64, 2, 200), (1, 1, 1)]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder import varlen
-from zoo.nn.decoder.attention import SeqParams
-from zoo.nn.decoder.cache import DecodeCache
-from zoo.nn.decoder.varlen import Reach, gathered_attention, segment_attention
+from zoo.nn.decoder.attention import varlen
+from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.self_attention import SeqParams
+from zoo.nn.decoder.attention.varlen import Reach, gathered_attention, segment_attention
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
 

@@ -9,8 +9,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
 from zoo.errors import UserError
-from zoo.nn.decoder.attention import SelfAttention, VarlenCoreAttention
-from zoo.nn.decoder.gated_delta_net import GatedDeltaNet
+from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet
+from zoo.nn.decoder.attention.self_attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.decoder.mlp import DenseMLP
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.towers.attention import tower_attention, use_varlen_attention

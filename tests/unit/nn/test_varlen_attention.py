@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.varlen import varlen_attention
+from zoo.nn.decoder.attention.varlen import varlen_attention
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, scale: float, causal: bool) -> Tensor:

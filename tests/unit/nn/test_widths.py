@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from zoo.errors import ConfigError
 from zoo.nn import backend
-from zoo.nn.decoder import gated_delta_net, mlp, varlen
-from zoo.nn.decoder.attention import VarlenCoreAttention
+from zoo.nn.decoder import mlp
+from zoo.nn.decoder.attention import gated_delta_net, varlen
+from zoo.nn.decoder.attention.self_attention import VarlenCoreAttention
 from zoo.nn.kernels import widths
 from zoo.nn.towers import attention as tower_attention
 

@@ -28,30 +28,40 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
     Rounding ties to even would map two fp32 values to one pair. NaN stays NaN, its payload is lost.
     """
-    bits = torch.where(master.isnan(), torch.full((), float("nan"), device=master.device), master).view(
-        torch.int32
-    )
-    high = (bits + 0x8000) >> 16
-    remainder = bits - (high << 16)
-    return high.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+    nan, infinity = float("nan"), float("inf")
+    bits = master.nan_to_num(nan, infinity, -infinity).view(torch.int32)  # every NaN has the same bits
+    remainder = bits.to(torch.int16)
+    high = bits.add_(0x8000).bitwise_right_shift_(16)
+    return high.to(torch.int16).view(torch.bfloat16), remainder
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 values that `split` took apart."""
-    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+    return remainder.int().add_(weight.view(torch.int16), alpha=1 << 16).view(torch.float32)
 
 
 def random_bits(numel: int, seed: int, step: int, which: int, device: torch.device) -> Tensor:
-    """(numel,) int64 of 32 random bits: a hash of `seed` + index, of the step, and of FIRST or SECOND."""
-    index = (torch.arange(numel, device=device) + seed) & WORD
-    return _hash(index ^ ((step * 0xC2B2AE35 + which) & WORD))
+    """(numel,) int32, 32 random bits each: a hash of `seed` + index, of the step, and of FIRST or SECOND."""
+    x = torch.arange(numel, dtype=torch.int32, device=device).add_(_int32(seed))
+    return _hash(x.bitwise_xor_(_int32(step * 0xC2B2AE35 + which)))
 
 
 def _hash(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 (Appleby), of 32 bits held in int64."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & WORD
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & WORD
-    return x ^ (x >> 16)
+    """The finaliser of MurmurHash3 (Appleby), of int32 whose products lose what goes beyond 32 bits; `x` is overwritten."""
+    x.bitwise_xor_(_upper(x, 16)).mul_(_int32(0x85EBCA6B))
+    x.bitwise_xor_(_upper(x, 13)).mul_(_int32(0xC2B2AE35))
+    return x.bitwise_xor_(_upper(x, 16))
+
+
+def _upper(x: Tensor, shift: int) -> Tensor:
+    """int32 shifted to the right as unsigned numbers are."""
+    return (x >> shift).bitwise_and_(WORD >> shift)
+
+
+def _int32(number: int) -> int:
+    """The lowest 32 bits of a number, as a signed one."""
+    low = number & WORD
+    return low - (WORD + 1) if low > WORD >> 1 else low
 
 
 def to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
@@ -59,7 +69,7 @@ def to_bf16(values: Tensor, random: Tensor | None) -> Tensor:
     if random is None:
         return values.to(torch.bfloat16)
     bits = values.view(torch.int32)
-    rounded = (bits + (random & 0xFFFF).int()) >> 16
+    rounded = (bits + (random & 0xFFFF)) >> 16
     return torch.where(values.isfinite(), rounded, bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
@@ -86,7 +96,7 @@ def quantize(values: Tensor, signed: bool, random: Tensor | None) -> tuple[Tenso
         part = torch.full((1, 1), 0.5, device=values.device)
     else:
         random = torch.nn.functional.pad(random, (0, padded.numel() - numel)).view(-1, BLOCK)
-        up, part = (random & 0xFFFFF).int(), (random >> 8).float() * 2.0**-24
+        up, part = random & 0xFFFFF, _upper(random, 8).float() * 2.0**-24
     normal = (shifted + up) >> 20
     per_least = ((254 - (largest - top + 1 - MANTISSA)) << 23).view(torch.float32)
     small = (magnitude.view(torch.float32) * per_least + part).floor().int()

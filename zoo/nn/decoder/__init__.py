@@ -1,1 +1,1 @@
-"""Layers of the decoder: attention, Gated DeltaNet, experts, router, multi-token prediction, norms, rotary, LoRA."""
+"""Layers of the decoder: attention (a folder of its own), experts, router, multi-token prediction, norms, LoRA."""

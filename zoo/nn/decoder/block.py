@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from zoo.nn.decoder.attention import attention_window
+from zoo.nn.decoder.attention.self_attention import attention_window
 from zoo.nn.decoder.norm import RMSNorm
 from zoo.nn.decoder.router import Routing
 

@@ -23,8 +23,8 @@ from transformers import AttentionInterface
 from transformers.activations import GELUTanh
 
 from zoo.errors import UserError
+from zoo.nn.decoder.attention.varlen import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.decoder.unused_arguments import refuse_unused
-from zoo.nn.decoder.varlen import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout

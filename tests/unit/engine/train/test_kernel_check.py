@@ -13,7 +13,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.train import kernel_check
 from zoo.errors import UserError
-from zoo.nn.decoder import gated_delta_net, varlen
+from zoo.nn.decoder.attention import gated_delta_net, varlen
 from zoo.packing import PackedLayout
 
 

@@ -118,7 +118,7 @@ class DecodeCache:
     ) -> Tensor:
         """One token of the gated delta rule: query, key (S, G, K) of unit length, value (S, G, V) -> (S, G, V) fp32.
 
-        `zoo.nn.decoder.gated_delta_net.gated_delta_rule` has the formula; decay and beta are (S, G).
+        `zoo.nn.decoder.attention.gated_delta_net.gated_delta_rule` has the formula; decay and beta are (S, G).
         """
         state = self._states[layer] * decay.float().exp()[..., None, None]
         update = (value.float() - (state * key[..., None]).sum(-2)) * beta.float()[..., None]

@@ -4,7 +4,7 @@
 for every call (a device sync a layer) and zigzag the whole pack under context parallelism.
 
 `VarlenCoreAttention` is the torch backend's core: PyTorch's varlen flash attention on a GPU, scaled dot
-product attention elsewhere (and for fp32): `zoo.nn.decoder.varlen`.
+product attention elsewhere (and for fp32): `zoo.nn.decoder.attention.varlen`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from zoo.nn.decoder.cache import DecodeCache
+from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.rotary import apply_rotary
+from zoo.nn.decoder.attention.varlen import Reach, gathered_attention, sdpa, segment_attention
 from zoo.nn.decoder.config import of_layer
-from zoo.nn.decoder.rotary import apply_rotary
 from zoo.nn.decoder.unused_arguments import refuse_unused
-from zoo.nn.decoder.varlen import Reach, gathered_attention, sdpa, segment_attention
 from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
@@ -73,6 +73,10 @@ class SelfAttention(McoreSelfAttention):
         if self.values_are_keys:
             self.linear_qk = self.linear_qkv
             del self.linear_qkv
+        if config.qk_layernorm and config.softmax_scale == 1.0:
+            # Random weights then begin with logits as wide as those that are divided by sqrt(D).
+            for norm in (self.q_layernorm, self.k_layernorm):
+                torch.nn.init.constant_(norm.weight, self.hidden_size_per_attention_head**-0.25)
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         """(T, B, heads or groups, D) each, queries and keys normed, and values where the config says so."""
@@ -157,7 +161,7 @@ def attention_window(config: TransformerConfig, layer_number: int) -> int | None
 class VarlenCoreAttention(torch.nn.Module):
     """Causal attention within each segment of a packed row, or within each row of a padded batch.
 
-    A layer's window and the call's runs (`SeqParams.blocks`) say what else a token sees: `zoo.nn.decoder.varlen`.
+    A layer's window and the call's runs (`SeqParams.blocks`) say what else a token sees: `zoo.nn.decoder.attention.varlen`.
     """
 
     def __init__(
@@ -204,7 +208,7 @@ class VarlenCoreAttention(torch.nn.Module):
         refuse_unused("VarlenCoreAttention", asked)
         if packed_seq_params is not None and not hasattr(packed_seq_params, "layout"):
             raise NotImplementedError(
-                "VarlenCoreAttention takes a packed row by its layout: hand over zoo.nn.decoder.attention.SeqParams"
+                "VarlenCoreAttention takes a packed row by its layout: hand over zoo.nn.decoder.attention.self_attention.SeqParams"
             )
         layout = getattr(packed_seq_params, "layout", None)
         blocks = getattr(packed_seq_params, "blocks", None)

@@ -28,8 +28,8 @@ from packaging.version import Version
 from torch import Tensor
 
 from zoo.errors import UserError
-from zoo.nn.decoder.attention import uniform_layout
-from zoo.nn.decoder.cache import DecodeCache
+from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.self_attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
