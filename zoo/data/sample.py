@@ -117,6 +117,7 @@ class MicroBatch:
         desirable: (S,) bool on the host, whether each labelled answer is.
         mismatched: of labelled answers, the micro-batch of the same conversations with other answers.
         kl: () float32, of labelled answers the divergence from the reference over the whole step.
+        step_weight: sum of `loss_weight` over the step's micro-batches on all data-parallel ranks; None where the host doesn't know it.
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: what a teacher on disk says of all labels, on the host.
@@ -140,6 +141,7 @@ class MicroBatch:
     drift: Tensor | None = None
     teaching: Any = None
     taught: Taught | None = None
+    step_weight: float | None = None
 
     @property
     def starts(self) -> list[int]:
@@ -147,6 +149,11 @@ class MicroBatch:
         if self.layout is None:
             return [row * self.input_ids.shape[1] for row in range(len(self.lengths))]
         return list(itertools.accumulate(self.layout.padded_lengths, initial=0))[: len(self.lengths)]
+
+    @property
+    def loss_weight(self) -> float:
+        """This micro-batch's share of what the step's loss is divided by."""
+        return self.num_labels if self.label_weight is None else self.label_weight
 
     @property
     def real_tokens(self) -> int:

@@ -144,18 +144,24 @@ class Lengths:
                 self._put(sample_id, found)
 
     def agree(self, findings: Findings) -> Findings:
+        """`exchange` of nothing but findings."""
+        return self.exchange(findings, None)[0]
+
+    def exchange[T](self, findings: Findings, value: T) -> tuple[Findings, list[T]]:
         """Correct the sizes that encoding has shown to differ from those measured, on any rank.
 
         Args:
             findings: of this rank.
+            value: whatever this rank has to say beside.
 
         Returns:
-            The findings of all ranks.
+            The findings of all ranks, and their values by rank.
 
         Raises:
             UserError: a sample was corrected before, and has another length now.
         """
-        everyone = {key: found for findings in self.group.gather(findings) for key, found in findings.items()}
+        said = self.group.gather((findings, value))
+        everyone = {key: found for findings, _ in said for key, found in findings.items()}
         for sample_id, found in everyone.items():
             key = self.source.key(sample_id)
             known = self._known[key].tokens
@@ -166,7 +172,7 @@ class Lengths:
                 )
             self._corrected.add(key)
             self._put(sample_id, found)
-        return everyone
+        return everyone, [value for _, value in said]
 
     def size_of(self, size: SampleSize) -> Size:
         """A sample's size as it is kept."""

@@ -17,9 +17,11 @@ behind it.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +32,7 @@ from zoo.data.loading.bin_stream import BinStream, Position
 from zoo.data.loading.lengths import Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.media.sizes import SampleSize
-from zoo.data.sample import MicroBatch
+from zoo.data.sample import MicroBatch, Sample
 from zoo.data.sources.mixture import SampleId
 from zoo.errors import ConfigError, UserError
 from zoo.packing import deal_bins, plan_bins
@@ -198,15 +200,21 @@ class BatchLoader:
             self._plan()
             plan = self._planned[0]
             encoded = encode_all(self.lengths, plan.mine)
-            if not self.lengths.agree(encoded.findings):
+            batches = [] if encoded.findings else self._batches(encoded.bins)
+            mine = (self._rank, math.fsum(batch.loss_weight for batch in batches))
+            findings, weights = self.lengths.exchange(encoded.findings, mine)
+            if not findings:
                 break
             self._stream.rewind(plan.before)
             self._planned.clear()
         self._planned.popleft()
-        pad_id = self.source.processor.pad_id
-        batches = [make_batch(some, self._mode, self._align, self._pad_to, pad_id) for some in encoded.bins]
         self._stream.forget()
-        return PreparedStep(batches, plan.state)
+        weight = math.fsum(dict(weights).values())  # ranks of one data-parallel replica say the same
+        return PreparedStep([replace(batch, step_weight=weight) for batch in batches], plan.state)
+
+    def _batches(self, bins: Sequence[Sequence[Sample]]) -> list[MicroBatch]:
+        pad_id = self.source.processor.pad_id
+        return [make_batch(samples, self._mode, self._align, self._pad_to, pad_id) for samples in bins]
 
     def _plan(self) -> None:
         """Plan the next step and, where workers encode ahead, some more; begin with their rows."""

@@ -1,7 +1,8 @@
 """`Callbacks`: finds a run's callbacks and calls them, on rank 0 alone.
 
 A callback that raises an error ends the run: the step at hand is saved, the other callbacks hear of the end, and one sentence
-names the callback. The exchange of flags that every step has tells the other ranks, so callbacks add no collective to a step.
+names the callback. The other ranks learn of a stop by the flags that each step's exchange of metrics carries. These are sent before
+`on_step` is called, so runs with an `on_step` that is no tracker's exchange flags once more behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from zoo.config.layers.keys import nearest
 from zoo.config.schema import Recipe
 from zoo.engine.callbacks.early_stop import EarlyStop
 from zoo.engine.callbacks.event import Event
-from zoo.engine.callbacks.trackers import trackers
+from zoo.engine.callbacks.trackers import Tracker, trackers
 from zoo.engine.distributed.object_group import agreed
 from zoo.errors import UserError, printable
 from zoo.registry import imported
@@ -36,8 +37,13 @@ def open_callbacks(recipe: Recipe, given: Sequence[Any], main: bool) -> Callback
         UserError: a name of run.callbacks that can't be imported, or an object without a hook; on all ranks.
     """
     found: list[tuple[str, Any]] = []
-    agreed(lambda: found.extend(_of_recipe(recipe, given)))
-    return Callbacks(recipe, found if main else [])
+
+    def find() -> bool:
+        found.extend(_of_recipe(recipe, given))
+        return any(hasattr(one, "on_step") and not isinstance(one, Tracker) for _, one in found)
+
+    follow_steps = agreed(find)
+    return Callbacks(recipe, found if main else [], follow_steps=follow_steps)
 
 
 def _of_recipe(recipe: Recipe, given: Sequence[Any]) -> Iterator[tuple[str, Any]]:
@@ -97,8 +103,11 @@ class _KeepBest:
 class Callbacks:
     """The callbacks of a run, by name; on ranks but the first there are none."""
 
-    def __init__(self, recipe: Recipe, found: Sequence[tuple[str, Any]] = ()) -> None:
-        self._recipe, self._found = recipe, list(found)
+    def __init__(
+        self, recipe: Recipe, found: Sequence[tuple[str, Any]] = (), *, follow_steps: bool = False
+    ) -> None:
+        """`follow_steps`: whether any, on the first rank, may stop the run in `on_step`."""
+        self._recipe, self._found, self.follow_steps = recipe, list(found), follow_steps
         self._metrics: Mapping[str, Any] = {}  # of the last evaluation
         self.reason: str | None = None  # why a callback has asked to stop
         self._failure: str | None = None

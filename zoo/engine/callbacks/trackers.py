@@ -32,7 +32,7 @@ def trackers(recipe: Recipe) -> Iterator[tuple[str, Any]]:
         yield "log.trackio", Trackio(log.trackio)
 
 
-class _Tracker(ABC):
+class Tracker(ABC):
     """Hands the numbers of steps and evaluations to `log`; `run`: its name for the run, for the checkpoint."""
 
     run: str | None = None
@@ -54,7 +54,7 @@ class _Tracker(ABC):
         self.run = state["run"]
 
 
-class TensorBoard(_Tracker):
+class TensorBoard(Tracker):
     """Event files in run.dir/tensorboard; a resumed run drops those of steps that it repeats."""
 
     def on_start(self, event: Event) -> None:
@@ -79,7 +79,7 @@ class TensorBoard(_Tracker):
         self._board.close()
 
 
-class Wandb(_Tracker):
+class Wandb(Tracker):
     """A run of a project at Weights & Biases; its own variables (WANDB_MODE=offline) hold."""
 
     def __init__(self, project: str) -> None:
@@ -109,7 +109,7 @@ class Wandb(_Tracker):
         self._run.finish()
 
 
-class MLflow(_Tracker):
+class MLflow(Tracker):
     """A run of an experiment; where it is kept, MLFLOW_TRACKING_URI says, as for MLflow itself."""
 
     def __init__(self, experiment: str) -> None:
@@ -135,7 +135,7 @@ class MLflow(_Tracker):
         self._mlflow.end_run(states.get(event.reason or "", "FINISHED"))
 
 
-class Trackio(_Tracker):
+class Trackio(Tracker):
     """A run of a local Trackio project; `trackio show` displays it."""
 
     def __init__(self, project: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,12 +132,24 @@ class Saver:
             return saving(self._written)
         return self._copier.under_way() if self._copier is not None else None
 
-    def poll(self) -> Saved | None:
-        """The save that was published since, if one was; raises what has failed. Asked after each step."""
+    def flags(self) -> list[float]:
+        """Whether this rank's save has ended, or failed, and whether its copy from the stage has."""
+        writing, copier = self._writing, self._copier
+        saved = (writing is not None and writing.ended, writing is not None and writing.failed)
+        copied = (copier is not None and copier.ready, copier is not None and copier.error is not None)
+        return [float(flag) for flag in (*saved, *copied)]
+
+    def _sums(self) -> Sequence[float]:
+        return self.flags() if self._world.size == 1 else self._world.sum(self.flags())
+
+    def poll(self, sums: Sequence[float] | None = None) -> Saved | None:
+        """The save that was published since, if one was; raises what has failed. Asked after each step.
+
+        `sums`: ends with those of all ranks' `flags`, as of this step; without them they are exchanged here.
+        """
         if self._writing is None:
             return None
-        flags = [float(self._writing.ended), float(self._writing.failed)]
-        ended, failed = flags if self._world.size == 1 else self._world.sum(flags)
+        ended, failed, *_ = self._sums() if sums is None else sums[-4:]
         return self.wait() if failed or ended == self._world.size else None
 
     def wait(self, show: Callable[[], None] = lambda: None) -> Saved | None:
@@ -153,20 +165,23 @@ class Saver:
             self._copier.put(saved.folder.name)
         return saved
 
-    def news(self, saved: Saved | None) -> Iterator[Saved | Copied]:
-        """`saved`, and then what `copied` tells of. Every rank takes all of it."""
+    def news(self, saved: Saved | None, sums: Sequence[float] | None = None) -> Iterator[Saved | Copied]:
+        """`saved`, and then what `copied` tells of. Every rank takes all of it. `sums`: as `poll` takes them."""
         if saved is not None:
             yield saved
-        while (copied := self.copied()) is not None:
+        while (copied := self.copied(sums)) is not None:
             yield copied
+            sums = None
 
-    def copied(self) -> Copied | None:
-        """The next checkpoint that has come from the stage to the run folder; raises what has failed. Asked after each step."""
+    def copied(self, sums: Sequence[float] | None = None) -> Copied | None:
+        """The next checkpoint that has come from the stage to the run folder; raises what has failed. Asked after each step.
+
+        `sums`: as `poll` takes them.
+        """
         copier = self._copier
         if copier is None or not copier.unreported:
             return None
-        flags = [float(copier.ready), float(copier.error is not None)]
-        ready, failed = flags if self._world.size == 1 else self._world.sum(flags)
+        *_, ready, failed = self._sums() if sums is None else sums
         return copier.take() if failed or ready == self._world.size else None
 
     def close(

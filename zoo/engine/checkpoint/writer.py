@@ -10,10 +10,9 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from zoo.config.locate import HF_PART, STATE
 from zoo.config.schema import Recipe
@@ -23,15 +22,16 @@ from zoo.engine.checkpoint.selection import tidy
 from zoo.engine.checkpoint.snapshot import Snapshot
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.index import RankTable, write_index
+from zoo.engine.distributed.object_group import ObjectGroup
 from zoo.files import sync, write_atomically
 
 
-class Channel:
-    """A gloo group of all ranks for the writers' threads. Every rank makes one in the same order."""
+class Channel(ObjectGroup):
+    """All ranks, for the writers' threads."""
 
-    def __init__(self, timeout: Any, tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, timeout: timedelta, tick: Callable[[], None] = lambda: None) -> None:
         """`tick` is called when a stage is done."""
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        super().__init__(timeout)
         self._tick = tick
 
     def together[T](self, stage: Callable[[], T]) -> T:
@@ -43,25 +43,10 @@ class Channel:
         except Exception as error:
             failure = error
         self._tick()
-        failures: list[Exception | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure, group=self._group)
-        for raised in failures:
+        for raised in self.gather(failure):
             if raised is not None:
                 raise failure or raised
         return result
-
-    def gather[T](self, value: T) -> list[T]:
-        """Every rank's value, by rank, on all of them."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def collect[T](self, value: T) -> list[T]:
-        """Every rank's value, by rank, on the first one; nothing on the others."""
-        first = dist.get_rank() == 0
-        values: list[Any] | None = [None] * dist.get_world_size() if first else None
-        dist.gather_object(value, values, dst=0, group=self._group)
-        return values or []
 
 
 @dataclass(frozen=True)

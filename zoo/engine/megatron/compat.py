@@ -272,13 +272,13 @@ AVOIDED = (
         name="mrope-zigzags-the-pack",
         fault="MultimodalRotaryEmbedding splits the angles of a packed row over CP ranks as if it were one sample",
         last_broken="0.19.2",
-        instead="angles are made from positions that the layout's index has sliced (zoo/nn/decoder/rotary.py)",
+        instead="angles are made from positions that the layout's index has sliced (zoo/nn/decoder/attention/rotary.py)",
     ),
     Avoided(
         name="mrope-has-blocks-alone",
         fault="MultimodalRotaryEmbedding gives each axis a block of frequencies (Qwen2); Qwen3 interleaves them",
         last_broken="0.19.2",
-        instead="an axis for each frequency (zoo/nn/decoder/rotary.py)",
+        instead="an axis for each frequency (zoo/nn/decoder/attention/rotary.py)",
     ),
     Avoided(
         name="torch-norm-without-sp",
@@ -290,7 +290,7 @@ AVOIDED = (
         name="local-attention-refuses-packing",
         fault="DotProductAttention, the attention without Transformer Engine, takes no packed row",
         last_broken="0.19.2",
-        instead="varlen attention (zoo/nn/decoder/attention.py)",
+        instead="varlen attention (zoo/nn/decoder/attention/self_attention.py)",
     ),
     Avoided(
         name="padding-mask-not-scattered",
@@ -302,7 +302,7 @@ AVOIDED = (
         name="gated-delta-rule-refuses-packing",
         fault="the gated delta rule in plain torch takes no offsets, so a packed row has one state through all samples",
         last_broken="0.19.2",
-        instead="a varlen rule that starts anew in each segment (zoo/nn/decoder/gated_delta_net.py)",
+        instead="a varlen rule that starts anew in each segment (zoo/nn/decoder/attention/gated_delta_net.py)",
     ),
     Avoided(
         name="gated-delta-net-waits-for-the-device",

@@ -149,8 +149,15 @@ class BadStepDetector:
         self._window = deque(state.get("window", []), maxlen=WINDOW)
 
 
-def step_if(optimizer: Any, scheduler: Any | None, good: Callable[[float], bool]) -> float:
+def step_if(
+    optimizer: Any,
+    scheduler: Any | None,
+    good: Callable[[float], bool],
+    measure: Callable[[], float] | None = None,
+) -> float:
     """megatron-core's optimizer step, part by part; the update is made only where the gradient's norm is `good`.
+
+    `measure` gives the norm of the whole gradient; without it, megatron-core exchanges the ranks' shares.
 
     The schedule, where it is given, moves by one before an update. Without an update, weights, optimizer state and schedule stay as they
     were: the schedule counts updates, not steps.
@@ -159,7 +166,7 @@ def step_if(optimizer: Any, scheduler: Any | None, good: Callable[[float], bool]
         the norm that `good` was given.
     """
     adamw.prepare(optimizer)
-    norm = float(optimizer.get_grad_norm())
+    norm = float((measure or optimizer.get_grad_norm)())
     if good(norm):
         if scheduler is not None:
             scheduler.step(increment=1)

@@ -136,6 +136,17 @@ def _inner(recipe: Recipe, world: World) -> Callable[..., AdamW]:
     return partial(AdamW, offload=train.optimizer_offload_fraction, threads=threads)
 
 
+def squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
+    """() float64 on the device: this rank's share of the gradient's squared norm; the shares of all ranks add up to it.
+
+    megatron-core's `get_grad_norm` sums them, too, and waits for the device once for each parameter.
+    """
+    grads = [grad for one in optimizer.chained_optimizers for grad in one.get_grads_for_grad_norm()]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()
+
+
 def build_schedule(optimizer: Any, train: TrainConfig, total_steps: int) -> Any:
     """The learning rate of update k of N = `total_steps`, k from 1, in each of the optimizer's groups.
 

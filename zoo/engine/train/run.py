@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ from zoo.engine.train.completion import completion
 from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
-from zoo.engine.train.step_metrics import expert_metrics, step_record
-from zoo.engine.train.train_step import StepResult, TrainStep
+from zoo.engine.train.step_metrics import step_record
+from zoo.engine.train.train_step import StepResult, TrainStep, flags_of
 from zoo.engine.watchdog.progress import Progress
 
 
@@ -68,7 +68,8 @@ class Run:
         self.description = sharded.describe(recipe, self.assembly.config.hf)
         self.stage = open_and_finish(recipe, world, self.progress.tick)
         self._choose()
-        self.saved_at = time.monotonic()
+        self.saved_at, self.time_is_up_at = time.monotonic(), math.inf
+        self.flags: list[float] = []  # of the last step, summed over the ranks
         self.save_due, self.save_report = False, SaveReport(recipe)  # due by train.save_minutes
         self.adapters: lora.Adapters | None = None
         self.exported: str | None = None
@@ -131,7 +132,7 @@ class Run:
             reference.give(self.data)
         complete = completion(recipe, self.assembly, self.adapters, self.step, wrapped, world)
         parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update, complete)
-        self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts)
+        self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts, self._flags)
         self.startup.mark("optimizer")
 
     def _resume(self, checkpoint: Path) -> None:
@@ -165,7 +166,8 @@ class Run:
             self._log_start()
             self.callbacks.start(self.done)
             started = time.monotonic()
-            self._steps(started)
+            self.time_is_up_at = started + 60 * (self.recipe.train.max_minutes or math.inf)
+            self._steps()
             seconds = time.monotonic() - started
             self.progress.enter("save")
             self._note_saved(self.saver.wait(self._show_saving))
@@ -205,15 +207,14 @@ class Run:
             print(messages.at_finished(self.folder, self.done, self.total_steps, self.callbacks.finished))
         return agreed(lambda: TrainResult.from_run_dir(self.folder))
 
-    def _steps(self, started: float) -> None:
+    def _steps(self) -> None:
         """Train until the last step, the end of the time, an interrupt or a callback that stops the run."""
-        train, most = self.recipe.train, self.recipe.train.max_minutes
+        train = self.recipe.train
         while self.done < self.total_steps:
             self._train_step()
-            self._note_saved(self.saver.poll())
+            self._note_saved(self.saver.poll(self.flags), self.flags)
             self.save_report.expect(self.saver.expected_seconds, self.log)
-            out_of_time = most is not None and time.monotonic() - started > most * 60
-            if self._ends(out_of_time):
+            if self._ends(None if self.world.size == 1 or self.callbacks.follow_steps else self.flags):
                 break
             if train.eval_every and self.done % train.eval_every == 0 and self.done < self.total_steps:
                 self._evaluate()  # before the save: a run resumed from there has had it
@@ -223,16 +224,19 @@ class Run:
             if due and self.done < self.total_steps:
                 self._save()
 
-    def _ends(self, out_of_time: bool = False) -> bool:
-        """Whether any rank was interrupted, is out of time or has a callback that stops; asked when the device is idle anyway."""
-        stop, minutes = self.stop, self.recipe.train.save_minutes
-        due = minutes is not None and time.monotonic() - self.saved_at > minutes * 60
-        calls = self.callbacks.stops
-        flags = [float(x) for x in (stop.asked, stop.asked and stop.preempted, out_of_time, due, calls)]
-        asked, preempted, late, dues, stops = flags if self.world.size == 1 else self.world.sum(flags)
-        self.interrupted, self.preempted, self.save_due = asked > 0, preempted > 0, dues > 0
-        self.stopped = stops > 0
-        return asked + late + stops > 0
+    def _flags(self) -> list[float]:
+        """Whether this rank was interrupted, by a cluster, is out of time, is due to save or has a callback that stops; its saves'."""
+        due_at = self.saved_at + 60 * (self.recipe.train.save_minutes or math.inf)
+        own = flags_of(self.stop, self.time_is_up_at, due_at, stops=self.callbacks.stops)
+        return [*own, *self.saver.flags()]
+
+    def _ends(self, flags: Sequence[float] | None = None) -> bool:
+        """Whether any rank was interrupted, is out of time or has a callback that stops; without `flags`, asks now."""
+        if flags is None:
+            flags = self._flags() if self.world.size == 1 else self.world.sum(self._flags())
+        asked, preempted, late, due, stops = (flag > 0 for flag in flags[:5])
+        self.interrupted, self.preempted, self.save_due, self.stopped = asked, preempted, due, stops
+        return asked or late or stops
 
     def _interrupted(self) -> bool:
         """Whether any rank was interrupted."""
@@ -242,7 +246,7 @@ class Run:
     def _train_step(self) -> None:
         """Take a step, and log it."""
         result = self.train_step.take(self.done + 1, last=self.done + 1 >= self.total_steps)
-        self.done += 1
+        self.done, self.flags = self.done + 1, result.totals.flags
         self._log_step(result)
         if result.bad is not None:
             self._record_bad_step(result, result.bad)
@@ -254,9 +258,8 @@ class Run:
         """Write down a bad step; where it is one too many, save and end the run."""
         totals, fetched = result.totals, result.fetched
         known = {"step": self.done, "loss": totals.loss, "grad_norm": totals.grad_norm}
-        file = bad_step_records.write(
-            self.folder, known, bad, fetched.batches, result.sums, fetched.position, self.world
-        )
+        about = (bad, fetched.batches, result.sums, fetched.position, self.world)
+        file = bad_step_records.write(self.folder, known, *about)
         self.log.event("skip", self.done, cause=bad.cause, why=bad.why, file=str(file))
         self.log.say(bad_step_records.not_applied(self.done, bad, self.folder))
         if self.detector.new_level is not None:
@@ -272,16 +275,14 @@ class Run:
     def _log_step(self, result: StepResult) -> None:
         """Write a step's metrics down."""
         self.losses.append(result.totals.loss)
-        waited = max(mine[0] for mine in result.parts)  # the others waited for the rank that waited longest
-        # {}: the first group may be a part's with a rate of its own
-        lr = self.trainable.scheduler.get_lr({})
+        waited = max(mine[0] for mine in result.totals.parts)  # the others wait for that rank
+        lr = self.trainable.scheduler.get_lr({})  # {}: the first group may be a part's with its own rate
         record = step_record(self.done, result.totals, lr, waited, result.seconds)
         record |= {} if result.bad is None else {"skipped": result.bad.cause}
-        record |= expert_metrics(self.trainable.chunks[0].config, self.done, result.counts.batches)
         self.log.step(record, self.saver.under_way() if self.world.is_main else None)
         self.progress.step = self.done
         self.callbacks.step(self.done, record)
-        slow = self.times.slow_step(result.seconds, result.parts)
+        slow = self.times.slow_step(result.seconds, result.totals.parts)
         if slow is not None:
             self.log.event("slow_step", self.done, **slow)
         self.row_counts.note(self.log, self.done, self.source.counts, self.source.shrunk)
@@ -332,9 +333,9 @@ class Run:
             self._note_saved(self.saver.wait(self._show_saving))
         self.times.save += time.monotonic() - began
 
-    def _note_saved(self, saved: Saved | None) -> None:
-        """Log a checkpoint that has been published, and those that have come from the stage since."""
-        for one in self.saver.news(saved):
+    def _note_saved(self, saved: Saved | None, flags: Sequence[float] | None = None) -> None:
+        """Log a checkpoint that has been published, and those that have come from the stage since. `flags`: as `Saver.poll` has them."""
+        for one in self.saver.news(saved, flags):
             self.save_report.note(one, self.log)
             if not one.staged:
                 self.callbacks.save(one.step, one.folder)

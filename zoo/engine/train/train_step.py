@@ -11,12 +11,14 @@ import torch
 
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.contents import Trainable
+from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.distributed.world import World
 from zoo.engine.model import lora
 from zoo.engine.report.step_timer import StepTimes
+from zoo.engine.train import optimization
 from zoo.engine.train.bad_step_detector import BadStep, BadStepDetector, step_if
 from zoo.engine.train.evaluation import Complete
-from zoo.engine.train.step_metrics import Counts, Totals
+from zoo.engine.train.step_metrics import Counts, OfRank, Totals, expert_shares
 from zoo.engine.watchdog.progress import Progress
 from zoo.steps.packed_step import Prepared
 
@@ -43,7 +45,15 @@ class StepResult:
     fetched: Fetched
     sums: Sums
     seconds: float
-    parts: list[list[float]]  # by rank: seconds of the step's parts (`zoo.engine.report.step_timer.PARTS`)
+
+
+def flags_of(stop: Interrupts, ends_at: float, due_at: float, *, stops: bool) -> list[float]:
+    """Whether this rank was interrupted, by a cluster, is out of time, is due to save, and `stops` by a callback."""
+    now = time.monotonic()
+    return [
+        float(flag)
+        for flag in (stop.asked, stop.asked and stop.preempted, now > ends_at, now > due_at, stops)
+    ]
 
 
 class TrainStep:
@@ -61,12 +71,14 @@ class TrainStep:
         times: StepTimes,
         before_update: Callable[[], None] = lambda: None,
         complete: Complete | None = None,
+        flags: Callable[[], list[float]] = list,
     ) -> None:
         """`step`: the family's PackedStep; `loader`: has `next_step` and `state_dict`; `before_update` is called before each.
 
-        `complete`: gives a step's micro-batches what their loss needs of further forward passes.
+        `complete`: gives a step's micro-batches what their loss needs of further forward passes. `flags`: numbers of this rank that
+        a step's exchange sums up beside its metrics, of the same length on all ranks.
         """
-        self.before_update, self.complete = before_update, complete
+        self.before_update, self.complete, self.flags = before_update, complete, flags
         self.recipe, self.world, self.step, self.trainable = recipe, world, step, trainable
         self.loader, self.detector, self.progress, self.times = loader, detector, progress, times
         self.number = 0  # of the step at hand
@@ -92,10 +104,9 @@ class TrainStep:
             self.ahead = self.fetch()  # while the GPU works
         self.progress.enter("update")
         self.before_update()
-        totals, bad = self._update(sums, counts)
+        totals, bad = self._update(sums, counts, fetched.waited)
         self.progress.enter("metrics")
-        seconds = time.monotonic() - began
-        return StepResult(totals, counts, bad, fetched, sums, seconds, self._parts(fetched.waited))
+        return StepResult(totals, counts, bad, fetched, sums, time.monotonic() - began)
 
     def fetch(self) -> Fetched:
         """The next step's micro-batches; the first is being copied to the device.
@@ -136,26 +147,22 @@ class TrainStep:
         )
         return sums
 
-    def _update(self, sums: Sums, counts: Counts) -> tuple[Totals, BadStep | None]:
-        """Update the weights where the step is good; gradients are zero afterwards."""
+    def _update(self, sums: Sums, counts: Counts, waited: float) -> tuple[Totals, BadStep | None]:
+        """Update the weights where the step is good; gradients are zero afterwards. `waited`: seconds for this rank's batches."""
+        trainable = self.trainable
         found: list[tuple[Totals, BadStep | None]] = []
 
-        def good(norm: float) -> bool:
-            has = {"mtp": bool(self.step.mtp_depths), "reported": self.step.reported}
-            totals = Totals.of(sums, counts, norm, self.world, **has)
+        def measure() -> float:
+            config = trainable.chunks[0].config
+            experts = expert_shares(config, self.world, counts.batches)
+            squares = optimization.squared_norm(trainable.optimizer, self.world.device)
+            mine = OfRank(sums, counts, squares, experts, lambda: self.times.take(waited), self.flags)
+            totals = Totals.of(mine, self.world, mtp=bool(self.step.mtp_depths), reported=self.step.reported)
             found.append((totals, self.detector.check(totals.loss, totals.grad_norm)))
-            return found[0][1] is None
+            return totals.grad_norm
 
-        step_if(self.trainable.optimizer, self.trainable.scheduler, good)
-        for chunk in self.trainable.chunks:
+        step_if(trainable.optimizer, trainable.scheduler, lambda _: found[0][1] is None, measure)
+        for chunk in trainable.chunks:
             chunk.zero_grad_buffer()
-        self.trainable.optimizer.zero_grad()
+        trainable.optimizer.zero_grad()
         return found[0]
-
-    def _parts(self, waited: float) -> list[list[float]]:
-        """By rank: seconds of the parts of the step; `waited`: this rank's for its batches."""
-        world, mine = self.world, self.times.take(waited)
-        if world.size == 1:
-            return [mine]
-        flat = world.sum([x * (rank == world.rank) for rank in range(world.size) for x in mine])
-        return [flat[at : at + len(mine)] for at in range(0, len(flat), len(mine))]

@@ -140,5 +140,5 @@ def where(stack: list[Line]) -> tuple[str, str]:
         if file.startswith(_PACKAGE) and file not in _THIN:
             place, call = f"zoo/{Path(file).relative_to(_PACKAGE)}:{line}", ""
         elif "/torch/distributed/" in file:
-            call = call or (function if function != "wrapper" else "")
+            call = call or (function.strip("_") if function != "wrapper" else "")
     return place, call

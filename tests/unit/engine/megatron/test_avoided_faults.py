@@ -96,7 +96,7 @@ def test_mrope_zigzags_the_pack(on_the_cpu: OnTheCpu) -> None:
 
 
 def test_mrope_has_blocks_alone(on_the_cpu: OnTheCpu) -> None:
-    from zoo.nn.decoder.rotary import axis_of_frequency
+    from zoo.nn.decoder.attention.rotary import axis_of_frequency
 
     rotary = multimodal_rotary()
     known = {*inspect.signature(type(rotary)).parameters, *inspect.signature(rotary.forward).parameters}
