@@ -19,7 +19,10 @@ class Gemma4Model(TileModel):
     """Decoder with a `vision` tower and its `projector`."""
 
     def build_towers(self, config: FamilyConfig) -> dict[str, torch.nn.Module]:
-        """The tower, with the mean and the spread of what it gives as parameters that no update moves, and the projector."""
+        """The tower, with the mean and the spread of what it gives as parameters that no update moves, and the projector.
+
+        Its attention doesn't divide logits by sqrt(D): norms of queries and keys begin at D ** -0.25, as the decoder's.
+        """
         from transformers import AutoModel
         from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
@@ -29,6 +32,9 @@ class Gemma4Model(TileModel):
                 value = getattr(tower, name)
                 delattr(tower, name)
                 setattr(tower, name, torch.nn.Parameter(value, requires_grad=False))
+        for layer in tower.encoder.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                torch.nn.init.constant_(norm.weight, norm.weight.numel() ** -0.25)
         return {"vision": tower, "projector": Gemma4MultimodalEmbedder(config.vision, config.text)}
 
     def encode(self, media: Mapping[str, Any]) -> dict[str, Encoded]:

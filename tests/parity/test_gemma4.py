@@ -84,3 +84,31 @@ def test_settings_that_change_the_arithmetic(text: dict, tmp_path: Path, cpu_wor
     frozen = {name for name, parameter in pair.zoo.model.named_parameters() if not parameter.requires_grad}
     kept = {name: gradient for name, gradient in gradients.items() if name not in frozen}
     assert max(pair.errors(kept).values()) < GRADIENTS
+
+
+def test_logits_of_attention_begin_with_a_spread_of_one(cpu_world: Any) -> None:
+    """As where they are divided by sqrt(D), which Gemma 4's are not: from wider ones little is learnt."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.model import build
+
+    recipe = validate(load_recipe("gemma4_sft", ["size=tiny", "hardware=cpu", "engine.threads=1"]), 1)
+    (model,) = build.build_model(build.assemble(recipe), recipe, cpu_world)
+    draw = torch.Generator().manual_seed(0)
+
+    def spread(query: Any, key: Any) -> float:
+        """Of (tokens, 1, heads, D) and (tokens, 1, groups, D)."""
+        return float(torch.einsum("qbhd,kbgd->hgqk", query, key).std())
+
+    hidden, patches = (torch.randn(64, 1, width, generator=draw) for width in (128, 64))
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            query, key, *_ = layer.self_attention.get_query_key_value_tensors(hidden)
+            assert spread(query, key) == pytest.approx(1, abs=0.2)
+        for layer in model.vision.encoder.layers:
+            one, heads = layer.self_attn, (64, 1, -1, 16)
+            query, key = (
+                getattr(one, f"{name}_norm")(getattr(one, f"{name}_proj")(patches).view(heads))
+                for name in "qk"
+            )
+            assert spread(query, key) == pytest.approx(1, abs=0.2)
