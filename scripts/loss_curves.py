@@ -33,6 +33,15 @@ FORMS = {
     "fp8": tuple(f"{key}=fp8" for key in MOMENTS),
     "fp8, gradients bf16": (*(f"{key}=fp8" for key in MOMENTS), "train.main_grads_dtype=bf16"),
 }
+# The optimizer and schedule of every tiny size here; some of their recipes use Muon, which has no such state.
+ADAMW = (
+    "train.optimizer=adamw",
+    "train.matrix_lr_scale=1",
+    "train.lr=1.2e-3",
+    "train.min_lr=2e-5",
+    "train.warmup_steps=40",
+    "train.weight_decay=0",
+)
 EVERY = 100  # steps of a point of a curve
 
 
@@ -44,7 +53,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         keys = (
             f"recipe={recipe}", f"size={size}", "engine.precision=bf16", f"train.steps={steps}", f"run.seed={seed}",
-            "nproc=1", "engine.threads=1", "export=false", "log.tensorboard=false", f"run.dir={folder}", *FORMS[form], *more,
+            "nproc=1", "engine.threads=1", "export=false", "log.tensorboard=false", f"run.dir={folder}", *(ADAMW if size == RECIPES[recipe] else ()), *FORMS[form], *more,
         )  # fmt: skip
         command = [sys.executable, "-m", "zoo", "train", *keys]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
