@@ -25,6 +25,8 @@ FAMILIES = {
     "qwen25_omni": "Qwen2.5-Omni",
     "internvl": "InternVL 3.5",
     "gemma3": "Gemma 3",
+    "gemma3_text": "Gemma 3, text",
+    "gemma4": "Gemma 4",
     "glm45v": "GLM",
     "llava": "LLaVA",
     "qwen3_asr": "Qwen3-ASR",

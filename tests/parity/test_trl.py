@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import adapt, peft_gradients, published_gradients
 from support.engine import single_process_world
 from support.preference import (
     Pair,
@@ -24,6 +25,7 @@ from support.tiny_qwen3 import write_tiny_qwen3
 from torch import Tensor
 
 from zoo.data.loading.batches import make_batch
+from zoo.engine.checkpoint import lora_files
 from zoo.engine.train.preference.divergence import Divergence
 
 pytestmark = pytest.mark.slow
@@ -123,17 +125,25 @@ def test_labelled_answers(tmp_path: Path) -> None:
         same_gradients(zoo, gradients, hf)
 
 
-def test_rewards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapters", [False, True])
+def test_rewards(adapters: bool, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
+    import peft
     from transformers import AutoModelForSequenceClassification
 
     folder = write_tiny_qwen3(tmp_path / "model")
     data = write_pairs(tmp_path / "pairs.jsonl", 5, ("text",))
     with single_process_world() as world:
-        zoo = pair_zoo(folder, FAMILY, world, *data, "train.loss=reward", "train.center_rewards=0.3")
+        more = ("train.loss=reward", "train.center_rewards=0.3", *(["lora.rank=2"] if adapters else []))
+        zoo = pair_zoo(folder, FAMILY, world, *data, *more)
         hf = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
         hf.config.pad_token_id = zoo.assembly.processor.pad_id
-        hf.score.weight.data.copy_(dict(zoo.model.named_parameters())["score.weight"].detach())
+        if adapters:
+            ours = adapt([zoo.model], zoo.assembly, zoo.recipe, world)
+            lora_files.export_adapters(ours, tmp_path / "adapter", zoo.assembly, zoo.recipe, world, 0)
+            hf = peft.PeftModel.from_pretrained(hf, tmp_path / "adapter", is_trainable=True)
+        else:
+            hf.score.weight.data.copy_(dict(zoo.model.named_parameters())["score.weight"].detach())
         _, found = encoded_pairs(zoo.assembly.processor, zoo.recipe)
         settings = trl.RewardConfig(output_dir=str(tmp_path), center_rewards_coefficient=0.3, **COMMON)
         row = {"chosen": "b", "rejected": "c"}
@@ -147,4 +157,10 @@ def test_rewards(tmp_path: Path) -> None:
         wanted.backward()
         loss, gradients = zoo.gradients(batches_of(found), len(found), align=4)
         assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-        same_gradients(zoo, gradients, hf)
+        if not adapters:
+            return same_gradients(zoo, gradients, hf)
+        names = {id(parameter): name for name, parameter in zoo.model.named_parameters()}
+        published, theirs = published_gradients(ours, gradients, names), peft_gradients(trainer.model)
+        assert published.keys() == theirs.keys()
+        for name, grad in theirs.items():
+            assert float((published[name] - grad).norm()) < 5e-5 * max(float(grad.norm()), 1e-3), name

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 WHOLE_EXPERTS = "experts"  # a stack of experts, of which expert tensor parallelism cuts nothing
 
@@ -27,6 +29,31 @@ def adapt(chunks: list[Any], assembly: Any, recipe: Any, world: Any) -> Any:
             b[one.target.owner(shape, adapters.dims) < 0] = 0.0
         adapters.fill(one, a, b)
     return adapters
+
+
+def published_gradients(
+    adapters: Any, gradients: Mapping[str, Tensor], names: Mapping[int, str]
+) -> dict[str, Tensor]:
+    """Gradients of adapters and a head by the names that peft's own parameters have; the adapters hold them afterwards.
+
+    `names`: by the id of a parameter, its name among `gradients`.
+    """
+    from zoo.engine.checkpoint import lora_files
+
+    adapters.load({name: gradients[names[id(one)]] for name, one in adapters.named().items()})
+    return dict(lora_files.gathered(adapters))
+
+
+def peft_gradients(hf: Any) -> dict[str, Tensor]:
+    """Those of a peft model's trained parameters, by the names of its own checkpoints."""
+    drop = (".default", ".modules_to_save")
+    found = {}
+    for name, parameter in hf.named_parameters():
+        if parameter.requires_grad:
+            for part in drop:
+                name = name.replace(part, "")
+            found[name] = parameter.grad
+    return found
 
 
 def adapter_shards(adapters: Any) -> dict[str, Any]:

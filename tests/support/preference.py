@@ -17,9 +17,14 @@ from support.matrix import Model
 MEDIA = ("image", "images", "video", "videos", "audio", "audios", "kind")
 KINDS = ("image", "multi_image", "video", "text")
 OF_MODELS = {  # kinds of rows that models of the matrix read, where these are not images and text
+    "llava": ("image", "text"),
+    "two-way": ("image", "multi_image", "text"),
+    "full heads": ("image", "multi_image", "text"),
     "omni": ("audio", "image", "text"),
+    "windows omni": ("audio", "image", "text"),
     "sound": ("audio", "text"),
     "text": ("text",),
+    "capped": ("text",),
     "next": ("text",),
 }
 MORE = {
@@ -148,7 +153,7 @@ def classifier(name: str) -> Any:
     )
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    if name in ("gdn", "text", "next"):
+    if name in ("gdn", "text", "capped", "next"):
         return AutoModelForSequenceClassification
     base = {"dense": Qwen3VLPreTrainedModel, "llava": LlavaOnevisionPreTrainedModel}[name]
     return type("Classifier", (GenericForSequenceClassification, base), {"forward": _forward})

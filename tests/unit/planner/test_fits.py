@@ -16,6 +16,8 @@ SAMPLE = [
     ("llava", "onevision-0.5b", "lora", 141),
     ("qwen3_vl", "30b-a3b", "lora", 141),
     ("gemma3", "4b", "sft", 141),
+    ("gemma3_text", "270m", "lora", 80),
+    ("gemma4", "31b", "lora", 141),
     ("internvl", "8b", "sft", 80),
     ("glm45v", "4.5-106b-a12b", "lora", 141),
     ("qwen25_omni", "3b", "lora", 80),
@@ -41,7 +43,7 @@ def test_a_line_of_the_tables(
 
 
 def test_every_published_size_has_a_line(script: dict[str, Any]) -> None:
-    assert len(script["sizes"]()) == 50
+    assert len(script["sizes"]()) == 53
     text = script["PAGE"].read_text(encoding="utf-8")
     for family, size in script["sizes"]():
         assert text.count(f"| {script['FAMILIES'][family]} {size} | ") == 4
