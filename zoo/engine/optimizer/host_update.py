@@ -1,8 +1,9 @@
 """Updates of weights whose optimizer state is on the host, beside those that the GPU makes of the others.
 
-Gradients and weights come to the host in chunks, through a few pinned buffers; `zoo.nn.adamw.state.update` works on a chunk
-with all of the rank's cores while the next ones arrive and the ones before go back. The state itself never moves. On a CPU
-the same steps run one after the other, and the update has the same bits as without them.
+Gradients and weights come to the host in chunks, through a few pinned buffers; the rank's cores work on a chunk while the
+next ones arrive and the ones before go back. Each core takes pieces that stay in its cache through all operations of
+`zoo.nn.adamw.state.update`. The state itself never moves. On a CPU the same steps run one after the other, and the update
+has the same bits as without them.
 
 Megatron-Core's HybridDeviceOptimizer, which has an fp32 copy of each weight on the host and moments of fp32, is not used: a
 checkpoint's state would have another form, and neither split weights nor moments of fewer bits would be left.
@@ -11,8 +12,10 @@ checkpoint's state would have another form, and neither split weights nor moment
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +23,9 @@ from torch import Tensor
 
 from zoo.nn.adamw.state import BLOCK, Moment, Part, update
 
-CHUNK = 2**20  # elements; a multiple of BLOCK
+CHUNK = 2**22  # elements that are copied at once; a multiple of PIECE
 DEPTH = 4  # chunks under way at once
+PIECE = 2**17  # elements that a core updates at once; a multiple of BLOCK
 
 Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
 
@@ -49,6 +53,7 @@ class HostUpdate:
     def __init__(self, threads: int | None = None) -> None:
         """`threads`: of the host that work on a chunk; None: as many as PyTorch uses anyway."""
         self._threads = threads
+        self._workers: ThreadPoolExecutor | None = None
         self._slots: list[_Slot] = []
         self._jobs: list[Job] = []
         self._streams: tuple[Any, Any] | None = None  # to the host, and back
@@ -56,7 +61,7 @@ class HostUpdate:
     @torch.no_grad()
     def start(self, jobs: Sequence[Job]) -> None:
         """Begin to copy gradients and weights, which are final in the current stream."""
-        self._jobs = [(chunk, options) for part, options in jobs for chunk in chunks(part)]
+        self._jobs = [(chunk, options) for part, options in jobs for chunk in pieces(part, CHUNK)]
         if not self._jobs:
             return
         if self._streams is None:
@@ -74,12 +79,14 @@ class HostUpdate:
             return
         assert self._streams is not None
         back = self._streams[1]
-        with _threads(self._threads):
+        with self._one_thread_each() as workers:
             for number, (chunk, options) in enumerate(self._jobs):
                 slot = self._slots[number % DEPTH]
                 slot.arrived.synchronize()
                 weight, grad = slot.of(chunk)
-                update(replace(chunk, weight=weight, grad=grad), **options)
+                parts = pieces(replace(chunk, weight=weight, grad=grad), PIECE)
+                for _ in workers.map(partial(_update, options), parts):
+                    pass  # an error of one is raised here
                 with torch.cuda.stream(back):
                     chunk.weight.copy_(weight, non_blocking=True)
                     slot.sent.record(back)
@@ -88,6 +95,18 @@ class HostUpdate:
                     self._fetch(number + DEPTH)
         torch.cuda.current_stream().wait_stream(back)
         self._jobs = []
+
+    @contextmanager
+    def _one_thread_each(self) -> Iterator[ThreadPoolExecutor]:
+        """Workers whose PyTorch uses no further threads; the number of this thread stays what it is."""
+        before = torch.get_num_threads()
+        if self._workers is None:
+            count = self._threads or before
+            self._workers = ThreadPoolExecutor(count, "host-update", torch.set_num_threads, (1,))
+        try:
+            yield self._workers
+        finally:
+            torch.set_num_threads(before)  # a worker's call has set that of threads to come
 
     def _fetch(self, number: int) -> None:
         assert self._streams is not None
@@ -99,8 +118,13 @@ class HostUpdate:
             slot.arrived.record(stream)
 
 
-def chunks(part: Part) -> Iterator[Part]:
-    """A part in pieces of CHUNK elements, which round as they would together."""
+@torch.no_grad()
+def _update(options: dict[str, Any], part: Part) -> None:
+    update(part, **options)
+
+
+def pieces(part: Part, size: int) -> Iterator[Part]:
+    """A part in pieces of `size` elements, a multiple of BLOCK, which round as they would together."""
 
     def of_moment(moment: Moment, cut: slice) -> Moment:
         exponents = moment.exponents
@@ -108,8 +132,8 @@ def chunks(part: Part) -> Iterator[Part]:
             exponents = exponents[cut.start // BLOCK : -(-cut.stop // BLOCK)]
         return replace(moment, values=moment.values[cut], exponents=exponents)
 
-    for start in range(0, part.weight.numel(), CHUNK):
-        cut = slice(start, min(start + CHUNK, part.weight.numel()))
+    for start in range(0, part.weight.numel(), size):
+        cut = slice(start, min(start + size, part.weight.numel()))
         yield Part(
             weight=part.weight[cut],
             remainder=None if part.remainder is None else part.remainder[cut],
@@ -137,13 +161,3 @@ def on_host(sizes: Sequence[int], share: float) -> list[bool]:
 def _slot(*, pinned: bool) -> _Slot:
     weight, grad = (torch.empty(4 * CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     return _Slot((weight, grad), torch.cuda.Event(), torch.cuda.Event())
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -16,7 +16,8 @@ SIZES = (1000, 300, 7, 0, 512)
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(host_update, "CHUNK", BLOCK)  # 15 of them, through 4 buffers
+    monkeypatch.setattr(host_update, "CHUNK", 2 * BLOCK)  # 8 of them, through 4 buffers
+    monkeypatch.setattr(host_update, "PIECE", BLOCK)
     with cpu_host.redirected():
         yield
 
