@@ -314,6 +314,10 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "distributed/test_bad_steps.py": {"*": 0},
     "distributed/test_checkpoints.py": {"*": 0},
+    "distributed/test_exchanges.py": {
+        "test_ranks_exchange_the_metrics_of_a_step_once": 0,
+        "test_values_come_by_rank": 3,
+    },
     "distributed/test_foreign_loop.py": {"*": 0},
     "distributed/test_golden.py": {"*": 0},
     "distributed/test_lora.py": {"*": 0, "test_gradients_of_adapters": 100},
