@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.commands import Zoo, bundled, summary, text_row, write_rows
 
-from zoo.config.files import recipe_names
+from zoo.config.files import root_recipes
 
 RECIPE = "recipe=qwen3_omni_sft"
 
@@ -17,7 +17,7 @@ RECIPE = "recipe=qwen3_omni_sft"
     ("arguments", "message"),
     [
         (["trian"], "trian: no such verb; nearest: zoo train"),
-        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {', '.join(recipe_names())}"),
+        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {', '.join(root_recipes())}; zoo list shows all"),
         (["train", RECIPE, RECIPE], "recipe is given 2 times (qwen3_omni_sft, qwen3_omni_sft); give one"),
         (
             ["train", "recipe=qwen3_omi_sft"],

@@ -62,7 +62,7 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
         raise ConfigError(f"recipe is given {len(given)} times ({', '.join(given)}); give one")
     if given and given[0]:
         return given[0], overrides
-    from zoo.config.files import recipe_names
+    from zoo.config.files import root_recipes
     from zoo.config.layers.keys import keys
     from zoo.config.schema import Recipe
 
@@ -70,7 +70,9 @@ def split_recipe(arguments: Sequence[str], usage: str) -> tuple[str, list[str]]:
     if places and not given:
         overrides.remove(places[0])
         return places[0], overrides
-    raise ConfigError(f"no recipe is given: {usage}; recipes: {', '.join(recipe_names())}")
+    raise ConfigError(
+        f"no recipe is given: {usage}; recipes: {', '.join(root_recipes())}; zoo list shows all"
+    )
 
 
 def split_values(

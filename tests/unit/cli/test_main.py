@@ -13,14 +13,14 @@ import zoo
 from zoo.cli.main import VERBS, main
 from zoo.config import compose, validate
 from zoo.config.checks import engine
-from zoo.config.files import recipe_names
+from zoo.config.files import root_recipes
 from zoo.config.schema import Recipe
 from zoo.engine.launch import launcher, prepare
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
 
 NAME = "qwen3_omni_sft"
-RECIPES = ", ".join(recipe_names())
+RECIPES = ", ".join(root_recipes())
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_version_and_help_of_each_verb(capsys: pytest.CaptureFixture[str]) -> No
         (["bench", "packing", "cp=two"], "cp=two: integers wanted"),
         (["bench", "packing", "repeats=0"], "repeats: wanted whole numbers from 1 to 1,000,000"),
         (["bench", "packing", "--jsn"], "--jsn: no such option; nearest: --json"),
-        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}"),
+        (["train"], f"no recipe is given: zoo train recipe=NAME; recipes: {RECIPES}; zoo list shows all"),
         (
             ["train", "qwen3_omni_stf"],
             "recipe=qwen3_omni_stf: no such recipe; nearest: qwen3_omni_sft, qwen25_omni_sft, qwen3_omni_dpo",

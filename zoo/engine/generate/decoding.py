@@ -1,6 +1,6 @@
 """`Decoding`: the forward passes that make answers, several prompts at once.
 
-With a cache (`zoo.nn.decoder.cache`), the prompts are read in one packed pass, and each further pass takes one token of
+With a cache (`zoo.nn.decoder.attention.cache`), the prompts are read in one packed pass, and each further pass takes one token of
 each answer. Without, every pass reads prompts and answers anew: slower by about the tokens of a sequence, but right under
 every parallel layout. Pipeline and context parallel ranks go that way. Both give the same tokens.
 """
@@ -24,8 +24,8 @@ from zoo.engine.distributed.world import World
 from zoo.engine.generate.prompts import most_positions
 from zoo.engine.generate.sampling import Answers, Sampling
 from zoo.engine.model import build
-from zoo.nn.decoder.attention import SeqParams
-from zoo.nn.decoder.cache import DecodeCache
+from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.inputs import ModelInputs
 from zoo.packing import PackedLayout
 
