@@ -11,6 +11,7 @@ Importing this package imports no torch; the names below are loaded when they ar
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,14 @@ __all__ = [
     "train",
     "verify",
 ]
+
+if (
+    importlib.util.find_spec("zoo.models") is None
+):  # it lies beside zoo/ in a clone, and an install puts it where it is found
+    raise ImportError(
+        f"zoo is imported from a clone ({os.path.dirname(__file__)}) that is not installed, where zoo.models is missing. Start in "
+        "another folder, where an installed zoo is not hidden by this one, or install the clone in place: pip install -e ."
+    )
 
 started_by = os.getppid()  # asked at once: later it may be gone
 

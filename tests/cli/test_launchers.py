@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,31 @@ def test_the_notebook_runs_as_a_script_and_cell_by_cell(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert "12 steps, loss 6." in again.stdout  # the finished run is left as it is
     assert "is finished: 12 steps are done" in again.stdout
+
+
+def test_modules_of_the_current_folder_hide_none_of_what_is_installed(zoo: Zoo, tmp_path: Path) -> None:
+    """As in a clone whose zoo is installed elsewhere. What is not installed is found there."""
+    (tmp_path / "zoo").mkdir()
+    for name in ("zoo/__init__.py", "json.py", "torch.py"):
+        (tmp_path / name).write_text("raise RuntimeError('the wrong module')\n")
+    (tmp_path / "mine.py").write_text(
+        "class Note:\n    def on_start(self, event):\n        open('noted', 'w').write(str(event.step))\n"
+    )
+    script = Path(sys.executable).with_name("zoo")
+    given = [*zoo.train_arguments(tmp_path / "run"), "nproc=2", "run.callbacks=[mine:Note]", "data.workers=1"]
+    done = subprocess.run(
+        [script, *given], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "noted").read_text() == "0"
+
+
+def test_a_clone_that_is_not_installed_says_so(tmp_path: Path) -> None:
+    shutil.copytree(
+        NOTEBOOK.parents[1] / "zoo", tmp_path / "zoo", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "import zoo"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and f"a clone ({tmp_path / 'zoo'}) that is not installed" in done.stderr
+    assert "pip install -e ." in done.stderr

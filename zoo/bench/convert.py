@@ -29,6 +29,7 @@ from zoo.config.layers.keys import number
 from zoo.engine.model.meta_model import build_meta_model
 from zoo.errors import UserError
 from zoo.files import sync
+from zoo.subprocesses import module_command
 
 CHUNK = 16 * 2**20  # bytes of random data made at once
 
@@ -109,14 +110,7 @@ def _random(tensor: Planned, some: Tensor) -> Iterator[Tensor]:
 
 def _measured(source: Path, target: Path, options: Options) -> dict[str, Any]:
     """A conversion in a process of its own."""
-    command = [
-        sys.executable,
-        "-m",
-        "zoo.bench.convert",
-        str(source),
-        str(target),
-        str(options.shard_mb),
-    ]
+    command = module_command("zoo.bench.convert", str(source), str(target), str(options.shard_mb))
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Any
 from zoo.bench.options import Bounded
 from zoo.config.layers.keys import number
 from zoo.errors import UserError
+from zoo.subprocesses import module_command
 
 PERIOD = 0.25  # seconds between two looks
 SHORT_ROWS = {  # a step takes little, and whatever a step leaves behind shows all the same
@@ -119,7 +119,7 @@ def _command(options: Options, overrides: Sequence[str]) -> list[str]:
         **SHORT_ROWS,
     }
     texts = [f"{key}={value}" for key, value in given.items()]
-    return [sys.executable, "-m", "zoo", "train", *texts, *overrides]
+    return module_command("zoo", "train", *texts, *overrides)
 
 
 def _watch(command: list[str], folder: Path) -> list[Mark]:

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import HERE
+from zoo.subprocesses import find_users_modules, module_command
 
 if TYPE_CHECKING:
     from zoo.config.schema import DataConfig
@@ -150,7 +151,7 @@ class EncodingWorkers:
         pairs = [socket.socketpair() for _ in range(self.count)]
         ends = [theirs.fileno() for _, theirs in pairs]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zoo.data.loading.encoding_workers", *map(str, ends)],
+            module_command("zoo.data.loading.encoding_workers", *map(str, ends)),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -362,4 +363,5 @@ def _shared_memory(size: int) -> int:
 
 
 if __name__ == "__main__":
+    find_users_modules()
     serve([int(end) for end in sys.argv[1:]])

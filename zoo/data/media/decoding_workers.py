@@ -33,6 +33,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.memory_limits import limit_memory
 from zoo.data.sources.references import Medium, opened, shown
+from zoo.subprocesses import module_command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,7 +217,7 @@ class _Worker:
     def __init__(self, seconds: float, megabytes: int) -> None:
         self.seconds, self.megabytes = seconds, megabytes
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)],
+            module_command("zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

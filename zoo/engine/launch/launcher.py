@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from zoo.engine.launch.rank_group import MISTAKE, run_ranks
 from zoo.engine.report import terminal
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
+from zoo.subprocesses import module_command
 
 
 class WorkerError(RuntimeError):
@@ -109,7 +109,7 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
-        command = [sys.executable, "-m", "zoo.engine.launch.rank_main", str(config), task, str(result)]
+        command = module_command("zoo.engine.launch.rank_main", str(config), task, str(result))
         command += [json.dumps(value) for value in further]
         messages: list[str] = []
         code = run_ranks(command, ranks, threads=recipe.engine.threads, messages=messages)
@@ -122,7 +122,7 @@ def _train_in_children(recipe: Recipe, ranks: int, callbacks: Sequence[Any]) -> 
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         config = Path(folder) / "config.yaml"
         save_recipe(recipe, config)
-        command = [sys.executable, "-m", "zoo.engine.launch.rank_main", str(config)]
+        command = module_command("zoo.engine.launch.rank_main", str(config))
         if callbacks:
             copies = Path(folder) / "callbacks"
             copies.write_bytes(copied(callbacks))

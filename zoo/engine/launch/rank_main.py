@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
+"""One rank of a run: `python -P -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
 or `... <resolved config.yaml> --callbacks <file>`.
 
 Started by :mod:`zoo.engine.launch.launcher`; without a task it trains.
@@ -27,6 +27,7 @@ from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, in
 from zoo.engine.launch.core_import import import_core
 from zoo.engine.report.terminal import doing, live_terminal
 from zoo.errors import UserError, file_error
+from zoo.subprocesses import find_users_modules
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
@@ -100,4 +101,5 @@ def _leave(text: str) -> None:
 
 
 if __name__ == "__main__":
+    find_users_modules()
     end_with(main())

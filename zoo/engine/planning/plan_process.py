@@ -20,6 +20,7 @@ from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import Launcher, end_with_parent
 from zoo.errors import UserError
+from zoo.subprocesses import module_command
 
 
 def planned(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
@@ -50,14 +51,7 @@ def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
         save_recipe(recipe, config)
-        command = [
-            sys.executable,
-            "-m",
-            "zoo.engine.planning.plan_process",
-            str(config),
-            str(ranks),
-            str(result),
-        ]
+        command = module_command("zoo.engine.planning.plan_process", str(config), str(ranks), str(result))
         with Launcher() as launcher:
             env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
             done = subprocess.run(

@@ -27,6 +27,7 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.processes import FAILURE_LOG, Launcher, end_with_parent
 from zoo.engine.planning.plan import checkpoint_bytes, shortage
 from zoo.errors import UserError, disk, file_error, size
+from zoo.subprocesses import module_command
 
 # An OSError without a file's name is one of the run folder's if it is one of these.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE, errno.EIO}
@@ -145,7 +146,7 @@ def _host(text: str, recipe: Recipe) -> UserError:
 def _shortage(recipe: Recipe, *, on_gpu: bool) -> str:
     """The planner's estimates, by a process of its own: this one has no memory to plan with."""
     ranks = os.environ.get("WORLD_SIZE", "1")
-    command = [sys.executable, "-m", "zoo.engine.watchdog.resources", ranks, str(int(on_gpu))]
+    command = module_command("zoo.engine.watchdog.resources", ranks, str(int(on_gpu)))
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
     env["CUDA_VISIBLE_DEVICES"] = ""
     try:
