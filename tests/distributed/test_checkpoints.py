@@ -197,7 +197,7 @@ def test_a_run_starts_from_converted_weights_and_is_converted_itself(
     call("convert", source, tmp_path / "zoo", quiet=True)
     run = tmp_path / "run"
     overrides = [
-        f"model.init={tmp_path / 'zoo'}", "model.freeze=vision", "train.steps=1", "train.global_batch=2", "train.eval_rows=2",
+        *rank_tasks.ADAMW, f"model.init={tmp_path / 'zoo'}", "model.freeze=vision", "train.steps=1", "train.global_batch=2", "train.eval_rows=2",
         "packing.budget=512", "data.lookahead=4", "data.augment=0", "train.lr=1e-2", "train.warmup_steps=0", f"run.dir={run}", "train.mtp_loss=0",
     ]  # fmt: skip
     pool.run(

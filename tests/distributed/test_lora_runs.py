@@ -19,7 +19,7 @@ from support.weights import tensors
 FOLLOWED, ADAPTERS = 5e-5, 2e-4  # as test_training.py has them for the hybrid
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (
-    "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
+    *rank_tasks.ADAMW, "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
     "train.save_every=2", "train.mtp_loss=0", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4",
     "log.tensorboard=false", "log.predictions=0", "lora.rank=6", "lora.parts=[vision,language]",
     "lora.targets=[all-linear,experts.gate_up_proj,experts.down_proj]",

@@ -55,7 +55,7 @@ def test_a_run_is_the_same_with_its_state_on_the_host(precision: str, pool: Pool
 
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 SHORT = (
-    "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eval_rows=2", "train.save_every=2",
+    *rank_tasks.ADAMW, "train.steps=3", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eval_rows=2", "train.save_every=2",
     "train.keep=9", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4", "log.tensorboard=false", "log.predictions=0",
     "export=false", "run.accept_changes=[engine.precision]",
 )  # fmt: skip

@@ -22,7 +22,7 @@ from zoo.engine.checkpoint import integrity
 FOLLOWED = {"loss": 5e-5, "mtp_loss": 5e-5, "grad_norm": 2e-4}
 RECIPE, SIZE = "qwen35_vl_moe_sft", "tiny-moe"
 COMMON = (
-    "train.steps=4", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
+    *rank_tasks.ADAMW, "train.steps=4", "train.global_batch=4", "train.warmup_steps=0", "train.lr=3e-3", "train.eps=1e-4", "train.eval_rows=2",
     "train.save_every=2", "train.mtp_loss=0.1", "data.lookahead=8", "data.augment=0", "packing.budget=512", "packing.align=4",
     "log.tensorboard=false", "log.predictions=0", "export=false", "train.keep=9", "train.clip_grad=0",
 )  # fmt: skip

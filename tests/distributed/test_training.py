@@ -125,7 +125,14 @@ def test_gated_delta_net_and_multi_token_prediction_train_and_resume(pool: Pool,
 
     def run(name: str, folder: Path) -> list[dict[str, Any]]:
         size, parallel = HYBRID[name]
-        overrides = [*COMMON, "data.augment=0", "train.save_every=2", *parallel, f"run.dir={folder}"]
+        overrides = [
+            *rank_tasks.ADAMW,
+            *COMMON,
+            "data.augment=0",
+            "train.save_every=2",
+            *parallel,
+            f"run.dir={folder}",
+        ]
         arguments = (overrides, "qwen35_vl_moe_sft", "tiny-moe")
         return pool.run(size, rank_tasks.train, *arguments, timeout=300.0)[0]["steps"]
 

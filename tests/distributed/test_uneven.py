@@ -104,6 +104,7 @@ RUNS = {  # recipe, size, its changes, layout, layout of the resumed run
     "tokens, on two ranks then": ("qwen3_vl_sft", "tiny", ("model.arch.text_config.vocab_size=387",), (), TP2),
 }  # fmt: skip
 COMMON = (
+    *rank_tasks.ADAMW,
     "train.steps=3",
     "train.global_batch=4",
     "train.warmup_steps=0",

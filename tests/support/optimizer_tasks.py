@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from support.rank_gradients import reduced_as_on_a_gpu
-from support.rank_tasks import adamw_keys
 
 
 @contextmanager
@@ -131,8 +130,7 @@ def held(
     from zoo.engine.train.run import Run
 
     fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
-    keys = adamw_keys(recipe_name, overrides)
-    recipe = validate(load_recipe(recipe_name, [*fixed, *keys, *overrides]), size)
+    recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
     as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else nullcontext()
     with interrupts() as stop, world(recipe) as here, as_on_a_gpu:
         run = Run(recipe, here, stop, Startup("imports"))
