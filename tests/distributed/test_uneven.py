@@ -100,8 +100,8 @@ RUNS = {  # recipe, size, its changes, layout, layout of the resumed run
     "layers of a hybrid": (
         "qwen35_vl_moe_sft", "tiny-moe", (TEXT.format(""), f"model.arch.text_config.layer_types={HYBRID}"), PP2, VPP2,
     ),
-    "tokens, on one rank then": ("qwen35_vl_moe_sft", "tiny-moe", ("model.arch.text_config.vocab_size=387",), TP2, ()),
-    "tokens, on two ranks then": ("qwen3_vl_sft", "tiny", ("model.arch.text_config.vocab_size=387",), (), TP2),
+    "tokens, on one rank then": ("qwen35_vl_moe_sft", "tiny-moe", ("model.arch.text_config.vocab_size=389",), TP2, ()),
+    "tokens, on two ranks then": ("qwen3_vl_sft", "tiny", ("model.arch.text_config.vocab_size=389",), (), TP2),
 }  # fmt: skip
 COMMON = (
     *rank_tasks.ADAMW,
