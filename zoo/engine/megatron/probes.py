@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import pickle
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +45,7 @@ def pickles_that_ran() -> set[str]:
     Raises whatever megatron-core raises for the last one, because the result is unknown then.
     """
     _sprung.clear()
-    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as root, warnings.catch_warnings(), _unlogged():
         warnings.simplefilter("ignore")
         for folder in (_index_trap(root), _object_trap(root, "common state"), _object_trap(root, "object")):
             # A trap that springs leaves no checkpoint, and one that is refused is an error.
@@ -56,6 +58,17 @@ def pickles_that_ran() -> set[str]:
     if loaded["object"] != 0 or loaded["step"] != 0:
         raise ValueError(f"a checkpoint of two numbers was read as {loaded!r}")
     return set(_sprung)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without warnings by `logging`: torch 2.15 logs a traceback of each trap that is refused."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _load(folder: Path) -> dict[str, Any]:
