@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.engine import single_process_world
 from torch import Tensor
+from torch.optim import _muon
 
 from zoo.bridge.parallel import model_parameters
 from zoo.config.compose import load_recipe
@@ -23,11 +24,21 @@ KEYS = (
 )  # fmt: skip
 
 
+class Fp32Torch:
+    """torch, where bfloat16 stands for float32."""
+
+    bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_updates_are_those_of_torch(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts, delta rule, gated queries and towers. torch orthogonalises in bf16 always, zoo in fp32 where weights are fp32."""
     if precision == "fp32":
-        monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
+        monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)  # as torch 2.11 rounds
+        monkeypatch.setattr(_muon, "torch", Fp32Torch())  # as torch 2.15 does
     overrides = [*KEYS, f"engine.precision={precision}", f"run.dir={tmp_path}"]
     recipe = validate(load_recipe("qwen35_vl_moe_sft", overrides), 1)
     with single_process_world() as here:

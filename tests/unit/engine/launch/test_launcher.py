@@ -208,8 +208,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, summary: dict[str, o
     def ranks_end(
         command: list[str], ranks: int, threads: int | None = None, messages: list[str] | None = None
     ) -> int:
-        assert command[:3] == [sys.executable, "-m", "zoo.engine.launch.rank_main"]
-        assert load_recipe(command[3]).run.dir == str(folder)
+        assert command[:4] == [sys.executable, "-P", "-m", "zoo.engine.launch.rank_main"]
+        assert load_recipe(command[4]).run.dir == str(folder)
         if summary:
             (folder / "summary.json").write_text(json.dumps(summary))
             (folder / "train.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
