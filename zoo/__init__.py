@@ -74,9 +74,8 @@ __all__ = [
     "verify",
 ]
 
-if (
-    importlib.util.find_spec("zoo.models") is None
-):  # it lies beside zoo/ in a clone, and an install puts it where it is found
+# models/ lies beside zoo/ in a clone; an install makes it zoo.models.
+if importlib.util.find_spec("zoo.models") is None:
     raise ImportError(
         f"zoo is imported from a clone ({os.path.dirname(__file__)}) that is not installed, where zoo.models is missing. Start in "
         "another folder, where an installed zoo is not hidden by this one, or install the clone in place: pip install -e ."
