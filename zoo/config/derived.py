@@ -80,11 +80,12 @@ def alignment(recipe: Recipe) -> int:
     """Tokens a packed sample's length has to be a multiple of.
 
     Each is cut in 2*cp chunks, and with sequence parallel a rank's part of the row, 1/cp of it, in tp shares. Products
-    in FP8 want multiples of 16 tokens on a rank.
+    in FP8 of Transformer Engine want multiples of 16 tokens on a rank.
     """
     parallel = recipe.parallel
     shares = parallel.tp if sequence_parallel(recipe) else 1
-    shares = lcm(shares, 16) if recipe.engine.fp8 else shares
+    engine = recipe.engine
+    shares = lcm(shares, 16) if engine.fp8 and engine.fp8_recipe == "tensorwise" else shares
     return parallel.cp * lcm(2, shares) if parallel.cp > 1 else shares
 
 

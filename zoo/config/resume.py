@@ -64,11 +64,15 @@ FIXED: tuple[str, ...] = (
     "data.video_max_pixels", "train.global_batch", "train.lr", "train.min_lr", "train.lr_scale", "train.warmup_steps",
     "train.schedule", "train.decay_steps", "train.optimizer", "train.momentum", "train.matrix_lr_scale", "train.weight_decay", "train.beta1", "train.beta2", "train.eps", "train.clip_grad",
     "train.loss", "train.beta", "train.reference", "train.label_smoothing", "train.simpo_gamma", "train.desirable_weight", "train.undesirable_weight", "train.center_rewards", "train.aux_loss", "train.z_loss", "train.mtp_loss", "distill.teacher", "distill.top_k", "distill.temperature", "distill.weight", "lora.rank", "lora.alpha", "lora.dropout", "lora.targets",
-    "lora.parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8",
+    "lora.parts", "lora.init", "lora.base_dtype", "engine.precision", "engine.fp8", "engine.fp8_recipe",
 )  # fmt: skip
 
 # What an earlier zoo's recipe meant by leaving out a key of FIXED.
-MEANT: dict[str, Any] = {"train.optimizer": "adamw", "lora.base_dtype": "model"}
+MEANT: dict[str, Any] = {
+    "train.optimizer": "adamw",
+    "lora.base_dtype": "model",
+    "engine.fp8_recipe": "tensorwise",
+}
 
 # Where rows lie; which rows they are is known by their digests (zoo.data.sources.identity).
 _PLACES = ("path", "hub", "name", "revision", "split", "root", "rows")
@@ -109,6 +113,8 @@ def changes(saved: Mapping[str, Any], recipe: Recipe, *, rows_known: bool) -> li
     now = asdict(recipe)
     for key in FIXED:
         if key == "model.arch" or not (_has(saved, key) or (saved and key in MEANT)):
+            continue
+        if key == "engine.fp8_recipe" and not recipe.engine.fp8:
             continue
         old, new = _value(saved, key) if _has(saved, key) else MEANT[key], _value(now, key)
         if key in ("data.train", "data.eval"):

@@ -15,9 +15,11 @@ from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.decoder.attention.self_attention import output_gate
 from zoo.nn.decoder.mlp import glu
+from zoo.nn.fp8.linear import fp8_linear
 from zoo.nn.kernels.widths import grouped_takes
 
 ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands
+FP8_BOUND = 0.06  # 3 bits of mantissa on either side of a product
 LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of probabilities
 
 
@@ -27,6 +29,8 @@ def token_checks(subject: Subject) -> Iterator[Check]:
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)
+    if subject.config.fp8_blocks:
+        yield _fp8_product(subject)
     if subject.config.attention_output_gate:
         yield _output_gate(subject)
     yield _loss(subject)
@@ -81,6 +85,34 @@ def _uneven(experts: int, total: int) -> list[int]:
     counts[0] = 1
     counts[-1 if shares[-1] else 0] += total - sum(counts)
     return counts
+
+
+def _fp8_product(subject: Subject) -> Check:
+    """The widest linear of a layer: its rounding alone is a few percent off, a wrong layout of scales a hundred."""
+    width = subject.config.hidden_size
+    out = subject.config.ffn_hidden_size
+    assert out is not None
+    rows = _rows(subject) - 1
+
+    def prepare() -> Trial:
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            return fp8_linear(x, weight)
+
+        return Trial(
+            run,
+            torch.nn.functional.linear,
+            {"x": randn(subject, rows, width), "weight": randn(subject, out, width)},
+        )
+
+    return Check(
+        "fp8_linear",
+        "zoo's Triton, cuBLAS" if subject.device.type == "cuda" else "torch",
+        f"{width} to {out}, {rows} tokens",
+        subject.precision,
+        FP8_BOUND,
+        "engine.fp8=false",
+        prepare,
+    )
 
 
 def _norms(subject: Subject) -> Iterator[Check]:

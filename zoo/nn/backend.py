@@ -1,4 +1,4 @@
-"""The two backends as mcore `BackendSpecProvider`s, and the decoder layer made from one.
+"""The backends as mcore `BackendSpecProvider`s, and the decoder layer made from one.
 
 Both keep norms apart from the linears that follow, and both use zoo's experts, so parameters have the same
 names and shapes under either and checkpoints are interchangeable.
@@ -33,6 +33,7 @@ from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
 from zoo.nn.decoder.router import Router
+from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 from zoo.nn.kernels.widths import te_attention_takes, te_linears_take
 
 
@@ -74,6 +75,18 @@ class TorchBackend(BackendSpecProvider):
         return None
 
 
+class FP8Backend(TorchBackend):
+    """The torch backend with the decoder's linears in FP8, scaled by blocks."""
+
+    def column_parallel_linear(self) -> type:
+        """zoo's, around mcore's."""
+        return FP8ColumnLinear
+
+    def row_parallel_linear(self) -> type:
+        """zoo's, around mcore's."""
+        return FP8RowLinear
+
+
 class TEBackend(TorchBackend):
     """Transformer Engine's linears and attention (FP8, context-parallel ring); norms are the torch backend's."""
 
@@ -100,8 +113,10 @@ def get_backend(name: str, config: TransformerConfig) -> BackendSpecProvider:
     """`auto`, `te` or `torch`.
 
     `auto` is te where Transformer Engine and a GPU are there, values are in half precision (Transformer Engine rounds fp32
-    to TF32 in its products) and it takes the decoder's widths; else torch.
+    to TF32 in its products) and it takes the decoder's widths; else torch. Products in FP8 that are scaled by blocks are torch's.
     """
+    if getattr(config, "fp8_blocks", False):
+        return FP8Backend()
     if name == "auto":
         found = importlib.util.find_spec("transformer_engine") is not None and torch.cuda.is_available()
         half = config.params_dtype in (torch.bfloat16, torch.float16)

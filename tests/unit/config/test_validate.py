@@ -388,12 +388,24 @@ def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) ->
 # --- FP8
 
 
-def test_fp8_needs_transformer_engine_and_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_by_blocks_is_of_the_torch_backend_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = {"engine.fp8": True, "engine.precision": "bf16"}
     assert "what is not in FP8 is in bf16" in error_of(MOE, {"engine.fp8": True})
-    assert "FP8 is Transformer Engine's" in error_of(MOE, fp8)
+    assert validate(MOE.replace(fp8), 1).packing.align == 1
+    assert "scales for blocks are of the torch backend" in error_of(MOE, {**fp8, "engine.backend": "te"})
+    for capability, right in ((9, 0), True), ((8, 9), False), ((10, 0), False):
+        monkeypatch.setattr(engine, "gpu_capabilities", lambda found=capability: frozenset({found}))
+        if right:
+            validate(MOE.replace(fp8), 1)
+        else:
+            assert "on Hopper (9.0) alone" in error_of(MOE, fp8)
+
+
+def test_fp8_by_tensors_needs_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = {"engine.fp8": True, "engine.fp8_recipe": "tensorwise", "engine.precision": "bf16"}
+    assert "is Transformer Engine's" in error_of(MOE, fp8)
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
-    assert "FP8 is Transformer Engine's" in error_of(MOE, {**fp8, "engine.backend": "torch"})
+    assert "is Transformer Engine's" in error_of(MOE, {**fp8, "engine.backend": "torch"})
     assert validate(MOE.replace(fp8), 1).packing.align == 16
     assert validate(MOE.replace({**fp8, "parallel.cp": 2}), 2).packing.align == 32
     assert "wanted a multiple of 16" in error_of(MOE, {**fp8, "packing.align": 8})

@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo.config.checks.layout import all_sparse
 from zoo.config.derived import text_config
-from zoo.config.devices import gpu_count
+from zoo.config.devices import gpu_capabilities, gpu_count
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
@@ -16,6 +16,8 @@ TE_IN_FP32 = (
     "engine.backend=te with engine.precision=fp32: Transformer Engine rounds fp32 to TF32 (10 bits) in its products; use "
     "engine.backend=torch, or engine.precision=bf16"
 )
+
+_HOPPER = (9, 0)
 
 
 def check_engine(recipe: Recipe) -> None:
@@ -48,10 +50,24 @@ def _check_fp8(recipe: Recipe) -> None:
             f"engine.fp8=true with engine.precision={engine.precision}: what is not in FP8 is in bf16; "
             f"set engine.precision=bf16"
         )
-    if engine.backend == "torch" or importlib.util.find_spec("transformer_engine") is None:
+    if engine.fp8_recipe == "tensorwise" and (
+        engine.backend == "torch" or importlib.util.find_spec("transformer_engine") is None
+    ):
         raise ConfigError(
-            f"engine.fp8=true with engine.backend={engine.backend}: FP8 is Transformer Engine's; install it and set "
-            f"engine.backend=te, or leave engine.fp8 out"
+            f"engine.fp8_recipe=tensorwise with engine.backend={engine.backend}: a scale for a tensor is Transformer Engine's; "
+            f"install it and set engine.backend=te, or set engine.fp8_recipe=blockwise"
+        )
+    if engine.fp8_recipe == "blockwise" and engine.backend == "te":
+        raise ConfigError(
+            "engine.fp8_recipe=blockwise with engine.backend=te: scales for blocks are of the torch backend; set engine.backend=torch, "
+            "or engine.fp8_recipe=tensorwise"
+        )
+    others = sorted(gpu_capabilities() - {_HOPPER})
+    if engine.fp8_recipe == "blockwise" and others:
+        major, minor = others[0]
+        raise ConfigError(
+            f"engine.fp8_recipe=blockwise on a GPU of compute capability {major}.{minor}: cuBLAS multiplies FP8 with scales for "
+            f"blocks on Hopper (9.0) alone; set engine.fp8_recipe=tensorwise, or leave engine.fp8 out"
         )
     _check_fp8_widths(recipe)
 

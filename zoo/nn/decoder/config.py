@@ -24,7 +24,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 
-# Scaled by the largest value of each tensor at hand: nothing is remembered from one call to the next.
+# Transformer Engine's, scaled by the largest value of each tensor at hand: nothing is remembered from one call to the next.
 FP8: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 
 
@@ -112,7 +112,7 @@ def transformer_config(
         bias_activation_fusion=False,
         init_method_std=text.initializer_range,
         **RECOMPUTE[recipe.engine.recompute],
-        **(FP8 if recipe.engine.fp8 else {}),
+        **(FP8 if recipe.engine.fp8 and recipe.engine.fp8_recipe == "tensorwise" else {}),
         **_expert_settings(text, recipe, sigmoid_routing, plain_shared_expert),
         **_linear_attention_settings(text),
         **_window_settings(text),
@@ -142,7 +142,10 @@ def transformer_config(
         apply_rope_fusion=False,
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
-    config.sandwich_norms = sandwich_norms  # for zoo.nn.backend
+    config.fp8_blocks = (
+        recipe.engine.fp8 and recipe.engine.fp8_recipe == "blockwise"
+    )  # for zoo.nn.backend, as is
+    config.sandwich_norms = sandwich_norms
     config.value_norm, config.layer_scale = value_norm, layer_scale
     config.full_heads, config.two_way_in_windows = full_heads(text), two_way_in_windows
     return config
