@@ -1,9 +1,9 @@
 """Updates of weights whose optimizer state is on the host, beside those that the GPU makes of the others.
 
 Gradients and weights come to the host in chunks, through a few pinned buffers; the rank's cores work on a chunk while the
-next ones arrive and the ones before go back. Each core takes pieces that stay in its cache through all operations of
-`zoo.nn.adamw.state.update`. The state itself never moves. On a CPU the same steps run one after the other, and the update
-has the same bits as without them.
+next ones arrive and the ones before go back. The state itself never moves. Beside a GPU a compiled function makes the
+updates (`zoo.nn.adamw.host`). On a CPU the same steps run one after the other in PyTorch's operations, each core on pieces
+that stay in its cache, and the update has the same bits as without them.
 
 Megatron-Core's HybridDeviceOptimizer, which has an fp32 copy of each weight on the host and moments of fp32, is not used: a
 checkpoint's state would have another form, and neither split weights nor moments of fewer bits would be left.
@@ -11,7 +11,8 @@ checkpoint's state would have another form, and neither split weights nor moment
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zoo.nn.adamw.state import BLOCK, Moment, Part, update
+from zoo.nn.adamw import host, state
+from zoo.nn.adamw.state import BLOCK, Moment, Part
 
-CHUNK = 2**22  # elements that are copied at once; a multiple of PIECE
+CHUNK = 2**23  # elements that are copied at once; a multiple of the pieces
 DEPTH = 4  # chunks under way at once
-PIECE = 2**17  # elements that a core updates at once; a multiple of BLOCK
+PIECE = 2**17  # elements that a core updates at once in PyTorch's operations; a multiple of BLOCK
+COMPILED_PIECE = 2**19  # the same of the compiled function, which needs no cache but a call from Python for each
 
 Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
 
@@ -54,6 +57,7 @@ class HostUpdate:
         """`threads`: of the host that work on a chunk; None: as many as PyTorch uses anyway."""
         self._threads = threads
         self._workers: ThreadPoolExecutor | None = None
+        self._how: tuple[Callable[..., None], int] | None = None  # the update, and elements of a piece
         self._slots: list[_Slot] = []
         self._jobs: list[Job] = []
         self._streams: tuple[Any, Any] | None = None  # to the host, and back
@@ -68,7 +72,9 @@ class HostUpdate:
             self._streams = torch.cuda.Stream(), torch.cuda.Stream()
         self._streams[0].wait_stream(torch.cuda.current_stream())
         if not self._slots:
-            self._slots = [_slot(pinned=self._jobs[0][0].weight.is_cuda) for _ in range(DEPTH)]
+            self._slots = [_slot(self._jobs) for _ in range(DEPTH)]
+        if self._how is None:
+            self._how = _compiled() if self._jobs[0][0].weight.is_cuda else (state.update, PIECE)
         for number in range(min(DEPTH, len(self._jobs))):
             self._fetch(number)
 
@@ -77,15 +83,15 @@ class HostUpdate:
         """Make the updates; work that comes after them in the current stream sees the new weights."""
         if not self._jobs:
             return
-        assert self._streams is not None
-        back = self._streams[1]
+        assert self._streams is not None and self._how is not None
+        (update, size), back = self._how, self._streams[1]
         with self._one_thread_each() as workers:
             for number, (chunk, options) in enumerate(self._jobs):
                 slot = self._slots[number % DEPTH]
                 slot.arrived.synchronize()
                 weight, grad = slot.of(chunk)
-                parts = pieces(replace(chunk, weight=weight, grad=grad), PIECE)
-                for _ in workers.map(partial(_update, options), parts):
+                parts = pieces(replace(chunk, weight=weight, grad=grad), size)
+                for _ in workers.map(partial(_without_gradients, update, options), parts):
                     pass  # an error of one is raised here
                 with torch.cuda.stream(back):
                     chunk.weight.copy_(weight, non_blocking=True)
@@ -119,8 +125,20 @@ class HostUpdate:
 
 
 @torch.no_grad()
-def _update(options: dict[str, Any], part: Part) -> None:
+def _without_gradients(update: Callable[..., None], options: dict[str, Any], part: Part) -> None:
     update(part, **options)
+
+
+def _compiled() -> tuple[Callable[..., None], int]:
+    if (problem := host.why_not()) is None:
+        return host.update, COMPILED_PIECE
+    print(
+        f"zoo: WARNING: train.optimizer_offload_fraction: {problem}, so PyTorch's operations update weights on the host, which "
+        f"takes up to thirty times as long; install a C compiler",
+        file=sys.stderr,
+        flush=True,
+    )
+    return state.update, PIECE
 
 
 def pieces(part: Part, size: int) -> Iterator[Part]:
@@ -158,6 +176,13 @@ def on_host(sizes: Sequence[int], share: float) -> list[bool]:
     return chosen
 
 
-def _slot(*, pinned: bool) -> _Slot:
-    weight, grad = (torch.empty(4 * CHUNK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    return _Slot((weight, grad), torch.cuda.Event(), torch.cuda.Event())
+def _slot(jobs: Sequence[Job]) -> _Slot:
+    """Room for a chunk of any of the jobs."""
+    parts = [part for part, _ in jobs]
+
+    def room(tensors: list[Tensor]) -> Tensor:
+        most = max(one.numel() * one.element_size() for one in tensors)
+        return torch.empty(most, dtype=torch.uint8, pin_memory=tensors[0].is_cuda)
+
+    rooms = room([part.weight for part in parts]), room([part.grad for part in parts])
+    return _Slot(rooms, torch.cuda.Event(), torch.cuda.Event())

@@ -1,0 +1,173 @@
+"""AdamW's update on the host in one pass over memory: host.c, which is compiled on the machine at first need.
+
+PyTorch's operations go over memory some 15 times (70 with 8-bit moments), and each takes Python's lock for longer than many
+cores need for it. A C compiler is there wherever Triton's kernels run, as Triton needs one too. Where none is, or where
+what it made differs from `zoo.nn.adamw.state.update`, that one makes the update, and `why_not` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.files import cache_folder
+from zoo.nn.adamw import state
+from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part
+
+SOURCE = Path(__file__).with_name("host.c")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+COMPILE_SECONDS = 120.0
+
+
+def update(
+    part: Part,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: float = 1.0,
+) -> None:
+    """`zoo.nn.adamw.state.update` of a part on the host, in place; threads may call it at once, as it holds no lock."""
+    options = {
+        "step": step,
+        "lr": lr,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "clip": clip,
+    }
+    function = _loaded()[0]
+    if function is None:
+        state.update(part, **options)
+    else:
+        _call(function, part, **options)
+
+
+def why_not() -> str | None:
+    """Why PyTorch's operations make the update; None where the compiled function does."""
+    return _loaded()[1]
+
+
+def _call(
+    function: Any,
+    part: Part,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    clip: float,
+) -> None:
+    beta_1, beta_2 = betas
+    held = (part.weight, part.remainder, part.grad, part.exp_avg.values, part.exp_avg.exponents)
+    held = (*held, part.exp_avg_sq.values, part.exp_avg_sq.exponents)
+    assert all(x is None or (x.is_contiguous() and x.device.type == "cpu") for x in held)
+    rates = (clip, 1.0 - lr * weight_decay, 1.0 - beta_1, beta_2, 1.0 - beta_2, (1.0 - beta_2**step) ** 0.5)
+    function(
+        *map(_address, held),
+        part.weight.numel(),
+        part.seed & WORD,
+        *((step * 0xC2B2AE35 + which) & WORD for which in (FIRST, SECOND)),
+        *(*rates, eps, -lr / (1.0 - beta_1**step)),
+        *(TYPES[x.dtype] for x in (part.grad, part.exp_avg.values, part.exp_avg_sq.values)),
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _loaded() -> tuple[Any, str | None]:
+    """The compiled function, or why there is none."""
+    compiler = shutil.which(os.environ.get("CC") or "cc") or shutil.which("gcc")
+    if compiler is None:
+        return None, "no C compiler (cc, gcc) was found"
+    try:
+        function = ctypes.CDLL(str(_compiled(compiler))).zoo_adamw
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        return None, f"{compiler} could not compile {SOURCE.name}: {said.strip().splitlines()[-1][:200]}"
+    function.argtypes = (
+        *[ctypes.c_void_p] * 7,
+        ctypes.c_int64,
+        *[ctypes.c_uint32] * 3,
+        *[ctypes.c_float] * 8,
+        *[ctypes.c_int] * 3,
+    )
+    function.restype = ctypes.c_int
+    if not _right(function):
+        return None, f"what {compiler} made of {SOURCE.name} differs from PyTorch's operations"
+    return function, None
+
+
+def _compiled(compiler: str) -> Path:
+    """The library, kept under a name that tells this source and this kind of processor."""
+    folder = cache_folder("host") or Path(tempfile.mkdtemp(prefix="zoo-host-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    known = "\n".join((SOURCE.read_text(), *FLAGS, compiler, _processor()))
+    library = folder / f"adamw-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        partial = library.with_name(f"{library.name}.{platform.node()}.{os.getpid()}")
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(partial), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        partial.replace(library)  # ranks may all compile it; the last one stays
+    return library
+
+
+def _processor() -> str:
+    """What tells processors apart that take different instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    told = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return platform.machine() + "\n".join(dict.fromkeys(told))
+
+
+def _right(function: Any) -> bool:
+    """Whether it makes two updates of each form as PyTorch's operations do: weights to a rounding, moments to a unit of their form."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in TYPES:
+        for half in (False, True):
+            made, plain = (_example(dtype, half, generator.manual_seed(1)) for _ in range(2))
+            for step in (1, 2):
+                options = {
+                    "step": step, "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "clip": 0.5
+                }  # fmt: skip
+                _call(function, made, **options)
+                state.update(plain, **options)
+            pairs = [(made.weight, plain.weight)]
+            pairs += [
+                (getattr(made, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")
+            ]
+            loose = 1e-6 if dtype == torch.float32 else 0.02  # rarely, a last bit decides what random bits add
+            for found, wanted in pairs:
+                if not (found.float() - wanted.float()).norm() <= loose * wanted.float().norm():
+                    return False
+    return True
+
+
+def _example(dtype: torch.dtype, half: bool, generator: torch.Generator) -> Part:
+    numel = 300  # not a multiple of a block
+    weight, remainder = torch.randn(numel, generator=generator), None
+    if half:
+        weight, remainder = state.split(weight)
+    grad = torch.randn(numel, generator=generator).to(torch.bfloat16 if half else torch.float32)
+    moments = [Moment.zeros(numel, dtype, signed, torch.device("cpu")) for signed in (True, False)]
+    return Part(weight, remainder, grad, *moments, seed=7)
