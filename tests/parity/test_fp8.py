@@ -53,7 +53,9 @@ def test_it_is_near_bf16_and_packed_is_one_by_one(name: str, tmp_path: Path, wor
     samples = [example.sample for example in stack.examples(plain.assembly.processor).values()][:5]
     labels = sum(sample.num_labels for sample in samples)
     _, found = exact.gradients([packed_batch(samples)], labels)
-    wanted = {f"module.{name}": gradient for name, gradient in found.items()}  # bf16 has a wrapper around the model
+    wanted = {
+        f"module.{name}": gradient for name, gradient in found.items()
+    }  # bf16 has a wrapper around the model
     near_loss, near = plain.gradients([packed_batch(samples)], labels)
     near_apart = plain.gradients([packed_batch([sample]) for sample in samples], labels)[1]
     loss, packed = eighth.gradients([packed_batch(samples)], labels)

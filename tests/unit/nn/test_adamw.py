@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from zoo.nn.adamw import state
 from zoo.nn.adamw.state import (
     FIRST,
     Moment,
@@ -110,3 +111,20 @@ def test_with_narrow_moments_it_stays_close(dtype: torch.dtype, most: float) -> 
     found, wanted = run(dtype, True)
     moved = (wanted - wanted.mean()).norm()
     assert 0 < float((found - wanted).norm() / moved) < most
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_moment_written_in_chunks_has_the_bits_of_the_whole(
+    signed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(1000) if signed else torch.rand(1000)
+    random = torch.randint(0, 2**31 - 1, (1000,), dtype=torch.int32)
+    for bits in (None, random):
+        whole, cut = (state.Moment.zeros(1000, torch.uint8, signed, torch.device("cpu")) for _ in range(2))
+        whole.write(values, bits)
+        monkeypatch.setattr(state, "CHUNK", 2 * state.BLOCK)
+        cut.write(values, bits)
+        monkeypatch.undo()
+        assert torch.equal(whole.values, cut.values) and torch.equal(whole.exponents, cut.exponents)  # type: ignore[arg-type]
+        cut.zero()
+        assert float(cut.read().abs().max()) == 0.0

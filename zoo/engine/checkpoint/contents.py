@@ -22,7 +22,7 @@ from zoo.engine.checkpoint.storage.reading import fill
 from zoo.engine.distributed.world import World
 from zoo.engine.megatron.inner_optimizer import held_ranges
 from zoo.engine.model.lora import Adapters
-from zoo.nn.adamw.state import MASTER, Moment, join
+from zoo.nn.adamw.state import CHUNK, MASTER, Moment, join
 
 _STATE = "optimizer.state"
 _REST = "remainder"  # what completes bf16 weights to fp32
@@ -123,11 +123,16 @@ def _of_range(cut: Sequence[Box], parameter: Tensor, mine: _Range, optimizer: bo
         else:  # bf16 has all values of 8 bits by block, whose blocks are of this rank's range alone
             read = partial(_in_bf16, moment)
             like = torch.empty(part.numel(), dtype=torch.bfloat16, device="meta")
-            yield from (replace(piece, source=read) for piece in flat(cut, shape, like, mine.start, prefix))
+            there = moment.values.device
+            for piece in flat(cut, shape, like, mine.start, prefix):
+                yield replace(piece, source=read, device=there)
 
 
 def _in_bf16(moment: Moment, start: int, end: int) -> Tensor:
-    return moment.read(start, end).bfloat16()
+    found = torch.empty(end - start, dtype=torch.bfloat16, device=moment.values.device)
+    for at in range(start, end, CHUNK):  # its temporary values take many times its memory
+        found[at - start : at - start + CHUNK] = moment.read(at, min(at + CHUNK, end))
+    return found
 
 
 def _not_updated(entry: Any, world: World) -> Iterator[Piece]:
@@ -233,11 +238,13 @@ def _moment_wanted(
     moment: Moment, pieces: Callable[[Tensor], list[Piece]]
 ) -> tuple[list[Piece], Callable[[], None] | None]:
     values = moment.values
-    target = values if moment.exponents is None else torch.zeros(values.numel(), device=values.device)
-    if found := pieces(target):
-        return found, None if target is values else lambda: moment.write(target)
-    moment.write(torch.zeros(values.numel(), device=values.device))
-    return [], None
+    if not pieces(values):
+        moment.zero()
+        return [], None
+    if moment.exponents is None:
+        return pieces(values), None
+    target = torch.zeros(values.numel(), device=values.device)
+    return pieces(target), lambda: moment.write(target)
 
 
 def _master_wanted(

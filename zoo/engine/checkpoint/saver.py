@@ -29,7 +29,7 @@ from zoo.engine.checkpoint.staging.stage import Stage
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
-from zoo.engine.distributed.world import TIMEOUT, World
+from zoo.engine.distributed.world import TIMEOUT, World, cores_beside_gpu
 from zoo.engine.report.messages import at_last_copy, late_save
 from zoo.engine.report.result import records
 from zoo.engine.report.run_log import RunLog
@@ -69,7 +69,7 @@ class Saver:
         self._stage, self._copier = stage, Copier(stage, recipe) if stage else None
         self._written = stage.folder if stage else self._run_dir
         self._folder = self._run_dir / "checkpoints"
-        self._copied = HostCopy(world.device)
+        self._copied = HostCopy(world.device, cores_beside_gpu(recipe, world) or 1)
         self.expected_seconds: float | None = None  # of a save, before the first one; known on the first rank
         self._channel: Channel | None = None
         self._writing: _Writing | None = None

@@ -168,13 +168,18 @@ def _take_down(before: set[Any] | None) -> None:
         dist.destroy_process_group(group)
 
 
+def cores_beside_gpu(recipe: Recipe, here: World) -> int | None:
+    """This rank's share of the cores for work on whole weights, where steps use one (`cpu_threads`); None without GPUs."""
+    ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
+    return (recipe.engine.threads or share_of_cores(ranks)) if ranks else None
+
+
 @contextmanager
 def on_all_cores(recipe: Recipe, here: World) -> Iterator[None]:
-    """Use this rank's share of the cores inside the block, for work on whole weights; steps on a GPU use one (`cpu_threads`)."""
+    """Use `cores_beside_gpu` inside the block."""
     threads = torch.get_num_threads()
-    ranks = min(here.size, gpu_count())  # of this host: each has a GPU of its own
-    if ranks:
-        torch.set_num_threads(recipe.engine.threads or share_of_cores(ranks))
+    if count := cores_beside_gpu(recipe, here):
+        torch.set_num_threads(count)
     try:
         yield
     finally:

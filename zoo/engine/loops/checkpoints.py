@@ -17,7 +17,7 @@ from zoo.engine.checkpoint.selection import choose
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.writer import Channel, Order, write
 from zoo.engine.distributed.object_group import agreed
-from zoo.engine.distributed.world import TIMEOUT, World
+from zoo.engine.distributed.world import TIMEOUT, World, cores_beside_gpu
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.optimizer.adamw import allocate_state, optimizers
 from zoo.errors import UserError
@@ -29,7 +29,7 @@ class Checkpoints:
 
     def __init__(self, recipe: Recipe, world: World, parts: EngineParts) -> None:
         self.recipe, self.world, self.parts = recipe, world, parts
-        self._copied = HostCopy(world.device)
+        self._copied = HostCopy(world.device, cores_beside_gpu(recipe, world) or 1)
         self._channel: Channel | None = None
         self._files = integrity.Kept(parts.assembly.save_files)
 

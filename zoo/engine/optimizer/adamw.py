@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.engine.optimizer.host_update import HostUpdate, Job, on_host
+from zoo.engine.optimizer.host_update import PIECE, HostUpdate, Job, on_host, pieces
 from zoo.nn.adamw.state import BLOCK, MASTER, MOMENTS, Moment, Part, join, split, update
 from zoo.nn.kernels import has_triton
 
@@ -230,7 +230,10 @@ class AdamW(torch.optim.Optimizer):
                     adamw(table, **options)
             else:
                 for part in self._parts[index]:
-                    update(part, **options)
+                    for piece in pieces(
+                        part, PIECE
+                    ):  # of a whole parameter, temporary values would take many times its memory
+                        update(piece, **options)
         self._host.finish()
         self.updates = count
         self.clip, self._parts = 1.0, None

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from zoo.config.devices import gpu_count, share_of_cores
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import reduce_in_order
-from zoo.engine.distributed.world import World
+from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
 from zoo.engine.optimizer import muon
@@ -131,8 +130,7 @@ def _inner(recipe: Recipe, world: World) -> Callable[..., AdamW]:
     train = recipe.train
     if train.optimizer == "muon":
         return muon.maker(train.momentum, train.matrix_lr_scale)
-    ranks = min(world.size, gpu_count())  # of this host
-    threads = recipe.engine.threads or share_of_cores(ranks) if ranks else None
+    threads = cores_beside_gpu(recipe, world)
     return partial(AdamW, offload=train.optimizer_offload_fraction, threads=threads)
 
 

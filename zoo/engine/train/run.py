@@ -24,7 +24,7 @@ from zoo.engine.checkpoint.staging.leftovers import open_and_finish
 from zoo.engine.checkpoint.storage.disk import Damaged
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.signals import Interrupts
-from zoo.engine.distributed.world import World
+from zoo.engine.distributed.world import World, on_all_cores
 from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.optimizer import adamw, muon
@@ -127,7 +127,8 @@ class Run:
         self.trainable = Trainable(wrapped, *made, self.adapters)
         self.saver = Saver(recipe, world, self.assembly.save_files, self.progress.tick, self.stage)
         if self.resume_from is not None:
-            self._resume(self.resume_from)
+            with on_all_cores(recipe, world):
+                self._resume(self.resume_from)
         if reference is not None:
             reference.give(self.data)
         complete = completion(recipe, self.assembly, self.adapters, self.step, wrapped, world)
@@ -192,7 +193,8 @@ class Run:
         """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
         if hasattr(self, "trainable"):
             optimization.release_ddp([*self.trainable.chunks])
-            del self.trainable, self.train_step
+            del self.trainable
+        self.__dict__.pop("train_step", None)  # not there where the build failed behind the optimizer
 
     def _was_completed(self) -> bool:
         """Whether an earlier start has done all steps, the evaluation and the export, as this rank sees it."""

@@ -26,7 +26,15 @@ from zoo.nn.adamw import state
 from zoo.nn.adamw.state import FIRST, SECOND, WORD, Moment, Part
 
 SOURCE = Path(__file__).with_name("host.c")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fPIC",
+    "-shared",
+)
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 COMPILE_SECONDS = 120.0
 
@@ -154,9 +162,12 @@ def _right(function: Any) -> bool:
                 state.update(plain, **options)
             pairs = [(made.weight, plain.weight)]
             pairs += [
-                (getattr(made, name).read(), getattr(plain, name).read()) for name in ("exp_avg", "exp_avg_sq")
+                (getattr(made, name).read(), getattr(plain, name).read())
+                for name in ("exp_avg", "exp_avg_sq")
             ]
-            loose = 1e-6 if dtype == torch.float32 else 0.02  # rarely, a last bit decides what random bits add
+            loose = (
+                1e-6 if dtype == torch.float32 else 0.02
+            )  # rarely, a last bit decides what random bits add
             for found, wanted in pairs:
                 if not (found.float() - wanted.float()).norm() <= loose * wanted.float().norm():
                     return False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # values of an 8-bit moment that share an exponent
+CHUNK = 2**22  # values quantized at once, a multiple of BLOCK; temporary ones take 40 bytes each
 MANTISSA = 3  # bits of an 8-bit value
 # The exponent field of a block's largest value, by whether values have a sign: 1 + 4 + 3 bits, and 5 + 3.
 TOP = {True: 15, False: 31}
@@ -150,11 +151,20 @@ class Moment:
     def write(self, values: Tensor, random: Tensor | None = None) -> None:
         """Take over fp32 values, rounded to the nearest one or, with random bits, stochastically."""
         if self.exponents is not None:
-            codes, exponents = quantize(values, self.signed, random)
-            self.values.copy_(codes)
-            self.exponents.copy_(exponents)
+            for start in range(0, values.numel(), CHUNK):
+                cut, blocks_cut = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
+                some = None if random is None else random[cut]
+                codes, exponents = quantize(values[cut], self.signed, some)
+                self.values[cut].copy_(codes)
+                self.exponents[blocks_cut].copy_(exponents)
         elif values is not self.values:
             self.values.copy_(to_bf16(values, random) if self.values.dtype == torch.bfloat16 else values)
+
+    def zero(self) -> None:
+        """Make it what no update has moved yet."""
+        self.values.zero_()
+        if self.exponents is not None:
+            self.exponents.fill_(LEAST_EXPONENT)
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,7 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
     if before is not None:
         (tmp_path / "train.jsonl").write_text(json.dumps(before) + "\n")
     monkeypatch.setattr(disk, "rate", lambda folder: 1e8)
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    world: Any = SimpleNamespace(device=torch.device("cpu"), size=1)
     found, saver, log = SaveReport(recipe), Saver(recipe, world, lambda folder: None), Log()
     saver._expect(1e10)
     assert saver.expected_seconds == 100.0

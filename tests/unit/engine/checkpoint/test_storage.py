@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,8 +25,9 @@ from zoo.engine.checkpoint.storage.index import INDEX, Index, RankTable, write_i
 from zoo.engine.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.errors import UserError
+from zoo.nn.adamw.state import Moment
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.data())
@@ -465,10 +467,10 @@ def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
     cuda = Cuda(monkeypatch)
     weight, buffer = torch.randn(10), torch.randn(3)
     pieces = [
-        Piece("w", (10,), (0,), (10,), weight),
-        Piece("b", (3,), (0,), (3,), buffer, steady=False),
+        Piece("w", (10,), (0,), (10,), weight, device=GPU),
+        Piece("b", (3,), (0,), (3,), buffer, steady=False, device=GPU),
     ]
-    copied = HostCopy(torch.device("cuda"))
+    copied = HostCopy(GPU)
     copied.take(pieces, {})
     assert cuda.said == [
         "copies waits for main", "main copies 3, True", "event of main", "copies copies 10, True", "event of copies",
@@ -483,3 +485,31 @@ def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
     ]  # fmt: skip
     copied.release()
     assert not cuda.pinned
+
+
+def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a GPU, threads take what an optimizer holds on the host; its update waits for them, and so does the writer."""
+    asked, go = threading.Event(), threading.Event()
+    moment = Moment.zeros(3 * 128, torch.uint8, signed=False, device=CPU)
+    moment.write(torch.rand(3 * 128))
+
+    def source(start: int, end: int) -> torch.Tensor:
+        asked.set()
+        assert go.wait(10)
+        return moment.read(start, end).bfloat16()
+
+    like = torch.empty(3 * 128, dtype=torch.bfloat16, device="meta")
+    held = Piece("m", (384,), (0,), (384,), like, source=source, device=CPU)
+    plain = Piece("w", (5,), (0,), (5,), torch.arange(5.0))
+    Cuda(monkeypatch)
+    copied = HostCopy(GPU, threads=2)
+    copied.take([held, plain], {})
+    assert asked.wait(10) and not copied._on_host[0].done()  # `take` has come back before
+    threading.Timer(0.2, go.set).start()
+    copied.before_update()
+    assert all(one.done() for one in copied._on_host)
+    copied.wait()
+    found = torch.frombuffer(copied.view(), dtype=torch.bfloat16)[:384]
+    assert torch.equal(found, moment.read().bfloat16())
+    assert torch.equal(torch.frombuffer(copied.view(), dtype=torch.float32, offset=768)[:5], torch.arange(5.0))
+    assert held.on_host and plain.on_host and not Piece("g", (1,), (0,), (1,), like[:1]).on_host

@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,10 +28,15 @@ _TOUCHED = 2**26  # bytes of a thread at once
 
 
 class HostCopy:
-    """What this rank writes. `take` may be called again once the copy before is written."""
+    """What this rank writes. `take` may be called again once the copy before is written.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Beside a GPU, `threads` copy what an optimizer holds on the host while the next step runs.
+    """
+
+    def __init__(self, device: torch.device, threads: int = 1) -> None:
+        self._device, self._threads = device, threads
+        self._workers: ThreadPoolExecutor | None = None
+        self._on_host: list[Future[None]] = []
         self._memory: mmap.mmap | None = None
         self._bytes: torch.Tensor = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -89,6 +94,12 @@ class HostCopy:
             return
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
+        there = [(piece, at) for piece, at in placed if piece.on_host]
+        placed = [(piece, at) for piece, at in placed if not piece.on_host]
+        if there and self._workers is None:
+            self._workers = ThreadPoolExecutor(self._threads, "zoo-save-copy", torch.set_num_threads, (1,))
+        if self._workers is not None:
+            self._on_host = [self._workers.submit(self._take_one, piece, at) for piece, at in there]
         # What a step changes before its update is copied in the step's own order.
         for steady, stream in ((False, current), (True, self._stream)):
             with torch.cuda.stream(stream):
@@ -99,14 +110,22 @@ class HostCopy:
                 event.record(stream)
                 self._events.append(event)
 
+    def _take_one(self, piece: Piece, at: int) -> None:
+        with torch.no_grad():  # a thread has its own
+            self._slot(piece, at).copy_(piece.read())
+
     def before_update(self) -> None:
-        """Have the GPU end the copy before it changes what is copied; the host goes on."""
+        """Have the GPU end the copy before it changes what is copied; the host waits for what itself changes alone."""
+        for one in self._on_host:
+            one.result()
         if self._stream is not None:
             for event in self._events:
                 torch.cuda.current_stream(self._device).wait_event(event)
 
     def wait(self) -> None:
         """Until the copy is there, from any thread."""
+        for one in self._on_host:
+            one.result()
         for event in self._events:
             event.synchronize()
 
@@ -144,7 +163,7 @@ class HostCopy:
         self._release()
 
     def _release(self) -> None:
-        self._events = []
+        self._events, self._on_host = [], []
         if self._memory is not None and self._stream is not None:
             runtime: Any = torch.cuda.cudart()
             runtime.cudaHostUnregister(self._bytes.data_ptr())

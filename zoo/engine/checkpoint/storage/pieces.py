@@ -24,7 +24,7 @@ class Piece:
     """A rectangle of the tensor `key`, whose whole shape is `shape`; `data` has the rectangle's sizes.
 
     `data` may be a view of a flat meta tensor, in the dtype that is written; then `source(start, end)` makes these
-    elements of what it is a view of.
+    elements of what it is a view of, on `device`.
     """
 
     key: str
@@ -34,6 +34,12 @@ class Piece:
     data: Tensor
     steady: bool = True  # changed by the optimizer's update alone, not by a forward or backward pass
     source: Callable[[int, int], Tensor] | None = None
+    device: torch.device | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what is to be written is in the host's memory."""
+        return (self.device or self.data.device).type == "cpu"
 
     def read(self) -> Tensor:
         """What is to be written."""
