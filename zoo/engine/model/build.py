@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
 from zoo.bridge.parallel import model_parameters
@@ -82,11 +87,39 @@ def assembly_of_arch(recipe: Recipe) -> Assembly:
     return Assembly(family, family.load("config").from_arch(recipe.model.arch), None, None)
 
 
-def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
-    """This rank's model chunks (several with an interleaved pipeline), with random weights."""
+class _Undrawn(TorchFunctionMode):
+    """Leaves tensors as they are where they would get random values, which takes minutes for billions of weights on a CPU."""
+
+    # By name: PyTorch has each of them as a function and as a method, transformers wraps the functions.
+    draws = frozenset(
+        (
+            "normal_",
+            "trunc_normal_",
+            "uniform_",
+            "kaiming_normal_",
+            "kaiming_uniform_",
+            "xavier_normal_",
+            "xavier_uniform_",
+        )
+    )
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", None) in self.draws:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def build_model(assembly: Assembly, recipe: Recipe, world: World, *, draw: bool | None = None) -> list[Any]:
+    """This rank's model chunks (several with an interleaved pipeline), with random weights.
+
+    Args:
+        draw: whether weights are drawn, or left as their memory is for a caller who loads all of them; None: where the
+            assembly has no source of weights.
+    """
     from megatron.core.transformer.module import Float16Module
 
     chunks = []
+    drawing = assembly.source is None if draw is None else draw
     for index in range(recipe.parallel.vpp):
         seed_everything(recipe.run.seed)  # towers get the same weights on every rank
         stage = Stage(
@@ -94,7 +127,8 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World) -> list[Any]:
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
-        chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
+        with nullcontext() if drawing else _Undrawn():
+            chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
     if recipe.engine.precision == "bf16":
         return [Float16Module(chunk.config, chunk) for chunk in chunks]
     return chunks

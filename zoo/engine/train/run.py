@@ -108,11 +108,14 @@ class Run:
         recipe, world, family = self.recipe, self.world, self.assembly.family
         reference = Reference.of(recipe, self.assembly, world, self.folder)
         anew = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
-        chunks = build.build_model(self.assembly, recipe, world)
+        fresh = anew or self.resume_from is None  # weights that no checkpoint has
+        chunks = build.build_model(
+            self.assembly, recipe, world, draw=None if fresh or recipe.lora.rank else False
+        )
         self.startup.mark("model")
         if recipe.lora.rank:
-            self._adapt(chunks, fresh=anew or self.resume_from is None)
-        elif anew or self.resume_from is None:
+            self._adapt(chunks, fresh=fresh)
+        elif fresh:
             initial_weights.init_weights(chunks, self.assembly, recipe, world)
         begun = self.resume_from is not None
         self.startup.mark("weights", 0 if begun else initial_weights.weight_bytes(self.assembly))
