@@ -10,7 +10,7 @@ BLOCK = 128
 
 
 @triton.jit
-def _scale(largest):  # type: ignore[no-untyped-def]
+def _scale(largest):
     """The least power of two that keeps `largest` within e4m3's 448, and one over it."""
     bits = (largest * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), 253)

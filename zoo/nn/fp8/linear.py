@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
         return out.view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2).contiguous()
@@ -60,7 +60,7 @@ def _weight_gradient(grad: Tensor, x: Tensor, weight: Tensor, total: Tensor | No
     """grad (T, N)^T x (T, K) (N, K); with `total`, DDP's buffer, it is added there, and what is returned is not read."""
     if total is None:
         return grad.t() @ x
-    products: Any = layers.fused_weight_gradient_mlp_cuda  # type: ignore[attr-defined]  # accumulate_in_place put it there
+    products: Any = layers.fused_weight_gradient_mlp_cuda  # accumulate_in_place put it there
     if total.dtype == torch.float32:
         products.wgrad_gemm_accum_fp32(x, grad, total)
     else:
