@@ -224,7 +224,7 @@ class EngineConfig:
 
     backend: str = choice("auto", "auto", "te", "torch")  # auto | te | torch; te has no fp32, so auto is torch there
     precision: str | None = choice(None, "fp32", "bf16")  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
-    fp8: bool = False  # linears of the decoder in FP8; needs bf16
+    fp8: bool = False  # linears of attention and dense MLPs in FP8; needs bf16
     fp8_recipe: str = choice("blockwise", "blockwise", "tensorwise")  # blockwise: a scale for 128 values, weight gradients in bf16; on Hopper, without te | tensorwise: a scale for a tensor; needs te
     recompute: str = choice("none", "none", "selective", "full")  # none | selective (MLP, experts) | full: computed again in backward
     threads: int | None = number(None, 1, 1024)  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks

@@ -431,6 +431,7 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
 
     engine.check_engine(asked(sizes))
     engine.check_engine(asked({**sizes, **linear}))
+    engine.check_engine(asked({**sizes, **linear, "linear_num_value_heads": 3}))  # in bf16 under blockwise
     engine.check_engine(asked({**sizes, "num_experts": 4, "intermediate_size": 14}))  # nobody's
     for text, keys, message in (
         ({**sizes, "hidden_size": 72}, {}, "hidden_size is 72.*multiple of 16"),
@@ -442,7 +443,11 @@ def test_fp8_asks_for_widths_before_anything_loads(monkeypatch: pytest.MonkeyPat
             {},
             "shared_expert_intermediate_size is 14",
         ),
-        ({**sizes, **linear, "linear_num_value_heads": 3}, {}, "linear attention's projection is"),
+        (
+            {**sizes, **linear, "linear_num_value_heads": 3},
+            {"engine.fp8_recipe": "tensorwise"},
+            "linear attention's projection is",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             engine.check_engine(asked(text, **keys))

@@ -104,7 +104,7 @@ def _fp8_widths(recipe: Recipe, text: Mapping[str, Any]) -> dict[str, tuple[int,
         (heads + full) * wide,
         tp,
     )
-    if "linear_attention" in (text.get("layer_types") or ()):
+    if "linear_attention" in (text.get("layer_types") or ()) and recipe.engine.fp8_recipe == "tensorwise":
         keys = of("linear_num_key_heads") * of("linear_key_head_dim")
         values = of("linear_num_value_heads") * of("linear_value_head_dim")
         found["linear_num_value_heads * linear_value_head_dim"] = (values, tp)

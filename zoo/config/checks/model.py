@@ -73,7 +73,7 @@ def check_lora(recipe: Recipe) -> None:
     if lora.base_dtype == "fp8" and (recipe.engine.backend == "te" or recipe.engine.fp8):
         raise ConfigError(
             f"lora.base_dtype=fp8 with engine.backend={recipe.engine.backend}, engine.fp8={str(recipe.engine.fp8).lower()}: "
-            f"Transformer Engine's linears keep their own copies of weights; set engine.backend=torch and leave engine.fp8 out"
+            f"Transformer Engine's linears and those in FP8 want dense weights; set engine.backend=torch and leave engine.fp8 out"
         )
     if lora.init is not None and not (expanded(lora.init) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init={lora.init}: no adapter_config.json there; wanted an adapter's folder")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
@@ -109,17 +108,16 @@ class _Undrawn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def build_model(assembly: Assembly, recipe: Recipe, world: World, *, draw: bool | None = None) -> list[Any]:
+def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[Any]:
     """This rank's model chunks (several with an interleaved pipeline), with random weights.
 
-    Args:
-        draw: whether weights are drawn, or left as their memory is for a caller who loads all of them; None: where the
-            assembly has no source of weights.
+    Weights that are loaded afterwards are left as their memory is: those of an assembly with a source, or all that a caller
+    with a checkpoint has `loaded` for.
     """
     from megatron.core.transformer.module import Float16Module
 
     chunks = []
-    drawing = assembly.source is None if draw is None else draw
+    undrawn = loaded or assembly.source is not None
     for index in range(recipe.parallel.vpp):
         seed_everything(recipe.run.seed)  # towers get the same weights on every rank
         stage = Stage(
@@ -127,7 +125,7 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, draw: bool 
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
-        with nullcontext() if drawing else _Undrawn():
+        with _Undrawn() if undrawn else nullcontext():
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
     if recipe.engine.precision == "bf16":
         return [Float16Module(chunk.config, chunk) for chunk in chunks]

@@ -105,25 +105,22 @@ class Run:
 
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
-        recipe, world, family = self.recipe, self.world, self.assembly.family
+        recipe, world = self.recipe, self.world
         reference = Reference.of(recipe, self.assembly, world, self.folder)
         anew = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
         fresh = anew or self.resume_from is None  # weights that no checkpoint has
-        chunks = build.build_model(
-            self.assembly, recipe, world, draw=None if fresh or recipe.lora.rank else False
-        )
+        chunks = build.build_model(self.assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
         self.startup.mark("model")
         if recipe.lora.rank:
             self._adapt(chunks, fresh=fresh)
         elif fresh:
             initial_weights.init_weights(chunks, self.assembly, recipe, world)
-        begun = self.resume_from is not None
-        self.startup.mark("weights", 0 if begun else initial_weights.weight_bytes(self.assembly))
+        self.startup.mark("weights", 0 if self.resume_from else initial_weights.weight_bytes(self.assembly))
         self.step = build.build_step(self.assembly, recipe, world)
         if reference is not None and anew:
             reference.compute(self.data, self.step, chunks, self.progress.tick)
             self.startup.mark("reference")
-        build.freeze(chunks, recipe.model.freeze, family)
+        build.freeze(chunks, recipe.model.freeze, self.assembly.family)
         wrapped = optimization.wrap_ddp(chunks, recipe)
         made = optimization.build_optimizer(wrapped, recipe, self.assembly, world, self.total_steps)
         self.times.observe(chunks, wrapped)
@@ -194,9 +191,8 @@ class Run:
 
     def release(self) -> None:
         """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
-        if hasattr(self, "trainable"):
-            optimization.release_ddp([*self.trainable.chunks])
-            del self.trainable
+        if (trainable := self.__dict__.pop("trainable", None)) is not None:
+            optimization.release_ddp([*trainable.chunks])
         self.__dict__.pop("train_step", None)  # not there where the build failed behind the optimizer
 
     def _was_completed(self) -> bool:
@@ -204,8 +200,8 @@ class Run:
         summary = read_summary(self.folder)
         if summary is None or (self.done < self.total_steps and self.callbacks.finished is None):
             return False
-        left = summary.get("interrupted") or (self.recipe.export and not summary.get("export"))
-        return not left and summary.get("steps") == self.done
+        exported = summary.get("export") or not self.recipe.export
+        return bool(exported) and not summary.get("interrupted") and summary.get("steps") == self.done
 
     def _leave_as_it_is(self) -> TrainResult:
         if self.world.is_main:
@@ -388,7 +384,6 @@ class Run:
                 self.log.say(messages.WITHOUT_MOMENTS)
         notes = self.source.rows.notes(pairs=self.recipe.train.preference)
         resume.log_differences(self.log, self.done, self.changes, self.rows, self.chosen, notes)
-        held_out = self.data.held_out
         self.log.say(
             messages.at_start(
                 self.recipe,
@@ -397,7 +392,7 @@ class Run:
                 updated=muon.counts(self.trainable.chunks),
                 total_steps=self.total_steps,
                 rows=None if self.source.rows.has_stream else len(self.source),
-                eval_rows=None if held_out is None else len(held_out),
+                eval_rows=None if (held_out := self.data.held_out) is None else len(held_out),
             )
         )
 

@@ -142,9 +142,8 @@ def transformer_config(
         apply_rope_fusion=False,
     )
     config.delta_rule = recipe.engine.delta_rule  # for GatedDeltaNet alone
-    config.fp8_blocks = (
-        recipe.engine.fp8 and recipe.engine.fp8_recipe == "blockwise"
-    )  # for zoo.nn.backend, as is
+    fp8 = recipe.engine.fp8
+    config.fp8_blocks = fp8 and recipe.engine.fp8_recipe == "blockwise"  # these two for zoo.nn.backend
     config.sandwich_norms = sandwich_norms
     config.value_norm, config.layer_scale = value_norm, layer_scale
     config.full_heads, config.two_way_in_windows = full_heads(text), two_way_in_windows
