@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import layers, mappings
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region as gather
+from megatron.core.tensor_parallel.mappings import (
+    reduce_scatter_to_sequence_parallel_region as reduce_scatter,
+)
 from torch import Tensor
 
 from zoo.nn.fp8.blocks import of_activations, of_weight, product
@@ -27,7 +31,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, group: Any, gathered: bool, summed: bool, in_place: bool
     ) -> Tensor:
-        whole = mappings._gather_along_first_dim(x, group) if gathered else x
+        whole = gather(x, group=group) if gathered else x
         rows = whole.flatten(0, -2).contiguous()
         out = product(of_activations(rows), of_weight(weight), x.dtype)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -46,12 +50,12 @@ class _Linear(torch.autograd.Function):
             of_input = product(of_activations(rows), of_weight(weight, turned=True), grad.dtype)
             of_input = of_input.view(*grad.shape[:-1], -1)
             if ctx.gathered:
-                of_input = mappings._reduce_scatter_along_first_dim(of_input, ctx.group)
+                of_input = reduce_scatter(of_input, group=ctx.group)
             elif ctx.summed:
                 of_input = of_input.contiguous()
                 dist.all_reduce(of_input, group=ctx.group)
         if ctx.needs_input_grad[1]:
-            whole = mappings._gather_along_first_dim(x, ctx.group) if ctx.gathered else x
+            whole = gather(x, group=ctx.group) if ctx.gathered else x
             of_weights = _weight_gradient(rows, whole.flatten(0, -2), weight, ctx.total)
         return of_input, of_weights, None, None, None, None
 
