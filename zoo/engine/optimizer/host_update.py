@@ -28,9 +28,7 @@ from zoo.nn.adamw.state import BLOCK, Moment, Part
 CHUNK = 2**23  # elements that are copied at once; a multiple of the pieces
 DEPTH = 4  # chunks under way at once
 PIECE = 2**17  # elements that a core updates at once in PyTorch's operations; a multiple of BLOCK
-COMPILED_PIECE = (
-    2**19
-)  # the same of the compiled function, which needs no cache but a call from Python for each
+COMPILED_PIECE = 2**19  # the same of the compiled function: a call from Python each
 
 Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
 

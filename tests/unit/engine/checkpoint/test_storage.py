@@ -505,9 +505,10 @@ def test_state_on_the_host_is_copied_beside_the_next_step(monkeypatch: pytest.Mo
     copied = HostCopy(GPU, threads=2)
     copied.take([held, plain], {})
     assert asked.wait(10) and not copied._on_host[0].done()  # `take` has come back before
+    under_way = copied._on_host
     threading.Timer(0.2, go.set).start()
     copied.before_update()
-    assert all(one.done() for one in copied._on_host)
+    assert all(one.done() for one in under_way)
     copied.wait()
     found = torch.frombuffer(copied.view(), dtype=torch.bfloat16)[:384]
     assert torch.equal(found, moment.read().bfloat16())

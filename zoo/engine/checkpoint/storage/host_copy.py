@@ -118,6 +118,7 @@ class HostCopy:
         """Have the GPU end the copy before it changes what is copied; the host waits for what itself changes alone."""
         for one in self._on_host:
             one.result()
+        self._on_host = []
         if self._stream is not None:
             for event in self._events:
                 torch.cuda.current_stream(self._device).wait_event(event)
@@ -161,6 +162,9 @@ class HostCopy:
         """Give the memory back; no copy may be under way."""
         self._prepared()
         self._release()
+        if self._workers is not None:
+            self._workers.shutdown()
+            self._workers = None
 
     def _release(self) -> None:
         self._events, self._on_host = [], []
