@@ -40,7 +40,7 @@ class Options(Bounded):
 
     recipe: str = "qwen3_vl_sft"
     size: str = "4b"
-    folder: str = "."  # on the disk that is measured; needs four times the checkpoint's bytes
+    folder: str = "."  # on the disk that is measured; needs twice the checkpoint's bytes
     layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
     shard_mb: int = number(2000, 1, 10**8)  # most bytes of a weights file, in MB
 
@@ -70,6 +70,7 @@ def run(options: Options) -> dict[str, Any]:
             found |= {"rate": count / found["seconds"], "ratio": copied / found["seconds"]}
             found["synced_ratio"] = through / found["seconds"]
             report[way] = found
+            shutil.rmtree(folder / source)  # two copies at most lie on the disk
         return report
 
 
@@ -85,7 +86,7 @@ def make(folder: Path, options: Options) -> int:
         if entry.rule.writes(plan.dims)
         for name, shape in entry.hf_shapes(tuple(plan.parameters[zoo_name].shape), plan.dims).items()
     ]
-    need, free = 4 * sum(tensor.nbytes for tensor in planned), shutil.disk_usage(folder.parent).free
+    need, free = 2 * sum(tensor.nbytes for tensor in planned), shutil.disk_usage(folder.parent).free
     if need > free:
         raise UserError(
             f"{folder.parent}: {in_words(free)} are free, {in_words(need)} are needed; give folder=..."

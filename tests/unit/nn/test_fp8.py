@@ -62,7 +62,7 @@ def test_a_weight_and_its_transpose_have_the_same_codes(shape: tuple[int, int]) 
 
 
 def test_the_gradient_is_that_of_rounded_products() -> None:
-    """Of the input, by the rounded weight and gradient; of the weight, by input and gradient as they are."""
+    """The input's gradient comes from rounded weight and gradient, the weight's from both as they are."""
     torch.manual_seed(0)
     x = torch.randn(2, 50, 144, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(304, 144, dtype=torch.bfloat16, requires_grad=True)

@@ -46,7 +46,7 @@ convert measures the conversion of a synthetic checkpoint of a published size to
 beside a plain copy of its files.
 
   recipe=qwen3_vl_sft size=4b            whose names and shapes it has, in bf16
-  folder=. shard_mb=2000                 where, on a disk with room for four of it; most MB of a weights file
+  folder=. shard_mb=2000                 where, on a disk with room for two of it; most MB of a weights file
   layers=8                               takes so many of its decoder
 
 saves measures a disk, and what zoo's saves and loads of a model reach there: bytes, stall, rates beside the disk's own,
