@@ -67,7 +67,7 @@ def _make(jobs: Iterable[Job], ahead: Queue[Any], stop: threading.Event) -> None
                 for piece in pieces:
                     if stop.is_set():
                         return
-                    ahead.put((name, piece))
+                    ahead.put((name, piece.contiguous()))  # turned here, beside the writing
                 ahead.put((name, None))
         ahead.put(None)
     except BaseException as error:
