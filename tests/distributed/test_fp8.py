@@ -8,7 +8,7 @@ import pytest
 from support.engine import packed_batch, recipe_for
 from support.gathered import full_gradients, total_loss
 from support.pool import Pool
-from support.rank_gradients import Held, Layout, Plan, run_layouts
+from support.rank_gradients import Held, Plan, run_step
 from support.stacks import TINY
 from support.vision_rows import vision_examples
 from torch import Tensor
@@ -41,15 +41,8 @@ def step(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Step:
     labels = sum(sample.num_labels for group in groups for sample in group)
 
     def run(ranks: int, overrides: tuple[str, ...]) -> list[Held]:
-        plan = Plan(
-            folder=folder,
-            batches=batches,
-            labels=labels,
-            overrides=overrides,
-            recipe="qwen3_vl_sft",
-            layouts=(Layout(batches),),
-        )
-        return [held[0] for held in pool.run(ranks, run_layouts, plan, timeout=300.0)]
+        plan = Plan(folder=folder, batches=batches, labels=labels, overrides=overrides, recipe=stack.recipe)
+        return pool.run(ranks, run_step, plan, timeout=300.0)
 
     return run
 
