@@ -8,6 +8,7 @@ A process of its own, as Triton decides when it is imported. Errors are relative
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,7 +19,11 @@ import zoo.nn.kernels.gelu
 import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
 from zoo.nn.decoder.attention.rotary import apply_rotary
+from zoo.nn.decoder.experts import exchange
+from zoo.nn.decoder.experts.exchange import Copies
+from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu
+from zoo.nn.kernels.experts import add_products
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -132,6 +137,37 @@ def gelu_of_linear(tanh: bool, rows: tuple[int, ...], frozen: tuple[str, ...] = 
     return error(run(lambda **x: linear_gelu(**x, tanh=tanh)), run(plain), *(made[name] for name in learned))
 
 
+def copies_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Copies, int]:
+    """Copies of tokens for the first `here` experts, and how many these are."""
+    chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices.clamp(max=here)
+    count = int((chosen < here).sum())
+    return Copies.of(chosen, here, count), count
+
+
+def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) -> float:
+    """Error of the way to experts and back."""
+    copies, count = copies_of(experts, here, tokens, topk)
+    rows, factors = torch.randn(tokens, width), torch.rand(count, 1)
+    there = kernels.take(rows, copies.tokens)
+    assert torch.equal(there, exchange.take(rows, copies.tokens))
+    found, wanted = (module.collect(there * factors, copies.places) for module in (kernels, exchange))
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def narrow_products(width: int, rank: int, ends: list[int]) -> float:
+    """Error of what `add_products` adds."""
+    counts = [b - a for a, b in pairwise([0, *ends])]
+    out, x, weight = (
+        torch.randn(ends[-1], width),
+        torch.randn(ends[-1], rank),
+        torch.randn(len(ends), width, rank),
+    )
+    parts = zip(x.split(counts), weight, strict=True)
+    wanted = out + torch.cat([rows @ matrix.t() for rows, matrix in parts])
+    found = add_products(out, x, weight, torch.tensor(ends, dtype=torch.int32))
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
 def swiglu_plain(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """SwiGLU in plain PyTorch."""
     gate, up = x.chunk(2, -1)
@@ -173,6 +209,10 @@ def main() -> None:
             lambda x, w, b: layer_norm(x, w, b, 1e-6), lambda x, w, b: F.layer_norm(x, (72,), w, b, 1e-6),
             torch.randn(300, 72), torch.randn(72), torch.randn(72),
         ),
+        "tokens to experts": experts_ways(8, 8, 12, 2, 40),
+        "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
+        "narrow products": narrow_products(300, 8, [0, 70, 70, 200, 201]),
+        "wide ones": narrow_products(40, 40, [3, 5, 5]),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),
         "swiglu with weights": error(swiglu, swiglu_plain, torch.randn(5, 2 * 300), torch.rand(5)),
         "geglu": error(

@@ -1,4 +1,4 @@
-"""Checks of kernels that take each token by itself: experts, norms, rotary, SwiGLU, the output gate, and the loss."""
+"""Checks of kernels that take each token by itself: experts and the way to them, norms, rotary, SwiGLU, the output gate, and the loss."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.decoder.attention.self_attention import output_gate
+from zoo.nn.decoder.experts.exchange import Copies, collect, take
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.fp8.linear import fp8_linear
 from zoo.nn.kernels.widths import grouped_takes
@@ -26,6 +27,7 @@ LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of pr
 def token_checks(subject: Subject) -> Iterator[Check]:
     """Those of a subject's layers and head."""
     yield from _experts(subject)
+    yield from _copies(subject)
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)
@@ -53,10 +55,10 @@ def _experts(subject: Subject) -> Iterator[Check]:
 
     def prepare() -> Trial:
         given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
-        per_expert = torch.tensor(counts)
+        ends = torch.tensor(counts, device=subject.device).cumsum(0).to(torch.int32)
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
-            out: Tensor = module(x, per_expert, probs)[0]
+            out: Tensor = module(x, ends, probs)[0]
             return out
 
         def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -76,6 +78,52 @@ def _experts(subject: Subject) -> Iterator[Check]:
         FP32_IS_PLAIN,
         prepare,
     )
+
+
+def _copies(subject: Subject) -> Iterator[Check]:
+    """Tokens to the experts of this rank, out of twice as many, and back."""
+    if subject.layer(sparse=True) is None:
+        return
+    config, rows = subject.config, _rows(subject)
+    experts, topk, hidden = config.num_moe_experts, config.moe_router_topk, config.hidden_size
+    assert experts is not None
+
+    def prepare() -> Trial:
+        every = torch.rand(rows, 2 * experts, device=subject.device)
+        chosen = every.topk(topk, dim=1).indices.clamp(max=experts)
+        count = int((chosen < experts).sum())
+        copies = Copies.of(chosen, experts, count)
+        factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
+        here = (chosen < experts).flatten().nonzero().flatten()
+        order = here[chosen.flatten()[here].argsort(stable=True)]
+
+        def run(x: Tensor) -> Tensor:
+            out: Tensor = _ThereAndBack.apply(x, copies, factors)
+            return out
+
+        def exact(x: Tensor) -> Tensor:
+            tokens = order // topk
+            return torch.zeros_like(x).index_add(0, tokens, x[tokens] * factors)
+
+        return Trial(run, exact, {"x": randn(subject, rows, hidden)})
+
+    sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
+    kernel = "triton" if subject.device.type == "cuda" else "torch"
+    yield Check("copies", kernel, sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """Copies of rows, each times a number of its own, summed up; its gradient takes the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copies: Copies, factors: Tensor) -> Tensor:
+        ctx.copies, ctx.factors = copies, factors
+        return collect((take(x, copies.tokens) * factors).to(x.dtype), copies.places)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        back = take(grad, ctx.copies.tokens) * ctx.factors
+        return collect(back.to(grad.dtype), ctx.copies.places), None, None
 
 
 def _uneven(experts: int, total: int) -> list[int]:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -30,9 +30,11 @@ from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from zoo.nn.decoder.attention.self_attention import SelfAttention, VarlenCoreAttention
 from zoo.nn.decoder.block import SandwichLayer
 from zoo.nn.decoder.config import FullHeads
-from zoo.nn.decoder.mlp import DenseMLP, GroupedExperts, SharedExperts
+from zoo.nn.decoder.experts.grouped import GroupedExperts
+from zoo.nn.decoder.experts.layer import MixtureOfExperts
+from zoo.nn.decoder.experts.router import Router
+from zoo.nn.decoder.mlp import DenseMLP, SharedExperts
 from zoo.nn.decoder.norm import ResidualRMSNorm, RMSNorm
-from zoo.nn.decoder.router import Router
 from zoo.nn.fp8.linear import FP8ColumnLinear, FP8RowLinear
 from zoo.nn.kernels.widths import te_attention_takes, te_linears_take
 
@@ -222,7 +224,7 @@ def decoder_layer(
     if experts:
         shared = partial(SharedExperts, submodules=dense)
         parts = MoESubmodules(experts=backend.grouped_mlp_modules(True), shared_experts=shared, router=Router)
-        mlp = partial(MoELayer, submodules=parts)
+        mlp = partial(MixtureOfExperts, submodules=parts)
     return ModuleSpec(
         module=SandwichLayer if getattr(config, "sandwich_norms", False) else TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.mtp import Ahead
-from zoo.nn.decoder.router import Routing
 from zoo.nn.head.distillation import Teaching, TopK
 
 

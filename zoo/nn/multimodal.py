@@ -38,8 +38,8 @@ from zoo.nn.backend import decoder_layer, get_backend
 from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
+from zoo.nn.decoder.experts.router import track_layers
 from zoo.nn.decoder.mtp import MultiTokenPrediction
-from zoo.nn.decoder.router import track_layers
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
 from zoo.nn.head.score import ScoreHead

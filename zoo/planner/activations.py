@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zoo.config.schema import Recipe
+from zoo.config.schema import ParallelConfig, Recipe
 from zoo.packing.cost import LayerKind, TowerCost
 from zoo.packing.runs import FEW, LONG
 
@@ -38,6 +38,16 @@ class Row:
     def total(self) -> int:
         """Tokens of the row."""
         return sum(self.lengths)
+
+
+def rows_sent(text: Any, parallel: ParallelConfig) -> float:
+    """Ranks that a token's experts are on, by even routing, and each gets it once; 0 where all experts are on every rank."""
+    if parallel.ep * parallel.etp == 1:
+        return 0.0
+    every, here, nowhere = text.num_experts, text.num_experts / parallel.ep, 1.0
+    for taken in range(text.num_experts_per_tok):
+        nowhere *= max(0.0, 1 - here / (every - taken))
+    return parallel.ep * parallel.etp * (1 - nowhere)
 
 
 @dataclass(frozen=True)
@@ -183,6 +193,11 @@ class Kept:
                 + 2 * self.shared * text.hidden_size * size
             )
         return self.norm(self.shared, text.hidden_size) + kept + (0 if shared else self._into_linear())
+
+    def arrived(self) -> float:
+        """Rows of tokens that ranks with other experts sent, which selective recompute keeps to work on again."""
+        rows = self.shared * rows_sent(self.text, self.recipe.parallel)
+        return rows * self.text.hidden_size * self.size
 
     def deepstack(self, layers: int) -> float:
         """Features of the vision tower that are added after the first layers."""

@@ -223,7 +223,11 @@ def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[fl
         return into * len(layers), max((mixing + 1.3 * mlp for mixing, mlp in halves.values()), default=0.0)
     if recompute == "selective":
         norm = kept.norm(kept.shared, kept.text.hidden_size)
-        stored = sum(count * (halves[kind][0] + norm + into) for kind, count in counts.items())
+        arrived = kept.arrived() if any(kind.sparse for kind in counts) else 0.0
+        stored = sum(
+            count * (halves[kind][0] + norm + into + (arrived if kind.sparse else 0.0))
+            for kind, count in counts.items()
+        )
         return stored, max((mlp - norm for _, mlp in halves.values()), default=0.0) * 1.5
     stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)

@@ -5,7 +5,7 @@ Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set
     experts    a rank with few tokens an expert multiplies narrow matrices: the experts' FLOPs take 1 + FEW / tokens times as
                long (adapters of 30B-A3B, all 48 layers: 9,353 tokens/s on one GPU with 512 tokens an expert, 9,832 on each of
                four under EP 4 with 4,096)
-    ep         each token goes to its experts and back, forward and backward, and once more where they are recomputed, at
+    ep         each token goes to the ranks of its experts and back, forward and backward, and once more under full recompute, at
                `EXCHANGE` bytes a second (six layers of 30B-A3B: EP 4 takes 39 ms longer than EP 1)
     tp, cp     a share of the computing for each doubling, less for wider models (2B, rows of 32,768: CP 2, TP 2 x CP 2)
     pp         the bubble, the slowest stage, and `PP` for rows that differ (not measured)
@@ -22,7 +22,7 @@ from zoo.config.derived import data_parallel, stage_layers
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.packing.cost import train_factor
-from zoo.planner.activations import Row
+from zoo.planner.activations import Row, rows_sent
 from zoo.planner.memory import Model
 from zoo.planner.parameters import share
 
@@ -121,8 +121,8 @@ class Speed:
             return 0.0
         tokens = self.row.total / (parallel.cp * parallel.tp)
         size = 2 if recipe.engine.precision == "bf16" else 4
-        sent = tokens * text.num_experts_per_tok * text.hidden_size * size * (group - 1) / group
-        times = 4 if recipe.engine.recompute == "none" else 6
+        sent = tokens * rows_sent(text, parallel) * text.hidden_size * size * (group - 1) / group
+        times = 6 if recipe.engine.recompute == "full" else 4
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
 
     def _read(self, recipe: Recipe) -> float:

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams
+from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.mtp import Ahead
-from zoo.nn.decoder.router import Routing
 from zoo.nn.head.distillation import Teaching, TopTokens
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
 
-from zoo.nn.decoder.router import track_layers
+from zoo.nn.decoder.experts.router import track_layers
 
 
 def config(layers: int, experts: int | None = 4, mtp: int | None = None) -> Any:

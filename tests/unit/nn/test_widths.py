@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from zoo.errors import ConfigError
 from zoo.nn import backend
-from zoo.nn.decoder import mlp
 from zoo.nn.decoder.attention import gated_delta_net, varlen
 from zoo.nn.decoder.attention.self_attention import VarlenCoreAttention
+from zoo.nn.decoder.experts import grouped
 from zoo.nn.kernels import widths
 from zoo.nn.towers import attention as tower_attention
 
@@ -49,9 +49,9 @@ class OnGpu:
 @pytest.mark.parametrize(("hidden", "width", "one_call"), [(40, 16, True), (40, 14, False), (36, 16, False)])
 def test_experts_of_an_odd_width_go_one_by_one(hidden: int, width: int, one_call: bool) -> None:
     for weight in ((2, 2 * width, hidden), (2, hidden, width)):
-        takes = mlp.grouped(OnGpu(5, weight[2]), OnGpu(*weight))  # type: ignore[arg-type]
+        takes = grouped.grouped(OnGpu(5, weight[2]), OnGpu(*weight))  # type: ignore[arg-type]
         assert takes == (one_call or (weight[1] % 8 == 0 and weight[2] % 8 == 0))
-        assert not mlp.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
+        assert not grouped.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
 
 
 def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
@@ -66,12 +66,12 @@ def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
         return torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(pairwise(starts))])
 
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
-    monkeypatch.setattr(mlp, "grouped", lambda x, weight: widths.grouped_takes(*weight.shape[1:]))
+    monkeypatch.setattr(grouped, "grouped", lambda x, weight: widths.grouped_takes(*weight.shape[1:]))
     x, weight, adapter = torch.randn(5, 8), torch.randn(2, 16, 8), torch.randn(2, 3, 8)
-    product = mlp._product(torch.tensor([2, 3]))
+    ends = torch.tensor([2, 5])
     for one in (weight, adapter):
         wanted = torch.cat([x[:2] @ one[0].t(), x[2:] @ one[1].t()])
-        torch.testing.assert_close(product(x, one), wanted)
+        torch.testing.assert_close(grouped.product(x, one, ends), wanted)
     assert calls == [(2, 8, 16)]
 
 

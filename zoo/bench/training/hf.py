@@ -24,8 +24,8 @@ from zoo.engine.model import build
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.tools.verify import transformers_class
+from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.flops import model_cost
-from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
 
 
 def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:

@@ -107,11 +107,6 @@ class Engine(OpenModel):
         self._open(*KINDS)
         training = self._trained()
         rows = self._read(batch, temperature)
-        if rows.experts is not None and self.recipe.engine.recompute == "selective":
-            raise UserError(
-                "the batch has routing, which engine.recompute=selective would lose in the backward pass; open the engine with "
-                "engine.recompute=full or none"
-            )
         with settings(self.recipe, self.device), torch.enable_grad():
             return training.step(rows, loss_fn, loss_scale, entropy=entropy, update=update)
 

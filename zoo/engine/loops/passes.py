@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zoo.engine.distributed.world import World
 from zoo.engine.loops.batch import Bin, Rows, Sparse, bins_of, spread
-from zoo.nn.decoder.router import Routing
+from zoo.nn.decoder.experts.router import Routing
 
 type LossFunction = Callable[..., Any]  # what `zoo.Engine.train_step` says
 

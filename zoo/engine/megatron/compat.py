@@ -259,7 +259,7 @@ AVOIDED = (
         name="expert-bias-mask",
         fault="TopKRouter._apply_expert_bias combines a (tokens, experts) map with a (tokens,) padding mask",
         last_broken="0.19.2",
-        instead="the router counts with one more axis to the mask (zoo/nn/decoder/router.py)",
+        instead="the router counts with one more axis to the mask (zoo/nn/decoder/experts/router.py)",
     ),
     Avoided(
         name="mtp-rolls-by-real-offsets",
@@ -328,13 +328,13 @@ AVOIDED = (
         fault="where Transformer Engine is installed, under any backend, the router's product of fp32 values is its GEMM, "
         "which rounds them to TF32: gradients of tiny models are off by 3e-4 to 8e-4",
         last_broken="0.19.2",
-        instead="a plain product of fp32 values (zoo/nn/decoder/router.py)",
+        instead="a plain product of fp32 values (zoo/nn/decoder/experts/router.py)",
     ),
     Avoided(
         name="z-loss-averages-ranks",
         fault="the router's z-loss is a mean over ranks of their means: tokens that share a rank with padding weigh more",
         last_broken="0.19.2",
-        instead="a mean over all real tokens (zoo/nn/decoder/router.py)",
+        instead="a mean over all real tokens (zoo/nn/decoder/experts/router.py)",
     ),
     Avoided(
         name="llava-keeps-old-offsets",
@@ -346,7 +346,7 @@ AVOIDED = (
         name="experts-one-by-one",
         fault="SequentialMLP, the experts without Transformer Engine, calls one expert after another",
         last_broken="0.19.2",
-        instead="two stacked weights and a grouped product (zoo/nn/decoder/mlp.py)",
+        instead="two stacked weights and a grouped product (zoo/nn/decoder/experts/grouped.py)",
     ),
     Avoided(
         name="ddp-is-never-freed",

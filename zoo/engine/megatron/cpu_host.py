@@ -104,8 +104,6 @@ def install() -> bool:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # megatron-core insists on it with TP
     _redirect_torch_cuda()
     _redirect_random_state()
-    _hand_gloo_plain_split_sizes()
-    _exchange_unequal_parts()
     _installed = _CpuMode()
     _installed.__enter__()
     return True
@@ -170,53 +168,3 @@ def _redirect_random_state() -> None:
         lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
     )
     _put(module, "_set_cuda_rng_state", lambda state, device=-1, graph_safe=False: torch.set_rng_state(state))
-
-
-class _Sizes(list[int]):
-    """Split sizes for gloo, which wants a list; megatron-core takes them for a NumPy array in some places."""
-
-    def tolist(self) -> list[int]:
-        return self
-
-
-def _hand_gloo_plain_split_sizes() -> None:
-    """gloo wants split sizes as lists of ints; on a GPU megatron-core makes them so while copying."""
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
-
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return _Sizes(tensor.tolist()) if as_numpy and torch.is_tensor(tensor) else tensor
-
-    for module in (moe_utils, token_dispatcher):
-        _put(module, "maybe_move_tensor_to_cpu", to_host)
-
-
-def _exchange_unequal_parts() -> None:
-    """Gathering and reduce-scattering parts of unequal length, which gloo refuses: experts under EP and ETP need it."""
-    from megatron.core.tensor_parallel import mappings
-
-    module: Any = mappings
-    gather, reduce_scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
-
-    def gather_parts(
-        input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
-        if output_split_sizes is None or group.size() == 1:
-            return gather(input_, group, output_split_sizes, use_global_buffer)
-        longest = max(output_split_sizes)
-        mine = input_.new_zeros(longest, *input_.shape[1:])
-        mine[: len(input_)] = input_
-        parts = [torch.empty_like(mine) for _ in output_split_sizes]
-        torch.distributed.all_gather(parts, mine, group=group)
-        return torch.cat([part[:size] for part, size in zip(parts, output_split_sizes, strict=True)])
-
-    def reduce_parts(
-        input_: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False
-    ) -> Any:
-        if input_split_sizes is None or group.size() == 1:
-            return reduce_scatter(input_, group, input_split_sizes, use_global_buffer)
-        total = input_.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=group)
-        return total.split(input_split_sizes)[group.rank()].clone()
-
-    _put(module, "_gather_along_first_dim", gather_parts)
-    _put(module, "_reduce_scatter_along_first_dim", reduce_parts)

@@ -28,7 +28,7 @@ from zoo.engine.distributed.world import World
 from zoo.errors import UserError
 from zoo.nn.backend import get_backend
 from zoo.nn.decoder import frozen_fp8, lora
-from zoo.nn.decoder.mlp import GroupedExperts
+from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.registry import ModelFamily
 
 Linears = dict[str, tuple[Any, torch.nn.Parameter]]  # name of a weight -> its module and itself

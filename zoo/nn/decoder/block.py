@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import attention_window
+from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.norm import RMSNorm
-from zoo.nn.decoder.router import Routing
 
 Angles = tuple[Tensor, Tensor]  # cos and sin (T, B, 1, D)
 

@@ -223,8 +223,11 @@ class ExpertAdapter(Adapter):
             Cut(groups.expt_tp, 1, sections) if split == "rows" else whole,
         )
 
-    def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """What is added for x (N, in) sorted by expert; `product` multiplies it by each expert's (out, in)."""
+    def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """x (N, in) sorted by expert -> (N, rank) and (E, out, rank), whose product by each expert is what is added.
+
+        `product` multiplies x by each expert's (rank, in).
+        """
         a: Tensor = self.a
         b: Tensor = self.b
         # The one that ranks have whole sees a share of the sum on each: its gradient is summed over them.
@@ -234,7 +237,7 @@ class ExpertAdapter(Adapter):
             b = copy_to_tensor_model_parallel_region(b, group=self.group)
         short = -self.lowrank.rank % 8 if x.is_cuda else 0  # grouped_mm wants rows of 16 bytes
         a, b = F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
-        return product(product(x, a) * self.lowrank.scale, b)
+        return product(x, a) * self.lowrank.scale, b
 
     def delta(self) -> Tensor:
         """(E, out, in) of this rank."""

@@ -31,7 +31,7 @@ def count(router_class: Any) -> torch.Tensor:
 def test_expert_bias_mask() -> None:
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from zoo.nn.decoder.router import Router
+    from zoo.nn.decoder.experts.router import Router
 
     try:
         broken = count(TopKRouter)
@@ -195,7 +195,7 @@ def test_cp_batch_slices_four_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_router_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import moe_utils
 
-    from zoo.nn.decoder.router import Router
+    from zoo.nn.decoder.experts.router import Router
 
     def gemm(weight: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, **options: Any) -> list[torch.Tensor]:
         asked.append(dtype)

@@ -10,18 +10,13 @@ from typing import Any
 
 import megatron.core
 import pytest
-from megatron.core.tensor_parallel import mappings, random
+from megatron.core.tensor_parallel import random
 
 REPO = Path(__file__).parents[4]
 # Each with the parameters, and their defaults, by which zoo calls it or stands in for it.
 SIGNATURES: list[tuple[Callable[..., Any], str]] = [
     (random._get_cuda_rng_state, "device='cuda', clone=False, graph_safe=False"),
     (random._set_cuda_rng_state, "new_state, device=-1, graph_safe=False"),
-    (mappings._gather_along_first_dim, "input_, group, output_split_sizes=None, use_global_buffer=False"),
-    (
-        mappings._reduce_scatter_along_first_dim,
-        "input_, group, input_split_sizes=None, use_global_buffer=False",
-    ),
 ]
 
 

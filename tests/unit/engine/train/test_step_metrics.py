@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe import moe_logging
 
 from zoo.engine.train.step_metrics import expert_shares
-from zoo.nn.decoder.router import track_layers
+from zoo.nn.decoder.experts.router import track_layers
 
 
 @pytest.fixture(autouse=True)

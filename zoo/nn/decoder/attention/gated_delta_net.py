@@ -29,10 +29,10 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.self_attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
-from zoo.nn.kernels.delta_rule_settings import use_shipped_settings
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, int64, offsets, owner, positions

@@ -63,6 +63,7 @@ class Router(TopKRouter):
     """
 
     expert_bias: Tensor | None
+    router_replay: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,6 +81,17 @@ class Router(TopKRouter):
         if bias is not None and before is not None and bias.dtype != before.dtype:
             bias.data = before.to(bias.device)
         return self
+
+    def choose(self, hidden: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens."""
+        choice: Any = self.router_replay
+        self.router_replay = noting = _Noting(choice)
+        try:
+            probs, _ = self(hidden, padding_mask)
+        finally:
+            self.router_replay = choice
+        assert noting.chosen is not None
+        return probs.gather(1, noting.chosen).float(), noting.chosen
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
@@ -162,6 +174,33 @@ class Routing:
             yield
         finally:
             router.router_replay = None
+
+
+@dataclass
+class _Noting:
+    """What megatron-core's top-k asks for the experts of one call: those that it would take, or a `_Choice`'s; noted either way."""
+
+    choice: _Choice | None
+    chosen: Tensor | None = None
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(N, k) scores and indices of the experts of each token, out of scores (N, E)."""
+        assert default_compute_topk is not None
+        if self.choice is None:
+            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        else:
+            values, chosen = self.choice.get_replay_topk(
+                scores, topk, num_groups, group_topk, default_compute_topk
+            )
+        self.chosen = chosen.detach()
+        return values, chosen
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""The experts of a layer as two stacked weights, and products by each expert's own.
+
+A projection is one `torch.nn.functional.grouped_mm` on a GPU in half precision, for widths that it takes; a loop over the local
+experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its grouped one needs
+Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from zoo.nn.decoder.mlp import glu
+from zoo.nn.kernels import has_triton
+from zoo.nn.kernels.widths import grouped_takes
+
+
+class GroupedExperts(MegatronModule):
+    """Gated experts: `weight1` (E, 2I, hidden), gate half first, and `weight2` (E, hidden, I).
+
+    E is this rank's share of the experts, I its share of an expert's width under expert tensor parallelism.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        *,
+        pg_collection: Any,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.moe_ffn_hidden_size is not None
+        self.num_local_experts = num_local_experts
+        self.ep_group, self.tp_group, self.dp_group = (
+            pg_collection.ep,
+            pg_collection.expt_tp,
+            pg_collection.expt_dp,
+        )
+        width = config.moe_ffn_hidden_size // self.tp_group.size()
+        factory: dict[str, Any] = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
+        self.weight1 = torch.nn.Parameter(
+            torch.empty(num_local_experts, 2 * width, config.hidden_size, **factory)
+        )
+        self.weight2 = torch.nn.Parameter(
+            torch.empty(num_local_experts, config.hidden_size, width, **factory)
+        )
+        self.lora = (
+            torch.nn.ModuleDict()
+        )  # by a weight's name, its zoo.nn.decoder.lora.ExpertAdapter where it has one
+        same_groups = (
+            config.expert_model_parallel_size == 1 and self.tp_group.size() == pg_collection.tp.size()
+        )
+        for weight, axis, init in (
+            (self.weight1, 1, config.init_method),
+            (self.weight2, 2, config.output_layer_init_method),
+        ):
+            set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=axis, stride=1)
+            weight.allreduce = same_groups  # type: ignore[attr-defined]  # False: the expert data-parallel group
+            if config.perform_initialization and init is not None:
+                with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                    init(weight)
+
+    def forward(
+        self, hidden: Tensor, ends: Tensor, probs: Tensor, unread: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden (N, hidden) sorted by expert, ends (E,) int32 of the experts' rows, probs (N,) -> (N, hidden), None.
+
+        `unread`: only gradients are wanted of what it returns, as where the backward pass computes the experts again.
+        """
+        inner = self._project("weight1", hidden, ends)
+        return self._project("weight2", glu(inner, self.config.activation_func, probs), ends, unread), None
+
+    def _project(self, name: str, x: Tensor, ends: Tensor, unread: bool = False) -> Tensor:
+        """x (N, in) by one of the weights, and by its adapter."""
+        out = product(x, getattr(self, name), ends, unread=unread)
+        if name not in self.lora:
+            return out
+        narrow, wide = self.lora[name](x, lambda x, weight: product(x, weight, ends))
+        return product(narrow, wide, ends, add_to=out, unread=unread)
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """The two weights with the expert axis cut over EP and the width cut over expert TP.
+
+        `weight1` is saved as its two halves, so that it can be read under another expert TP size.
+        """
+        lead = len(sharded_offsets)
+
+        def shard(key: str, tensor: Tensor, axis: int, replica: Any) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(
+                key,
+                tensor,
+                *sharded_offsets,
+                (lead, self.ep_group.rank(), self.ep_group.size()),
+                (lead + axis, self.tp_group.rank(), self.tp_group.size()),
+                replica_id=replica,
+                prepend_axis_num=lead,
+            )
+
+        def halves(
+            key: str, tensor: Tensor, replica: Any, flattened_range: slice | None
+        ) -> list[ShardedTensor]:
+            gate, up = tensor.chunk(2, dim=1)
+            return [shard(f"{key}_gate", gate, 1, replica), shard(f"{key}_up", up, 1, replica)]
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            return torch.cat(parts, dim=1)
+
+        replica = (0, 0, self.dp_group.rank())
+        first, second = f"{prefix}weight1", f"{prefix}weight2"
+        return {
+            first: ShardedTensorFactory(first, self.weight1, halves, whole, replica),
+            second: shard(second, self.weight2, 2, replica),
+        }
+
+
+def product(
+    x: Tensor, weight: Tensor, ends: Tensor, add_to: Tensor | None = None, unread: bool = False
+) -> Tensor:
+    """x (N, in) sorted by expert, by each expert's own of weight (E, out, in) -> (N, out).
+
+    Args:
+        ends: (E,) int32, where each expert's rows end.
+        add_to: (N, out) that the product is added to, in place where a kernel does it.
+        unread: nobody will read the result, which only stands for its gradient; nothing is computed.
+    """
+    out: Tensor = _Product.apply(add_to, x, weight, ends, unread)
+    return out
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, add_to: Tensor | None, x: Tensor, weight: Tensor, ends: Tensor, unread: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, ends)
+        if unread:
+            return x.new_empty(1).expand(len(x), weight.shape[1])
+        if add_to is None:
+            return _multiply(x, weight, ends)
+        if grouped(x, weight) and has_triton():
+            from zoo.nn.kernels.experts import RANKS, add_products
+
+            if weight.shape[2] <= RANKS:
+                ctx.mark_dirty(add_to)
+                return add_products(add_to, x, weight, ends)
+        return add_to + _multiply(x, weight, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        needed = ctx.needs_input_grad
+        to_x = _multiply(grad, weight.transpose(1, 2), ends) if needed[1] else None
+        to_weight = _outer(grad, x, ends, grouped(grad, weight)) if needed[2] else None
+        return grad if needed[0] else None, to_x, to_weight, None, None
+
+
+def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x (N, in), weight (E, out, in) -> (N, out)."""
+    if grouped(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(_counts(ends)))])
+
+
+def _outer(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
+    """Of the rows of each expert, grad (N, out)^T x (N, in) -> (E, out, in)."""
+    if at_once:
+        return F.grouped_mm(grad.t(), x, offs=ends)
+    counts = _counts(ends)
+    parts = zip(grad.split(counts), x.split(counts), strict=True)
+    return torch.stack([g.t() @ rows for g, rows in parts])
+
+
+def _counts(ends: Tensor) -> list[int]:
+    """Rows of each expert; the host waits for them."""
+    counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return counts
+
+
+def grouped(x: Tensor, weight: Tensor) -> bool:
+    """Whether x (N, in) by weight (E, out, in) is one `grouped_mm`: a GPU, half precision, widths that it takes."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grouped_takes(*weight.shape[1:])

@@ -1,0 +1,115 @@
+"""Rows taken by index and summed up by index: how tokens go to experts and come back; and narrow products of experts' rows.
+
+The first two are each other's gradients, so neither needs atomic additions: sums are in fp32, in the order of the places, and the same in
+every run. The products are those of adapters. A grouped product writes them, and an addition reads both and writes again: twice as much
+memory is moved as by adding them in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zoo.nn.kernels.launch import Launch
+
+RANKS = 128  # of the widest narrow product
+PRODUCTS = Launch(rows=64, columns=256, warps=8)
+
+
+@triton.jit
+def _take(x, index, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(index + row).to(tl.int64)
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        tl.store(out + row * WIDTH + column, tl.load(x + source * WIDTH + column, mask=inside), mask=inside)
+
+
+@triton.jit
+def _collect(y, places, out, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    for first in range(0, WIDTH, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for j in range(COUNT):
+            place = tl.load(places + row * COUNT + j).to(tl.int64)
+            total += tl.load(y + place * WIDTH + column, mask=inside & (place >= 0), other=0.0).to(tl.float32)
+        tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def _block(width: int) -> int:
+    return min(2048, int(triton.next_power_of_2(width)))
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x (M, width) at index (C,) -> (C, width)."""
+    x, width = x.contiguous(), x.shape[1]
+    out = torch.empty(len(index), width, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _take[(len(index),)](x, index, out, WIDTH=width, BLOCK=_block(width), num_warps=4)
+    return out
+
+
+def collect(y: Tensor, places: Tensor) -> Tensor:
+    """Sums of the rows of y (C, width) at places (N, J), -1 being none -> (N, width)."""
+    y, width = y.contiguous(), y.shape[1]
+    out = torch.empty(len(places), width, dtype=y.dtype, device=y.device)
+    if out.numel():
+        _collect[(len(places),)](
+            y, places.contiguous(), out, COUNT=places.shape[1], WIDTH=width, BLOCK=_block(width), num_warps=4
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add_products(
+    out, x, weight, ends, WIDTH: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # Tiles of rows are dealt out expert by expert, the last of each cut short.
+    tile = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    known = expert < EXPERTS
+    end = tl.load(ends + expert, mask=known, other=0)
+    start = tl.load(ends + expert - 1, mask=known & (expert > 0), other=0)
+    tiles = tl.where(known, (end - start + ROWS - 1) // ROWS, 0)
+    upto = tl.cumsum(tiles)
+    mine = tl.sum((known & (upto <= tile)).to(tl.int32))
+    if mine < EXPERTS:
+        here = expert == mine
+        first = tl.sum(tl.where(here, start + (tile - upto + tiles) * ROWS, 0))
+        last = tl.sum(tl.where(here, end, 0))
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        rank = tl.arange(0, RANK_BLOCK)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        inside, narrow, wide = row < last, rank < RANK, column < WIDTH
+        values = tl.load(x + row[:, None] * RANK + rank, mask=inside[:, None] & narrow, other=0.0)
+        of_expert = weight + mine.to(tl.int64) * WIDTH * RANK
+        factors = tl.load(of_expert + column * RANK + rank[:, None], mask=narrow[:, None] & wide, other=0.0)
+        place = out + row[:, None] * WIDTH + column
+        both = inside[:, None] & wide
+        total = tl.load(place, mask=both, other=0.0).to(tl.float32) + tl.dot(values, factors)
+        tl.store(place, total.to(out.dtype.element_ty), mask=both)
+
+
+def add_products(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """out (N, width) += x (N, rank) by each expert's own of weight (E, width, rank), sorted by expert; rounds once.
+
+    ends: (E,) int32, where each expert's rows end; the last of them is N.
+    """
+    assert out.is_contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
+    experts, width, rank = weight.shape
+    if out.numel():
+        launch = PRODUCTS
+        grid = triton.cdiv(len(out), launch.rows) + experts, triton.cdiv(width, launch.columns)
+        _add_products[grid](
+            out, x, weight, ends, WIDTH=width, RANK=rank, RANK_BLOCK=max(16, triton.next_power_of_2(rank)),
+            EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), ROWS=launch.rows, COLUMNS=launch.columns,
+            num_warps=launch.warps,
+        )  # fmt: skip
+    return out
