@@ -1,9 +1,10 @@
-"""Writing files whole or not at all, the cache folder, and reading JSON that a stranger wrote."""
+"""Writing files whole or not at all, or past the page cache, the cache folder, and reading JSON that a stranger wrote."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from typing import Any, BinaryIO
 
 from zoo.errors import UserError, file_error, printable
 
+BLOCK = 4096  # bytes; direct writes begin, end and lie in memory at multiples
 JSON_BYTES = 2**24  # of a config, a tokenizer's settings, an index: published ones have 4 MB at most
 JSON_DEPTH = 64  # objects and lists within each other; published configs have 6
 
@@ -64,6 +66,38 @@ def sync_names(folder: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise
+
+
+def open_new(path: Path) -> tuple[int, bool]:
+    """A new file to write to, and whether writes go past the page cache (O_DIRECT): not all file systems do that."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with contextlib.suppress(OSError):
+        return os.open(path, flags | os.O_DIRECT, 0o666), True
+    return os.open(path, flags, 0o666), False
+
+
+def write_at(handle: int, chunk: memoryview, at: int, direct: bool) -> bool:
+    """Write all of it; whether the file is still written directly.
+
+    A direct write that the file system refuses, or that ends within a block, goes on as a plain one.
+    """
+    written = 0
+    while written < len(chunk):
+        try:
+            written += os.pwrite(handle, chunk[written:], at + written)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            direct = stop_direct(handle)
+        if direct and written % BLOCK:
+            direct = stop_direct(handle)
+    return direct
+
+
+def stop_direct(handle: int) -> bool:
+    """Have a file read and written through the page cache from now on; False."""
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = True) -> None:

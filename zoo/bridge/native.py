@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.bridge.files.headers import CheckpointError
-from zoo.bridge.files.record import check
+from zoo.bridge.files.record import SumCheck, check
 from zoo.bridge.mapping.rules import Layout, Rule
 from zoo.bridge.mapping.table import Bridge
 from zoo.bridge.parallel import Comm
@@ -39,7 +39,16 @@ def read_about(folder: str | Path) -> dict[str, Any]:
 
 def check_sums(folder: Path, comm: Comm) -> None:
     """Hold weights against the sums that were written with them, each rank its share; CheckpointError where they differ."""
-    check(folder, comm, wanted=read_about(folder)["format"] == FORMAT)
+    check(folder, comm, wanted=_has_sums(folder))
+
+
+def sums_while_reading(folder: Path) -> SumCheck:
+    """The same check, of files that this process reads anyway."""
+    return SumCheck(folder, wanted=_has_sums(folder))
+
+
+def _has_sums(folder: Path) -> bool:
+    return bool(read_about(folder)["format"] == FORMAT)
 
 
 def native(bridge: Bridge) -> Bridge:

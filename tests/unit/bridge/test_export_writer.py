@@ -13,7 +13,7 @@ import xxhash
 from safetensors.torch import load_file
 
 from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
-from zoo.bridge.files import writer as export_writer
+from zoo.bridge.files import stream
 from zoo.bridge.files.record import RECORD, check
 from zoo.errors import UserError
 
@@ -26,6 +26,11 @@ def export(target: Path, names: str, shard_bytes: int, **kwargs: Any) -> ExportW
         shards.write(name, [torch.full((2, 3), float(i))])
     writer.commit(shards.shards)
     return writer
+
+
+def plain_file(path: Path) -> tuple[int, bool]:
+    """As on a file system that has no direct writes."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT), False
 
 
 def planned(names: str) -> list[Planned]:
@@ -48,10 +53,11 @@ def test_shards_keep_to_their_size(tmp_path: Path) -> None:
     assert SafetensorsFolder(tmp_path / "out").names() == list("abcde")
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["past the page cache", "through it"])
 def test_the_disk_holds_every_file_before_the_folder_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shards on their way too, while the next tensors are written."""
+    """Where the page cache holds shards on their way, the disk gets them while the next tensors are written."""
     calls: list[str] = []
     flush, force, rename = os.fdatasync, os.fsync, Path.rename
 
@@ -62,13 +68,16 @@ def test_the_disk_holds_every_file_before_the_folder_has_its_name(
         calls.append(f"rename {self.name} {target.name}")
         return rename(self, target)
 
-    monkeypatch.setattr(export_writer, "_FLUSH", 40)
+    if not direct:
+        monkeypatch.setattr(stream, "open_new", plain_file)
+        monkeypatch.setattr(stream, "GATHERED", 64)
+        monkeypatch.setattr(stream, "FLUSH", 40)
     monkeypatch.setattr(os, "fdatasync", lambda handle: (note("flush", handle), flush(handle)))
     monkeypatch.setattr(os, "fsync", lambda handle: (note("sync", handle), force(handle)))
     monkeypatch.setattr(Path, "rename", renamed)
     export(tmp_path / "out", "abc", 50)
     final = calls.index("rename .out.partial out")
-    assert "flush rank00000-part00001.tmp" in calls[:final]
+    assert direct or "flush rank00000-part00001.tmp" in calls[:final]
     for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json", RECORD, ".out.partial"):
         assert f"sync {name}" in calls[:final], calls
     assert calls[final + 1] == f"sync {tmp_path.name}"

@@ -1,16 +1,17 @@
 """What zoo has written into a folder: `zoo_files.json` names its files, with the sums of weights in zoo's own format.
 
 The sums are XXH3 (128 bits), which finds damage at the rate of memory; folders of earlier zoos have SHA-256. By the record
-a folder is known as zoo's before it is replaced, and damage is found before native weights are read. Published formats
-have no sums there: they are somebody's to change.
+a folder is known as zoo's before it is replaced, and damage is found before native weights are used: by `check`, which reads
+whole files, or by `SumCheck`, while somebody else reads them. Published formats have no sums there: they are somebody's to change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from zoo.errors import printable
 RECORD = "zoo_files.json"
 ALGORITHM = "xxh3_128"
 READERS = 8  # threads that hold files against their sums
+_PIECE = 2**22  # bytes of a file that are read at once
 _SUMS: dict[str, Callable[[], Any]] = {ALGORITHM: xxhash.xxh3_128, "sha256": hashlib.sha256}
 _FORMER = "sha256"  # of records that name no algorithm
 
@@ -57,44 +59,132 @@ def check(folder: Path, comm: Comm, *, wanted: bool) -> None:
     Raises CheckpointError, on all ranks, that names the damaged files.
     """
     ranks = len(comm.gather_objects(None))
-    mine = _damaged(folder, comm.rank, ranks, wanted)
-    found = list(dict.fromkeys(fault for of_rank in comm.gather_objects(mine) for fault in of_rank))
+    files, fault = _summed_files(folder, wanted)
+    mine = [fault] if fault else _faults(files[comm.rank :: ranks])
+    _refuse(fault for of_rank in comm.gather_objects(mine) for fault in of_rank)
+
+
+class SumCheck:
+    """Holds the files of a folder against their sums while a reader reads them, so that each file is read once.
+
+    A sum takes the bytes as the reader has them, front to back. What the reader leaves out before them (a header) is read
+    here. So a file that is read in another order is read twice, and checked all the same. Memory holds no more of a file
+    than the reader's piece. What is made of the bytes may be used only after `finish` has returned.
+    """
+
+    def __init__(self, folder: Path, *, wanted: bool) -> None:
+        """Look for the files; `wanted`: there must be sums. CheckpointError for what shows before they are read."""
+        files, fault = _summed_files(folder, wanted)
+        _refuse([fault] if fault else [file.absent() for file in files])
+        self._files, self._by_path = files, {file.path: file for file in files}
+
+    def read(self, path: Path, offset: int, data: memoryview) -> None:
+        """Take the bytes that a reader has read at an offset of a file; CheckpointError where they end a damaged file."""
+        file = self._by_path.get(path)
+        if file is not None and file.take(offset, data):
+            self.finish()
+
+    def finish(self) -> None:
+        """Read what nobody has read; CheckpointError that names the damaged files."""
+        _refuse(_faults(self._files))
+
+    @contextmanager
+    def blamed_first(self) -> Iterator[None]:
+        """Where the block fails and a file is damaged, raise what `finish` says instead: damage explains the rest."""
+        try:
+            yield
+        except Exception:
+            self.finish()
+            raise
+
+
+class _SummedFile:
+    """A file whose sum is known, and the sum of its bytes so far."""
+
+    def __init__(self, folder: Path, name: str, wanted: str, algorithm: str) -> None:
+        self.path = folder / name
+        outside = ".." in Path(name).parts or Path(name).is_absolute()
+        self._outside = f"{folder / RECORD} leads out of the folder" if outside else None
+        self._wanted, self._sum = wanted, _SUMS[algorithm]()
+        self._at = 0  # bytes in the sum
+        self._size: int | None = None
+
+    def absent(self) -> str | None:
+        """Why the file can't be read."""
+        if self._outside is not None:
+            return self._outside
+        return None if self.path.is_file() else f"{self.path} is missing"
+
+    def take(self, offset: int, data: memoryview) -> bool:
+        """Add the bytes at `offset`, as far as they are new, and all before them; whether something is wrong with the file."""
+        try:
+            if self._size is None:
+                self._size = self.path.stat().st_size
+            self._read(offset)
+        except OSError:
+            return True
+        new = data[max(0, self._at - offset) :]
+        if not new or self._at < offset:
+            return False
+        self._sum.update(new)
+        self._at += len(new)
+        return self._at == self._size and self._sum.hexdigest() != self._wanted
+
+    def fault(self) -> str | None:
+        """What is wrong with the file, the rest of which is read; None where it is whole."""
+        if why := self.absent():
+            return why
+        try:
+            self._read()
+        except OSError as error:
+            return f"{self.path} can't be read ({error.strerror})"
+        if self._sum.hexdigest() != self._wanted:
+            return f"{self.path} is damaged: its checksum is not the one in {RECORD}"
+        return None
+
+    def _read(self, end: int | None = None) -> None:
+        """Add the bytes up to `end`, or all there are."""
+        if end is None or self._at < end:
+            for piece in _pieces(self.path, self._at, end):
+                self._sum.update(piece)
+                self._at += len(piece)
+
+
+def _pieces(path: Path, first: int, last: int | None) -> Iterator[memoryview]:
+    """Bytes `first` to `last` (exclusive) of a file; a piece is good until the next."""
+    buffer = memoryview(bytearray(_PIECE if last is None else min(_PIECE, last - first)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(first)
+        while got := file.readinto(buffer if last is None else buffer[: last - first]):
+            yield buffer[:got]
+            first += got
+
+
+def _summed_files(folder: Path, wanted: bool) -> tuple[list[_SummedFile], str | None]:
+    """The files that have sums, by name, and what is wrong with the record."""
+    listed = _read(folder)
+    if listed is None:
+        return [], f"{folder / RECORD} is missing or can't be read" if wanted else None
+    sums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
+    if wanted and not sums:
+        return [], f"{folder / RECORD} has no sums"
+    if listed.algorithm not in _SUMS:
+        known = " or ".join(_SUMS)
+        return [], printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {known}", 400)
+    return [_SummedFile(folder, name, value, listed.algorithm) for name, value in sums], None
+
+
+def _faults(files: Iterable[_SummedFile]) -> list[str]:
+    with ThreadPoolExecutor(READERS, "zoo-check") as pool:
+        return [fault for fault in pool.map(_SummedFile.fault, files) if fault is not None]
+
+
+def _refuse(faults: Iterable[str | None]) -> None:
+    """CheckpointError that names the first of the faults and counts the others; nothing where there are none."""
+    found = list(dict.fromkeys(fault for fault in faults if fault is not None))
     if found:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise CheckpointError(f"{found[0]}{more}; convert the source again, or take another copy")
-
-
-def digest(path: Path, algorithm: str = ALGORITHM) -> str:
-    """The sum of a file, in hexadecimal."""
-    with path.open("rb", buffering=0) as file:
-        return str(hashlib.file_digest(file, _SUMS[algorithm]).hexdigest())
-
-
-def _damaged(folder: Path, rank: int, ranks: int, wanted: bool) -> list[str]:
-    listed = _read(folder)
-    if listed is None:
-        return [f"{folder / RECORD} is missing or can't be read"] if wanted else []
-    sums = sorted((name, value) for name, value in listed.files.items() if isinstance(value, str))
-    if wanted and not sums:
-        return [f"{folder / RECORD} has no sums"]
-    if listed.algorithm not in _SUMS:
-        return [
-            printable(f"{folder / RECORD} has sums by {listed.algorithm!r}; wanted {' or '.join(_SUMS)}", 400)
-        ]
-    with ThreadPoolExecutor(READERS, "zoo-check") as pool:
-        found = pool.map(lambda one: _fault(folder, one[0], one[1], listed.algorithm), sums[rank::ranks])
-        return [fault for fault in found if fault is not None]
-
-
-def _fault(folder: Path, name: str, value: str, algorithm: str) -> str | None:
-    path = folder / name
-    if ".." in Path(name).parts or Path(name).is_absolute():
-        return f"{folder / RECORD} leads out of the folder"
-    if not path.is_file():
-        return f"{path} is missing"
-    if digest(path, algorithm) != value:
-        return f"{path} is damaged: its checksum is not the one in {RECORD}"
-    return None
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ Format: https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -41,8 +42,12 @@ class SafetensorsFolder:
     Raises CheckpointError where the folder is not one whole checkpoint. Use as a context manager, or call `close`.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, on_read: Callable[[Path, int, memoryview], None] | None = None
+    ) -> None:
+        """`on_read` takes the file, the offset and the bytes of whatever `read` reads, before anybody uses them."""
         self.folder = Path(folder)
+        self._on_read = on_read
         self._handles: dict[Path, Any] = {}
         self._open: tuple[Path, FileIO] | None = None  # the file that `read` read last
         block = quantised.block_size(self.folder)
@@ -109,7 +114,7 @@ class SafetensorsFolder:
                 self._close_read()
                 self._open = (info.file, FileIO(info.file))
             stream, view, done = self._open[1], memoryview(raw.numpy()), 0
-            stream.seek(info.offset + first * row)
+            offset = stream.seek(info.offset + first * row)
             while done < len(view):
                 got = stream.readinto(view[done:])
                 if not got:
@@ -117,6 +122,8 @@ class SafetensorsFolder:
                 done += got
         except OSError as error:
             raise CheckpointError(f"{info.file}: {name} cannot be read ({error.strerror})") from error
+        if self._on_read is not None:
+            self._on_read(info.file, offset, view)
         return raw.view(info.dtype).view(shape)
 
     def close(self) -> None:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,12 +23,12 @@ from torch import Tensor
 
 from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.bridge.files.record import foreign, write_record
+from zoo.bridge.files.stream import FileStream
 from zoo.errors import UserError, file_error
 from zoo.files import sync
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DEFAULT_SHARD_BYTES = 5_000_000_000  # what the published checkpoints of these families use
-_FLUSH = 2**28  # bytes after which a shard is sent to the disk, while the next are written
 
 
 @contextmanager
@@ -90,10 +87,7 @@ class ShardWriter:
         self.folder = folder
         self.shards: list[Shard] = []
         self._prefix = f"{label}{rank:05d}"
-        self._stream: FileIO | None = None
-        self._flusher = ThreadPoolExecutor(1, "zoo-flush")
-        self._flushed: Future[None] | None = None
-        self._unflushed = 0
+        self._stream: FileStream | None = None
         self._sum = xxhash.xxh3_128() if sums else None
         self.order = sorted(planned, key=lambda tensor: -tensor.dtype.itemsize)
         self._waiting = list(reversed(_grouped(self.order, shard_bytes)))
@@ -117,7 +111,6 @@ class ShardWriter:
 
     def close(self) -> None:
         """Let go of a shard that was not finished."""
-        self._flusher.shutdown()
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -126,18 +119,7 @@ class ShardWriter:
         assert self._stream is not None
         if self._sum is not None:
             self._sum.update(data)
-        self._unflushed += len(data)
-        while len(data):
-            data = data[self._stream.write(data) :]
-        if self._unflushed >= _FLUSH:  # else the kernel keeps gigabytes back for the end
-            self._wait_for_flush()
-            self._flushed = self._flusher.submit(os.fdatasync, self._stream.fileno())
-            self._unflushed = 0
-
-    def _wait_for_flush(self) -> None:
-        if self._flushed is not None:
-            self._flushed.result()
-            self._flushed = None
+        self._stream.write(data)
 
     def _begin(self) -> None:
         self._group = self._waiting.pop()
@@ -154,16 +136,14 @@ class ShardWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         with disk_errors(self.folder / file):
-            self._stream = FileIO(self.folder / file, "w")
+            self._stream = FileStream(self.folder / file)
             self._put(memoryview(len(text).to_bytes(8, "little") + text))
         self.shards.append(Shard(file, {tensor.name: tensor.nbytes for tensor in self._group}))
 
     def _end(self) -> None:
         assert self._stream is not None
-        self._wait_for_flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._stream, self._unflushed = None, 0
+        self._stream.finish()
+        self._stream = None
         if self._sum is not None:
             self.shards[-1] = replace(self.shards[-1], digest=self._sum.hexdigest())
             self._sum = xxhash.xxh3_128()

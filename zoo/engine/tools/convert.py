@@ -1,7 +1,8 @@
 """Checkpoints from Hugging Face to zoo and back, without a model in memory; `zoo.convert`.
 
-Everything is checked before the first byte: every tensor has a partner, shapes fit, the disk has room. Tensors then go
-from file to file a piece at a time, into a folder that gets its name when it is whole.
+Everything that headers say is checked before the first byte: every tensor has a partner, shapes fit, the disk has room.
+Tensors then go from file to file a piece at a time, into a folder that gets its name when it is whole and the source's sums
+have proved right.
 """
 
 from __future__ import annotations
@@ -9,18 +10,19 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zoo.bridge import Comm, ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
 from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
-from zoo.bridge.native import CARRIED, FORMAT, check_sums, native, read_about
+from zoo.bridge.native import CARRIED, FORMAT, native, read_about, sums_while_reading
 from zoo.bridge.progress import Progress, size
 from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
 from zoo.config.locate import (
@@ -51,6 +53,7 @@ class Conversion:
     allowed: Sequence[str]  # problems that `allow` let pass
     part: str = ""  # folder of the weights in the target
     beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
+    check_source: Callable[[], None] = lambda: None  # raises where the source is damaged; called at the end
     card: str | None = None  # text of its README.md
 
     @property
@@ -98,6 +101,7 @@ def convert(
 
     Raises:
         BridgeError: tensors that do not fit, all in one report; nothing is written.
+        CheckpointError: the source is damaged; there is no target.
         UserError: `source` does not exist, `target` exists already, or the disk has no room.
     """
     if isinstance(allow, str):
@@ -116,14 +120,16 @@ def convert(
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
         export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
-    else:
-        if place.kind == "zoo":
-            check_sums(place.folder, Comm())
-        with SafetensorsFolder(place.weights) as reader:
-            if place.kind == "zoo":
+    elif place.kind == "zoo":
+        sums = sums_while_reading(place.folder)
+        with ExitStack() as opened:
+            with sums.blamed_first():
+                reader = opened.enter_context(SafetensorsFolder(place.weights, on_read=sums.read))
                 conversion = _plan_hf(place, reader, dtype, allow)
-            else:
-                conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
+            _write(replace(conversion, check_source=sums.finish), writer, shard_bytes, quiet)
+    else:
+        with SafetensorsFolder(place.weights) as reader:
+            conversion = _plan_zoo(place, card.name_of(place, str(source)), reader, dtype, allow)
             _write(conversion, writer, shard_bytes, quiet)
     if push_to:
         _push(target, push_to)
@@ -263,6 +269,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
             run(conversion.jobs, shards, (lambda count: None) if quiet else progress)
         finally:
             shards.close()
+        conversion.check_source()
         with disk_errors(writer.partial):
             conversion.beside(writer.partial)
             if conversion.card is not None:

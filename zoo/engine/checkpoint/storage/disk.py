@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import math
 import mmap
 import os
@@ -25,8 +24,8 @@ from typing import Any
 import xxhash
 
 from zoo.errors import UserError
+from zoo.files import BLOCK, open_new, stop_direct, write_at
 
-BLOCK = 4096  # bytes; direct writes begin, end and lie in memory at multiples
 CHUNK = 2**24  # bytes of one write
 SUMMED = 2**22  # bytes of one read, and of one digest
 FLUSH = 2**28  # bytes after which a plain write waits for the disk
@@ -105,13 +104,13 @@ def _write_file(
     """Write one file; it is left unfinished once another thread has failed."""
     summed, waiting = Digests(), 0
     try:
-        handle, direct = _opened(path)
+        handle, direct = open_new(path)
         try:
             for at in range(0, len(memory), CHUNK):
                 if failures:
                     return []
                 chunk = memory[at : at + CHUNK]
-                direct = _write_chunk(handle, chunk, at, direct)
+                direct = write_at(handle, chunk, at, direct)
                 summed.update(chunk)
                 waiting += 0 if direct else len(chunk)
                 if waiting >= FLUSH:
@@ -150,37 +149,6 @@ class Digests:
     def values(self) -> list[str]:
         """In hexadecimal, the last one of what is left."""
         return self._values + ([self._one.hexdigest()] if self._left < SUMMED else [])
-
-
-def _opened(path: Path) -> tuple[int, bool]:
-    """A new file to write to, directly where its file system does so."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with contextlib.suppress(OSError):
-        return os.open(path, flags | os.O_DIRECT, 0o666), True
-    return os.open(path, flags, 0o666), False
-
-
-def _write_chunk(handle: int, chunk: memoryview, at: int, direct: bool) -> bool:
-    """Write all of it; whether the file is still written directly.
-
-    A direct write that the file system refuses, or that ends within a block, goes on as a plain one.
-    """
-    written = 0
-    while written < len(chunk):
-        try:
-            written += os.pwrite(handle, chunk[written:], at + written)
-        except OSError as error:
-            if not direct or error.errno != errno.EINVAL:
-                raise
-            direct = _buffered(handle)
-        if direct and written % BLOCK:
-            direct = _buffered(handle)
-    return direct
-
-
-def _buffered(handle: int) -> bool:
-    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
-    return False
 
 
 def digest(path: Path) -> str:
@@ -281,7 +249,7 @@ class Files:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-        _buffered(handle)  # a file system that opens a file for direct reads, and refuses them
+        stop_direct(handle)  # a file system that opens a file for direct reads, and refuses them
         return os.preadv(handle, [buffer], offset)
 
     def _handle(self, name: str) -> int:

@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage.disk import BLOCK, SUMMED, Files
+from zoo.engine.checkpoint.storage.disk import SUMMED, Files
 from zoo.engine.checkpoint.storage.pieces import Shape
 from zoo.errors import UserError
-from zoo.files import read_json, write_atomically
+from zoo.files import BLOCK, read_json, write_atomically
 
 if TYPE_CHECKING:  # importing it takes time and memory that a start has other use for
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata

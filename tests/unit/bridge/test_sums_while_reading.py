@@ -1,0 +1,210 @@
+"""Sums that are worked out while files are read find what a check of whole files finds."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zoo.bridge import CheckpointError, Comm, ExportWriter, Planned, SafetensorsFolder, ShardWriter
+from zoo.bridge.files import record
+from zoo.bridge.files.record import RECORD, SumCheck, check
+
+NAMES = "abcdefg"  # two tensors a file, and one in the last
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    writer = ExportWriter(tmp_path / "zoo")
+    writer.begin()
+    planned = [Planned(name, (4, 8), torch.float32) for name in NAMES]
+    shards = ShardWriter(writer.partial, planned, shard_bytes=256, sums=True)
+    for number, name in enumerate(NAMES):
+        shards.write(name, [torch.full((4, 8), float(number))])
+    writer.commit(shards.shards, "weights")
+    return tmp_path / "zoo"
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted((folder / "weights").glob("*.safetensors"))
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+Read = Callable[[SafetensorsFolder], None]
+
+
+def in_pieces(reader: SafetensorsFolder) -> None:
+    for name in NAMES:
+        for row in range(4):
+            reader.read(name, row, row + 1)
+
+
+def backwards_and_twice(reader: SafetensorsFolder) -> None:
+    for name in 2 * NAMES[::-1]:
+        reader.read(name)
+
+
+def files_in_turn(reader: SafetensorsFolder) -> None:
+    for name in "acegbdf":
+        reader.read(name)
+
+
+def across_what_was_read(reader: SafetensorsFolder) -> None:
+    for name in NAMES:
+        reader.read(name, 1, 3)
+        reader.read(name, 0, 4)
+
+
+def some(reader: SafetensorsFolder) -> None:
+    reader.read("b")
+    reader.read("e", 1, 2)
+
+
+def mapped(reader: SafetensorsFolder) -> None:
+    for name in NAMES:
+        reader.get(name).sum()
+
+
+def nothing(reader: SafetensorsFolder) -> None:
+    pass
+
+
+ORDERS = [in_pieces, backwards_and_twice, files_in_turn, across_what_was_read, some, mapped, nothing]
+
+
+def message(action: Callable[[], Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
+
+
+def run(folder: Path, read: Read) -> None:
+    sums = SumCheck(folder, wanted=True)
+    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+        read(reader)
+    sums.finish()
+
+
+@pytest.mark.parametrize("read", ORDERS)
+def test_each_byte_is_summed_once_in_any_order(
+    folder: Path, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summed: list[int] = []
+
+    class Counting:
+        def __init__(self) -> None:
+            self.sum = xxh3()
+
+        def update(self, data: memoryview) -> None:
+            summed.append(len(data))
+            self.sum.update(data)
+
+        def hexdigest(self) -> str:
+            return str(self.sum.hexdigest())
+
+    xxh3 = record._SUMS[record.ALGORITHM]
+    monkeypatch.setitem(record._SUMS, record.ALGORITHM, Counting)
+    run(folder, read)
+    assert sum(summed) == sum(file.stat().st_size for file in files(folder))
+
+
+def test_a_reader_that_goes_front_to_back_leaves_nothing_but_headers_to_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    pieces = record._pieces
+
+    def counted(*args: Any) -> Iterator[memoryview]:
+        for piece in pieces(*args):
+            read.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(record, "_pieces", counted)
+    run(folder, in_pieces)
+    assert sum(read) == sum(file.stat().st_size for file in files(folder)) - len(NAMES) * 4 * 8 * 4
+
+
+@pytest.mark.parametrize("read", ORDERS)
+@pytest.mark.parametrize("at", [-1, -200, 20], ids=["last byte", "in the middle", "header"])
+@pytest.mark.parametrize("which", [[0], [3], [1, 2]], ids=str)
+def test_damage_is_named_as_a_check_of_whole_files_names_it(
+    folder: Path, read: Read, at: int, which: list[int]
+) -> None:
+    sums = SumCheck(folder, wanted=True)
+    reader = SafetensorsFolder(folder / "weights", on_read=sums.read)
+    for number in which:
+        flip(files(folder)[number], at)
+    wanted = message(lambda: check(folder, Comm(), wanted=True))
+    assert "is damaged: its checksum" in wanted and ("1 more" in wanted) == (len(which) > 1)
+
+    def all_of_it() -> None:
+        with sums.blamed_first(), reader:
+            read(reader)
+        sums.finish()
+
+    assert message(all_of_it) == wanted
+    assert message(sums.finish) == wanted, "it stays refused"
+
+
+def test_a_damaged_file_is_named_when_its_last_byte_is_read(folder: Path) -> None:
+    flip(files(folder)[1])
+    sums = SumCheck(folder, wanted=True)
+    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+        for name in "abc":
+            reader.read(name)
+        assert f"{files(folder)[1]} is damaged" in message(lambda: reader.read("d"))
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"files": {}}', '{"files": {"../x": "00"}}', "md5"])
+def test_a_record_that_cannot_be_used_is_refused_at_once(folder: Path, text: str) -> None:
+    if text == "md5":
+        text = (folder / RECORD).read_text().replace(record.ALGORITHM, text)
+    (folder / RECORD).write_text(text)
+    wanted = message(lambda: check(folder, Comm(), wanted=True))
+    assert message(lambda: SumCheck(folder, wanted=True)) == wanted
+
+
+def test_a_missing_file_is_named_at_once(folder: Path) -> None:
+    files(folder)[2].unlink()
+    wanted = message(lambda: check(folder, Comm(), wanted=True))
+    assert wanted.startswith(f"{files(folder)[1].with_name('model-00003-of-00004.safetensors')} is missing")
+    assert message(lambda: SumCheck(folder, wanted=True)) == wanted
+
+
+@pytest.mark.parametrize("change", ["removed", "cut", "made longer"])
+def test_a_file_that_changes_while_others_are_read(folder: Path, change: str) -> None:
+    sums = SumCheck(folder, wanted=True)
+    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+        reader.read("a")
+        last = files(folder)[-1]
+        if change == "removed":
+            last.unlink()
+        else:
+            data = last.read_bytes()
+            last.write_bytes(data[:-1] if change == "cut" else data + b"x")
+        expected = "is missing" if change == "removed" else "is damaged: its checksum"
+        assert f"{last} {expected}" in message(sums.finish)
+
+
+def test_without_sums_nothing_is_held_against_them(folder: Path) -> None:
+    (folder / RECORD).unlink()
+    sums = SumCheck(folder, wanted=False)
+    with SafetensorsFolder(folder / "weights", on_read=sums.read) as reader:
+        in_pieces(reader)
+    sums.finish()
+
+
+def test_sha256_of_earlier_zoos_is_worked_out_too(folder: Path) -> None:
+    listed = {f"weights/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files(folder)}
+    (folder / RECORD).write_text(json.dumps({"zoo": "0", "files": listed}))
+    run(folder, in_pieces)
+    flip(files(folder)[-1])
+    assert "is damaged" in message(lambda: run(folder, in_pieces))
