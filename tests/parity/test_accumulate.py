@@ -14,11 +14,18 @@ from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train import optimization
 from zoo.nn import weight_gradients
+from zoo.nn.decoder.experts import grouped
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen35(tmp_path_factory.mktemp("accumulate"), tied=request.param, mtp=2)
+    kind = request.param
+    return write_tiny_qwen35(
+        tmp_path_factory.mktemp(kind),
+        tied=kind == "tied",
+        moe=kind == "experts",
+        mtp=0 if kind == "experts" else 2,
+    )
 
 
 def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[int, dict[str, torch.Tensor]]:
@@ -41,14 +48,22 @@ def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[i
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("model.freeze=[vision]",), ("engine.recompute=full",)],
-    ids=["trained", "frozen tower", "recomputed"],
+    [(), ("model.freeze=[vision]",), ("engine.recompute=selective",), ("engine.recompute=full",)],
+    ids=["trained", "frozen tower", "partly recomputed", "recomputed"],
 )
 def test_the_gradient_is_the_same(
     overrides: tuple[str, ...], folder: Path, cpu_world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[torch.Tensor] = []
     plain = weight_gradients._Products.wgrad_gemm_accum_fp32
+
+    add = grouped.add_rounded
+
+    def add_rounded(total: torch.Tensor, grad: torch.Tensor) -> None:
+        made.append(total)
+        add(total, grad)
+
+    monkeypatch.setattr(grouped, "add_rounded", add_rounded)
 
     def product(x: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
         made.append(total)

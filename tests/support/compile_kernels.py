@@ -25,7 +25,7 @@ from zoo.nn.adamw.kernel import adamw, make_tables
 from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.decoder.experts.exchange import Copies
 from zoo.nn.kernels.conv import causal_conv_silu
-from zoo.nn.kernels.experts import add_products, collect, take
+from zoo.nn.kernels.experts import add_products, add_rounded, collect, take
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -102,9 +102,10 @@ def main() -> dict[str, int | str]:
     copies = Copies.of(positions[:, None] % 128, 128, TOKENS)
     take(torch.zeros(TOKENS, 2048).bfloat16(), copies.tokens)
     collect(torch.zeros(TOKENS, 2048).bfloat16(), copies.places)
-    for rank in (16, 128):
+    for rank in (16, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
         add_products(*(one.bfloat16() for one in given), copies.ends)
+    add_rounded(torch.zeros(TOKENS, 2048), torch.zeros(TOKENS, 2048).bfloat16())
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
     both_ways(lambda x: swiglu(x, gelu=True), (TOKENS, 2 * 10240))

@@ -168,6 +168,14 @@ def narrow_products(width: int, rank: int, ends: list[int]) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
+def added_gradients(count: int) -> float:
+    """Error of a sum of fp32 and half precision."""
+    total, grad = torch.randn(count), torch.randn(count).bfloat16()
+    wanted = total + grad
+    kernels.add_rounded(total, grad)
+    return float((total - wanted).abs().max())
+
+
 def swiglu_plain(x: Tensor, probs: Tensor | None = None) -> Tensor:
     """SwiGLU in plain PyTorch."""
     gate, up = x.chunk(2, -1)
@@ -211,6 +219,7 @@ def main() -> None:
         ),
         "tokens to experts": experts_ways(8, 8, 12, 2, 40),
         "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
+        "gradients of two micro-batches": added_gradients(5000),
         "narrow products": narrow_products(300, 8, [0, 70, 70, 200, 201]),
         "wide ones": narrow_products(40, 40, [3, 5, 5]),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),

@@ -1,4 +1,4 @@
-"""Gradients of the decoder's linears, added to DDP's buffer by the matrix product that makes them.
+"""Gradients of the decoder's linears, added to DDP's buffer by the matrix product that makes them; experts' by a kernel behind it.
 
 Without it, each gradient is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
 apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own.
@@ -12,6 +12,8 @@ import torch
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
+
+from zoo.nn.decoder.experts.grouped import GroupedExperts
 
 
 class _Products:
@@ -32,7 +34,7 @@ class _Products:
 
 
 def accumulate_in_place(chunks: list[Any]) -> int:
-    """Make the trained linears of model chunks under DDP add their gradients in place; returns how many there are.
+    """Make the trained linears and experts of model chunks under DDP add their gradients in place; returns how many there are.
 
     Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them. Nor Transformer
     Engine's under FP8, where the first micro-batch's gradient would take the place of what is in the buffer.
@@ -43,6 +45,10 @@ def accumulate_in_place(chunks: list[Any]) -> int:
     found = 0
     for chunk in chunks:
         for linear in chunk.modules():
+            if isinstance(linear, GroupedExperts):
+                linear.accumulates = hasattr(linear.weight1, "main_grad")
+                found += linear.accumulates
+                continue
             if not hasattr(getattr(linear, "weight", None), "main_grad"):
                 continue
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):

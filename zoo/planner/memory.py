@@ -220,7 +220,8 @@ def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[fl
     halves = {kind: kept.layer(kind) for kind in counts}
     into = kept.shared * kept.text.hidden_size * kept.size
     if recompute == "full":
-        return into * len(layers), max((mixing + 1.3 * mlp for mixing, mlp in halves.values()), default=0.0)
+        widest = (mixing + (1.1 if kind.sparse else 1.3) * mlp for kind, (mixing, mlp) in halves.items())
+        return into * len(layers), max(widest, default=0.0)
     if recompute == "selective":
         norm = kept.norm(kept.shared, kept.text.hidden_size)
         arrived = kept.arrived() if any(kind.sparse for kind in counts) else 0.0

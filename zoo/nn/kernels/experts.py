@@ -1,4 +1,5 @@
-"""Rows taken by index and summed up by index: how tokens go to experts and come back; and narrow products of experts' rows.
+"""Rows taken by index and summed up by index: how tokens go to experts and come back; narrow products of experts' rows; and gradients
+added to those of other micro-batches.
 
 The first two are each other's gradients, so neither needs atomic additions: sums are in fp32, in the order of the places, and the same in
 every run. The products are those of adapters. A grouped product writes them, and an addition reads both and writes again: twice as much
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from zoo.nn.kernels.launch import Launch
 
-RANKS = 128  # of the widest narrow product
+RANKS = 64  # of the widest narrow product
 PRODUCTS = Launch(rows=64, columns=256, warps=8)
 
 
@@ -113,3 +114,18 @@ def add_products(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor
             num_warps=launch.warps,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _add_rounded(total, grad, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    both = tl.load(total + place, mask=inside) + tl.load(grad + place, mask=inside).to(tl.float32)
+    tl.store(total + place, both, mask=inside)
+
+
+def add_rounded(total: Tensor, grad: Tensor) -> None:
+    """total += grad, fp32 and half precision, of one shape and contiguous; PyTorch's own addition reads and writes at half the rate."""
+    assert total.is_contiguous() and grad.is_contiguous() and total.shape == grad.shape
+    if total.numel():
+        _add_rounded[(triton.cdiv(total.numel(), 4096),)](total, grad, total.numel(), BLOCK=4096, num_warps=8)

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.mlp import glu
-from zoo.nn.kernels import has_triton
+from zoo.nn.kernels import fused, has_triton
 from zoo.nn.kernels.widths import grouped_takes
 
 
@@ -40,6 +40,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
         self.num_local_experts = num_local_experts
+        self.accumulates = False  # whether gradients are added to DDP's buffers here
         self.ep_group, self.tp_group, self.dp_group = (
             pg_collection.ep,
             pg_collection.expt_tp,
@@ -81,7 +82,9 @@ class GroupedExperts(MegatronModule):
 
     def _project(self, name: str, x: Tensor, ends: Tensor, unread: bool = False) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""
-        out = product(x, getattr(self, name), ends, unread=unread)
+        weight = getattr(self, name)
+        total = weight.main_grad if self.accumulates and weight.requires_grad else None
+        out = product(x, weight, ends, unread=unread, total=total)
         if name not in self.lora:
             return out
         narrow, wide = self.lora[name](x, lambda x, weight: product(x, weight, ends))
@@ -128,7 +131,12 @@ class GroupedExperts(MegatronModule):
 
 
 def product(
-    x: Tensor, weight: Tensor, ends: Tensor, add_to: Tensor | None = None, unread: bool = False
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    add_to: Tensor | None = None,
+    unread: bool = False,
+    total: Tensor | None = None,
 ) -> Tensor:
     """x (N, in) sorted by expert, by each expert's own of weight (E, out, in) -> (N, out).
 
@@ -136,16 +144,24 @@ def product(
         ends: (E,) int32, where each expert's rows end.
         add_to: (N, out) that the product is added to, in place where a kernel does it.
         unread: nobody will read the result, which only stands for its gradient; nothing is computed.
+        total: (E, out, in), DDP's buffer of a parameter `weight`; its gradient is added there, and what autograd gets is not read.
     """
-    out: Tensor = _Product.apply(add_to, x, weight, ends, unread)
+    out: Tensor = _Product.apply(add_to, x, weight, ends, unread, total)
     return out
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, add_to: Tensor | None, x: Tensor, weight: Tensor, ends: Tensor, unread: bool
+        ctx: Any,
+        add_to: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        unread: bool,
+        total: Tensor | None,
     ) -> Tensor:
+        ctx.total, ctx.parameter = total, weight if total is not None else None
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, ends)
         if unread:
             return x.new_empty(1).expand(len(x), weight.shape[1])
@@ -166,7 +182,10 @@ class _Product(torch.autograd.Function):
         needed = ctx.needs_input_grad
         to_x = _multiply(grad, weight.transpose(1, 2), ends) if needed[1] else None
         to_weight = _outer(grad, x, ends, grouped(grad, weight)) if needed[2] else None
-        return grad if needed[0] else None, to_x, to_weight, None, None
+        if ctx.total is not None and to_weight is not None:
+            add_rounded(ctx.total, to_weight)
+            ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
+        return grad if needed[0] else None, to_x, to_weight, None, None, None
 
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -183,6 +202,16 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
     counts = _counts(ends)
     parts = zip(grad.split(counts), x.split(counts), strict=True)
     return torch.stack([g.t() @ rows for g, rows in parts])
+
+
+def add_rounded(total: Tensor, grad: Tensor) -> None:
+    """total += grad, of half precision."""
+    if fused(grad) and total.dtype == torch.float32:
+        from zoo.nn.kernels.experts import add_rounded as kernel
+
+        kernel(total, grad)
+    else:
+        total.add_(grad)
 
 
 def _counts(ends: Tensor) -> list[int]:
