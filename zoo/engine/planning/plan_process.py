@@ -19,6 +19,7 @@ from zoo.config.devices import gpu_count
 from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.engine.megatron.core_import import leave_out_transformer_engine
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -75,6 +76,7 @@ def _choose(recipe: Recipe, ranks: int) -> Recipe:
 def _main(config: str, ranks: str, result: str) -> None:
     """Choose, and write the recipe or the message of the error to a file."""
     end_with_parent()
+    leave_out_transformer_engine()
     try:
         found: Recipe | str = _choose(load_recipe(config), int(ranks))
     except UserError as error:
