@@ -72,6 +72,34 @@ def test_a_rank_starts_without_the_compiler() -> None:
     run(code)
 
 
+@pytest.mark.slow
+def test_a_run_that_plans_imports_nothing_that_it_does_not_call(tmp_path: Path) -> None:
+    for package in ("sklearn", "pandas", "scipy"):
+        pytest.importorskip(package)
+    given = [
+        "recipe=qwen35_vl_sft",
+        "size=tiny",
+        "hardware=cpu",
+        "nproc=1",
+        "parallel.plan=[tp,recompute]",
+        "train.steps=1",
+    ]
+    given += ["data.eval=none", "export=false", f"run.dir={tmp_path / 'run'}"]
+    never = (
+        "torch._inductor.compile_fx",
+        "sklearn",
+        "pandas",
+        "scipy.optimize",
+        "datasets",
+        "peft",
+        "IPython",
+    )
+    out = run(
+        f"from zoo.cli.main import main\nmain(['train', *{given!r}])\nprint([name for name in {never!r} if name in sys.modules])"
+    )
+    assert out.splitlines()[-1] == "[]"
+
+
 @pytest.fixture
 def transformer_engine(tmp_path: Path) -> dict[str, str]:
     """The environment of a process that finds a package of that name, which ends whatever imports it."""
