@@ -19,7 +19,7 @@ from zoo.config.devices import gpu_count
 from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import Launcher, end_with_parent
-from zoo.engine.megatron.core_import import leave_out_transformer_engine
+from zoo.engine.megatron.core_import import importing, leave_out_transformer_engine
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -68,9 +68,10 @@ def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
 
 
 def _choose(recipe: Recipe, ranks: int) -> Recipe:
-    from zoo.engine.planning.plan import choose_layout_here
+    with importing():
+        from zoo.engine.planning.plan import choose_layout_here
 
-    return choose_layout_here(recipe, ranks)
+        return choose_layout_here(recipe, ranks)
 
 
 def _main(config: str, ranks: str, result: str) -> None:

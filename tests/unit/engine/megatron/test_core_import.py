@@ -1,5 +1,6 @@
 """megatron-core and transformers are imported without what a run does not need, and what was left out comes when it is called."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -12,7 +13,7 @@ import torch
 
 from zoo.config.checks import engine
 from zoo.config.schema import Recipe
-from zoo.engine.megatron.core_import import _at_first_call
+from zoo.engine.megatron.core_import import _at_first_call, importing
 
 STARTS = {  # what a process of zoo's does before it imports megatron-core
     "a run": "from zoo.engine.launch.prepare import prepare; prepare(recipe)",
@@ -135,6 +136,19 @@ def test_transformer_engine_is_left_where_it_may_be_the_backend(transformer_engi
         "print(find_spec('transformer_engine') is not None)"
     )
     assert run(code, **transformer_engine) == "True\n"
+
+
+def test_imports_are_not_interrupted_by_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    with importing(own=True):
+        with importing():
+            assert not gc.isenabled()
+        assert not gc.isenabled() and not frozen
+    assert gc.isenabled() and frozen == [False]
+    with pytest.raises(ImportError), importing():
+        raise ImportError
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
