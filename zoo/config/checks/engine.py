@@ -43,6 +43,18 @@ def check_engine(recipe: Recipe) -> None:
         raise ConfigError(TE_IN_FP32)
 
 
+def may_use_transformer_engine(recipe: Recipe) -> bool:
+    """Whether the backend of a recipe, validated or not, is Transformer Engine's where it is installed and takes the model's widths.
+
+    False only where `zoo.nn.backend.get_backend` gives the torch backend to every model.
+    """
+    engine = recipe.engine
+    if engine.backend != "auto":
+        return engine.backend == "te"
+    blocks = engine.fp8 and engine.fp8_recipe == "blockwise"
+    return engine.precision != "fp32" and not blocks and gpu_count() > 0
+
+
 def _check_fp8(recipe: Recipe) -> None:
     engine = recipe.engine
     if engine.precision != "bf16":

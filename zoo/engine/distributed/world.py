@@ -216,7 +216,10 @@ def _init_distributed(on_cpu: bool, device: torch.device) -> None:
     dist.init_process_group(**options)
     if not on_cpu:
         warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
-        dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
+        if (
+            dist.get_world_size() > 1
+        ):  # one rank may never exchange anything: plans and checks have such a world
+            dist.all_reduce(torch.zeros(1, device=device))  # barriers go by the device of the first exchange
 
 
 def _init_model_parallel(recipe: Recipe, device: torch.device) -> World:

@@ -17,11 +17,11 @@ from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
 from zoo.engine.launch.callback_copies import copied
-from zoo.engine.launch.core_import import import_core
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
+from zoo.engine.megatron.core_import import import_core, importing
 from zoo.engine.report import terminal
 from zoo.engine.report.result import TrainResult
 from zoo.errors import UserError
@@ -75,8 +75,9 @@ def launch(
         end_with_parent()
     if under_torchrun() or (here and ranks == 1):
         terminal.doing("importing PyTorch and Megatron-Core")
-        import_core()
-        from zoo.engine.train.trainer import train
+        with importing(own=here):
+            import_core()
+            from zoo.engine.train.trainer import train
 
         return train(recipe, callbacks)
     return _train_in_children(recipe, ranks, callbacks)

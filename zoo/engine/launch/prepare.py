@@ -14,6 +14,7 @@ from zoo.data.loading.defaults import with_defaults
 from zoo.data.sources.tables import check_entry
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.slurm import join_slurm
+from zoo.engine.megatron.core_import import leave_out_transformer_engine
 from zoo.engine.planning.plan_process import planned
 from zoo.engine.watchdog.run_lock import refuse_second
 from zoo.errors import ConfigError
@@ -22,7 +23,7 @@ from zoo.errors import ConfigError
 def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     """The validated and fully planned recipe, and its number of ranks, after a check that the files it names exist.
 
-    `here`: a single rank will run in this process.
+    `here`: this process belongs to zoo; a single rank will run in it.
 
     Raises:
         ConfigError: the recipe cannot run on that many ranks or fits them under no layout, or its run folder cannot
@@ -33,6 +34,8 @@ def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     ranks = world_size(recipe)
     _check_machine(recipe)
     keep_kernels()
+    if here:
+        leave_out_transformer_engine(recipe)
     recipe = validate(planned(recipe, ranks, here=here), ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
-from zoo.engine.launch.core_import import import_core
+from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
 from zoo.engine.report.terminal import doing, live_terminal
 from zoo.errors import UserError, file_error
 from zoo.subprocesses import find_users_modules
@@ -47,13 +47,16 @@ def _main(path: str, task: list[str]) -> int:
     doing("importing PyTorch and Megatron-Core")
     try:
         with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
-            from zoo.config.compose import load_recipe
+            with importing(own=True):
+                from zoo.config.compose import load_recipe
 
-            recipe = load_recipe(path)
-            import_core()
+                recipe = load_recipe(path)
+                leave_out_transformer_engine(recipe)
+                import_core()
             if task[:1] != ["--callbacks"] and task:
                 return _do(recipe, *task)
-            from zoo.engine.train.trainer import train
+            with importing(own=True):
+                from zoo.engine.train.trainer import train
 
             return train(recipe, _callbacks(task)).code
     except UserError as error:

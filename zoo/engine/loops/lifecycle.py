@@ -20,7 +20,6 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import refuse_different
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, groups, settings
-from zoo.engine.launch.core_import import import_core
 from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.loops.batch import Sparse
 from zoo.engine.loops.checkpoints import Checkpoints
@@ -29,6 +28,7 @@ from zoo.engine.loops.parts import EngineParts, build_parts
 from zoo.engine.loops.passes import Passes
 from zoo.engine.loops.training import Training
 from zoo.engine.loops.weights import Weights
+from zoo.engine.megatron.core_import import import_core
 from zoo.engine.planning.plan_process import planned
 from zoo.errors import UserError
 

@@ -1,6 +1,7 @@
 """Statistics of a recipe's parameters, from the model built on the meta device: shapes without data.
 
-It takes half a second for the largest of the published sizes, once Megatron-Core is imported.
+It takes half a second for the largest of the published sizes, once Megatron-Core is imported. A single rank asks twice, for its plan
+and for the check that the model fits, so the answers are kept.
 """
 
 from __future__ import annotations
@@ -19,9 +20,19 @@ from zoo.nn.muon import newton_schulz_flops
 from zoo.planner.parameters import ADAPTERS, EXPERTS, Cut, ParameterStatistics, Weights
 from zoo.registry import ModelFamily
 
+_known: dict[str, ParameterStatistics] = {}  # by all of a recipe that decides them
+
 
 def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
     """Count the parameters of a recipe's model, whatever its parallel sizes; the recipe has to have `model.arch`."""
+    train = recipe.train
+    key = repr((recipe.model, recipe.lora, train.loss, train.mtp_loss, train.optimizer))
+    if key not in _known:
+        _known[key] = _count(recipe)
+    return _known[key]
+
+
+def _count(recipe: Recipe) -> ParameterStatistics:
     # Names and shapes are the same under either backend, and Transformer Engine's modules want a GPU.
     plain = {"engine.precision": "fp32", "engine.backend": "torch", "engine.fp8": False}
     recipe = on_one_rank(recipe).replace(plain)

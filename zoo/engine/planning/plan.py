@@ -21,6 +21,7 @@ from zoo.config.memory import host_memory, limits
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
+from zoo.engine.megatron.core_import import import_core
 from zoo.errors import ConfigError, size
 from zoo.planner import memory as planned_memory
 from zoo.planner.activations import Row
@@ -36,6 +37,7 @@ PROCESS = 2_500_000_000  # bytes of address space that threads and process group
 
 def model_of(recipe: Recipe) -> Model:
     """The model of a recipe, which has to have `model.arch`."""
+    import_core()
     from zoo.engine.planning.parameter_statistics import parameter_statistics
     from zoo.nn.flops import layer_kinds, model_cost
 

@@ -19,6 +19,7 @@ from zoo.config.devices import gpu_count
 from zoo.config.memory import host_memory
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.engine.megatron.core_import import importing, leave_out_transformer_engine
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -67,14 +68,16 @@ def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
 
 
 def _choose(recipe: Recipe, ranks: int) -> Recipe:
-    from zoo.engine.planning.plan import choose_layout_here
+    with importing():
+        from zoo.engine.planning.plan import choose_layout_here
 
-    return choose_layout_here(recipe, ranks)
+        return choose_layout_here(recipe, ranks)
 
 
 def _main(config: str, ranks: str, result: str) -> None:
     """Choose, and write the recipe or the message of the error to a file."""
     end_with_parent()
+    leave_out_transformer_engine()
     try:
         found: Recipe | str = _choose(load_recipe(config), int(ranks))
     except UserError as error:

@@ -1,0 +1,147 @@
+"""Importing megatron-core and transformers without packages that a run may never use.
+
+- megatron-core decorates some thirty functions with torch.compile as it is imported, which imports TorchDynamo and
+  TorchInductor: a third of the CPU seconds of a start. zoo calls few of these functions, and on the CPU none.
+- megatron-core imports flash-linear-attention, and this TorchDynamo, for three functions of its gated delta rule, in the place of
+  which zoo has its own.
+- transformers imports scikit-learn, which imports pandas, for one function of assisted generation, and scipy for one of a loss.
+- megatron-core imports Transformer Engine wherever it is installed, under the torch backend too.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+from zoo.config.checks.engine import may_use_transformer_engine
+from zoo.config.schema import Recipe
+
+# Module -> its function that megatron-core or transformers imports.
+_OF_CORE = {
+    "fla.modules.convolution": "causal_conv1d",
+    "fla.modules.l2norm": "l2norm",
+    "fla.ops.gated_delta_rule": "chunk_gated_delta_rule",
+}
+_OF_TRANSFORMERS = {"sklearn.metrics": "roc_curve", "scipy.optimize": "linear_sum_assignment"}
+
+
+@contextmanager
+def importing(*, own: bool = False) -> Iterator[None]:
+    """Imports inside the block without garbage collections, which took 1 of 4.3 CPU seconds: modules keep nearly all that they make.
+
+    `own`: in a process of zoo's own, later collections pass over what is there at the end of the block, too.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if own:
+            gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+@importing()
+def import_core() -> None:
+    """Import megatron.core and what transformers' models are made of. To be called before any import of them.
+
+    Functions that megatron-core gives to torch.compile are compiled at their first call, and functions of flash-linear-attention,
+    scikit-learn and scipy are imported at theirs.
+    """
+    import torch
+
+    module: Any = torch
+    compile_now, module.compile = torch.compile, _at_first_call(torch.compile)
+    try:
+        importlib.import_module("megatron.core")
+        with _imported_later(_OF_CORE):
+            importlib.import_module("megatron.core.ssm.gated_delta_net")
+    finally:
+        module.compile = compile_now
+    with _imported_later(_OF_TRANSFORMERS):
+        from transformers import GenerationMixin, PreTrainedModel  # noqa: F401  # it imports modules as they are asked for
+
+
+def leave_out_transformer_engine(recipe: Recipe | None = None) -> None:
+    """Make Transformer Engine look as if it were not installed, to all that this process imports from now on.
+
+    Its import takes seconds, and megatron-core makes it for its own sake: a run under the torch backend has kernels of zoo's in
+    the places where megatron-core would take Transformer Engine's (norm of the gradients, AdamW, router). This is for processes of zoo
+    alone, since a caller's other code may want Transformer Engine. Nothing is done once megatron-core is imported, whose
+    modules have to agree.
+
+    Args:
+        recipe: the only one that this process will run: nothing is done where its backend may be Transformer Engine's. None:
+            this process runs no model.
+    """
+    if recipe is not None and may_use_transformer_engine(recipe):
+        return
+    if not {"megatron.core", "transformer_engine"} & sys.modules.keys() and find_spec("transformer_engine"):
+        modules: Any = sys.modules
+        modules["transformer_engine"] = None  # `import` raises ModuleNotFoundError, `find_spec` finds nothing
+
+
+@contextmanager
+def _imported_later(functions: Mapping[str, str]) -> Iterator[None]:
+    """Stand-ins inside the block for modules that are installed and not imported yet, each with one function."""
+    stand_ins = {
+        name: _stand_in(name, called)
+        for name, called in functions.items()
+        if name not in sys.modules and find_spec(name.partition(".")[0])
+    }
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:
+                del sys.modules[name]
+
+
+def _stand_in(name: str, called: str) -> ModuleType:
+    """A module whose function `called` imports the module `name` and calls that one's; other names are the imported one's own."""
+    module: Any = ModuleType(name)
+
+    def real() -> ModuleType:
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+        return importlib.import_module(name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        return getattr(real(), called)(*args, **options)
+
+    def other(asked: str) -> Any:
+        if asked.startswith("__"):  # whoever looks through all modules asks for their files
+            raise AttributeError(asked)
+        return getattr(real(), asked)
+
+    setattr(module, called, call)
+    module.__getattr__ = other
+    return module
+
+
+def _at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile, as a decorator too, that waits until the function is called."""
+
+    def later(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(later, **options)
+        compiled: list[Callable[..., Any]] = []
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not compiled:
+                compiled.append(compile_now(function, **options))
+            return compiled[0](*args, **kwargs)
+
+        return call
+
+    return later
