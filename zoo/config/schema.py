@@ -222,7 +222,7 @@ class LoraConfig:
 class EngineConfig:
     """How the model is executed."""
 
-    backend: str = choice("auto", "auto", "te", "torch")  # auto | te | torch; te has no fp32, so auto is torch there
+    backend: str = choice("auto", "auto", "te", "torch")  # auto | te | torch; auto is te for FP8 by tensor, and else torch
     precision: str | None = choice(None, "fp32", "bf16")  # fp32 | bf16; default: bf16 on a GPU, fp32 on the CPU
     fp8: bool = False  # linears of attention and dense MLPs in FP8; needs bf16
     fp8_recipe: str = choice("blockwise", "blockwise", "tensorwise")  # blockwise: a scale for 128 values, weight gradients in bf16; on Hopper, without te | tensorwise: a scale for a tensor; needs te

@@ -1,6 +1,5 @@
 """Which kernel a width goes to, decided without a GPU: kernels that refuse it are never called."""
 
-import importlib.util
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -79,37 +78,41 @@ def decoder(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Any:
     sizes = {
         "hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 32, "ffn_hidden_size": 256,
         "tensor_model_parallel_size": 1, "attention_output_gate": False, "moe_shared_expert_intermediate_size": None,
-        "linear_attention_freq": None, "params_dtype": dtype, "window_size": None, "window_attn_skip_freq": None,
+        "linear_attention_freq": None, "params_dtype": dtype, "fp8": None, "window_size": None, "window_attn_skip_freq": None,
     }  # fmt: skip
     return SimpleNamespace(**{**sizes, **changes})
 
 
-@pytest.fixture
-def te_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "transformer_engine" or found(name))
+def test_auto_is_torch_but_for_fp8_by_tensor() -> None:
+    for changes, wanted in (
+        ({}, "TorchBackend"),
+        ({"fp8": "hybrid"}, "TEBackend"),
+        ({"fp8_blocks": True}, "FP8Backend"),
+    ):
+        assert type(backend.get_backend("auto", decoder(**changes))).__name__ == wanted
 
 
-@pytest.mark.usefixtures("te_is_there")
-def test_auto_takes_transformer_engine_for_what_it_does_right() -> None:
-    def chosen(*args: Any, **changes: Any) -> str:
-        return type(backend.get_backend("auto", decoder(*args, **changes))).__name__
-
-    assert chosen() == "TEBackend"
-    assert chosen(torch.float32) == "TorchBackend"
-    assert chosen(hidden_size=130) == "TorchBackend"
-    assert chosen(ffn_hidden_size=132) == "TorchBackend"
-    assert chosen(ffn_hidden_size=136, tensor_model_parallel_size=2) == "TorchBackend"
-    assert chosen(moe_shared_expert_intermediate_size=14) == "TorchBackend"
-    linear = {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 3,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    }
-    assert chosen(linear_attention_freq=[1], **linear) == "TorchBackend"  # 6 of its outputs are heads' gates
-    assert chosen(linear_attention_freq=[1], **linear | {"linear_num_value_heads": 4}) == "TEBackend"
+@pytest.mark.parametrize(
+    ("changes", "taken"),
+    [
+        ({}, True),
+        ({"hidden_size": 130}, False),
+        ({"ffn_hidden_size": 132}, False),
+        ({"ffn_hidden_size": 136, "tensor_model_parallel_size": 2}, False),
+        ({"moe_shared_expert_intermediate_size": 14}, False),
+        ({"linear_num_value_heads": 3}, False),  # 6 of its outputs are heads' gates
+        ({"linear_num_value_heads": 4}, True),
+    ],
+)
+def test_transformer_engine_is_refused_for_odd_widths(changes: dict[str, int], taken: bool) -> None:
+    if "linear_num_value_heads" in changes:
+        changes = changes | {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        changes["linear_attention_freq"] = [1]  # type: ignore[assignment]
+    if taken:
+        assert isinstance(backend.get_backend("te", decoder(**changes)), backend.TEBackend)
+    else:
+        with pytest.raises(ConfigError, match=r"divide by 8.*engine\.backend=torch"):
+            backend.get_backend("te", decoder(**changes))
 
 
 def test_transformer_engine_is_refused_in_fp32() -> None:

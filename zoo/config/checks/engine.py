@@ -17,6 +17,11 @@ TE_IN_FP32 = (
     "engine.backend=torch, or engine.precision=bf16"
 )
 
+TE_WIDTHS = (
+    "engine.backend=te: Transformer Engine's products in half precision want widths of the decoder's linears that divide by 8 on each "
+    "tensor parallel rank; use engine.backend=torch"
+)
+
 _HOPPER = (9, 0)
 
 
@@ -43,16 +48,11 @@ def check_engine(recipe: Recipe) -> None:
         raise ConfigError(TE_IN_FP32)
 
 
-def may_use_transformer_engine(recipe: Recipe) -> bool:
-    """Whether the backend of a recipe, validated or not, is Transformer Engine's where it is installed and takes the model's widths.
-
-    False only where `zoo.nn.backend.get_backend` gives the torch backend to every model.
-    """
+def uses_transformer_engine(recipe: Recipe) -> bool:
+    """Whether the backend of a recipe, validated or not, is Transformer Engine's, as `zoo.nn.backend.get_backend` chooses it."""
     engine = recipe.engine
-    if engine.backend != "auto":
-        return engine.backend == "te"
-    blocks = engine.fp8 and engine.fp8_recipe == "blockwise"
-    return engine.precision != "fp32" and not blocks and gpu_count() > 0
+    by_tensor = engine.fp8 and engine.fp8_recipe == "tensorwise"
+    return engine.backend == "te" or (engine.backend == "auto" and by_tensor)
 
 
 def _check_fp8(recipe: Recipe) -> None:

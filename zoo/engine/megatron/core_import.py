@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from zoo.config.checks.engine import may_use_transformer_engine
+from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.schema import Recipe
 
 # Module -> its function that megatron-core or transformers imports.
@@ -79,10 +79,10 @@ def leave_out_transformer_engine(recipe: Recipe | None = None) -> None:
     modules have to agree.
 
     Args:
-        recipe: the only one that this process will run: nothing is done where its backend may be Transformer Engine's. None:
+        recipe: the only one that this process will run: nothing is done where its backend is Transformer Engine's. None:
             this process runs no model.
     """
-    if recipe is not None and may_use_transformer_engine(recipe):
+    if recipe is not None and uses_transformer_engine(recipe):
         return
     if not {"megatron.core", "transformer_engine"} & sys.modules.keys() and find_spec("transformer_engine"):
         modules: Any = sys.modules

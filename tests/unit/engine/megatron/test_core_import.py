@@ -155,7 +155,7 @@ def test_imports_are_not_interrupted_by_collections(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("precision", [None, "bf16", "fp32"])
 @pytest.mark.parametrize("fp8", [None, "blockwise", "tensorwise"])
 @pytest.mark.parametrize("backend", ["auto", "te", "torch"])
-def test_only_backends_that_are_torchs_for_sure_are_called_so(
+def test_the_backend_is_told_before_anything_is_imported(
     backend: str, fp8: str | None, precision: str | None, gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from types import SimpleNamespace
@@ -174,10 +174,12 @@ def test_only_backends_that_are_torchs_for_sure_are_called_so(
     if (backend, fp8) in {("te", "blockwise"), ("torch", "tensorwise")}:
         return  # refused
     config: Any = SimpleNamespace(
-        fp8_blocks=fp8 == "blockwise", params_dtype=torch.bfloat16 if derived == "bf16" else torch.float32
+        fp8="hybrid" if fp8 == "tensorwise" else None,
+        fp8_blocks=fp8 == "blockwise",
+        params_dtype=torch.bfloat16 if derived == "bf16" else torch.float32,
     )
     chosen = of_models.get_backend(backend, config)
-    assert isinstance(chosen, of_models.TEBackend) == engine.may_use_transformer_engine(recipe)
+    assert isinstance(chosen, of_models.TEBackend) == engine.uses_transformer_engine(recipe)
 
 
 @pytest.mark.parametrize(
