@@ -12,8 +12,9 @@ checkpoint's state would have another form, and neither split weights nor moment
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,10 +26,11 @@ from torch import Tensor
 from zoo.nn.adamw import host, state
 from zoo.nn.adamw.state import BLOCK, Moment, Part
 
-CHUNK = 2**23  # elements that are copied at once; a multiple of the pieces
+CHUNK = 2**25  # elements that are copied at once; a multiple of the pieces
 DEPTH = 4  # chunks under way at once
+WORKED_ON = 2  # chunks that cores work on at once: those that are done with one don't wait for the others
 PIECE = 2**17  # elements that a core updates at once in PyTorch's operations; a multiple of BLOCK
-COMPILED_PIECE = 2**19  # the same of the compiled function: a call from Python each
+COMPILED_PIECE = 2**21  # the same of the compiled function: a call from Python each
 
 Job = tuple[Part, dict[str, Any]]  # what is updated, and the options of `update`
 
@@ -84,23 +86,35 @@ class HostUpdate:
         if not self._jobs:
             return
         assert self._streams is not None and self._how is not None
-        (update, size), back = self._how, self._streams[1]
+        update, size = self._how
         with self._one_thread_each() as workers:
+            under_way: deque[list[Future[None]]] = deque()
             for number, (chunk, options) in enumerate(self._jobs):
                 slot = self._slots[number % DEPTH]
                 slot.arrived.synchronize()
                 weight, grad = slot.of(chunk)
+                task = partial(_without_gradients, update, options)
                 parts = pieces(replace(chunk, weight=weight, grad=grad), size)
-                for _ in workers.map(partial(_without_gradients, update, options), parts):
-                    pass  # an error of one is raised here
-                with torch.cuda.stream(back):
-                    chunk.weight.copy_(weight, non_blocking=True)
-                    slot.sent.record(back)
-                if number + DEPTH < len(self._jobs):
-                    self._streams[0].wait_event(slot.sent)
-                    self._fetch(number + DEPTH)
-        torch.cuda.current_stream().wait_stream(back)
+                under_way.append([workers.submit(task, part) for part in parts])
+                if len(under_way) == WORKED_ON:
+                    self._send_back(number - WORKED_ON + 1, under_way.popleft())
+            for number in range(len(self._jobs) - len(under_way), len(self._jobs)):
+                self._send_back(number, under_way.popleft())
+        torch.cuda.current_stream().wait_stream(self._streams[1])
         self._jobs = []
+
+    def _send_back(self, number: int, updates: list[Future[None]]) -> None:
+        """Copy a chunk to where it came from once it is updated, and have a later one come in its place."""
+        assert self._streams is not None
+        for one in updates:
+            one.result()  # an error of one is raised here
+        (chunk, _), slot, (there, back) = self._jobs[number], self._slots[number % DEPTH], self._streams
+        with torch.cuda.stream(back):
+            chunk.weight.copy_(slot.of(chunk)[0], non_blocking=True)
+            slot.sent.record(back)
+        if number + DEPTH < len(self._jobs):
+            there.wait_event(slot.sent)
+            self._fetch(number + DEPTH)
 
     @contextmanager
     def _one_thread_each(self) -> Iterator[ThreadPoolExecutor]:
