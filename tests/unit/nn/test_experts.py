@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.exchange import Copies, collect, take
-from zoo.nn.decoder.experts.grouped import product
+from zoo.nn.decoder.experts.grouped import adapted, product
 
 
 def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
@@ -41,16 +41,31 @@ def test_no_token_here() -> None:
     assert there.shape == (0, 5) and torch.equal(collect(there, copies.places), torch.zeros(4, 5))
 
 
-@pytest.mark.parametrize("added", [False, True])
-def test_products_and_their_gradients(added: bool) -> None:
-    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
-    x, weight, base = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 6, 4), (7, 6)))
+def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x by each expert's own weight, one after the other."""
     parts = zip(pairwise([0, *ends.tolist()]), weight, strict=True)
-    plain = torch.cat([x[a:b] @ w.t() for (a, b), w in parts]) + (base if added else 0)
-    asked = (x, weight, base) if added else (x, weight)
-    out = product(x, weight, ends, add_to=base if added else None)
+    return torch.cat([x[a:b] @ w.t() for (a, b), w in parts])
+
+
+def test_products_and_their_gradients() -> None:
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    x, weight = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 6, 4)))
+    plain = by_expert(x, weight, ends)
+    wanted = gradients(plain, x, weight)
+    out = product(x, weight, ends)
     torch.testing.assert_close(out, plain)
-    wanted = gradients(plain, *asked)
-    torch.testing.assert_close(gradients(out, *asked), wanted)
-    unread = product(x, weight, ends, add_to=base if added else None, unread=True)
-    torch.testing.assert_close(gradients(unread, *asked), wanted)
+    torch.testing.assert_close(gradients(out, x, weight), wanted)
+    torch.testing.assert_close(gradients(product(x, weight, ends, unread=True), x, weight), wanted)
+
+
+def test_adapted_products_and_their_gradients() -> None:
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    x, a, b = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 2, 4), (3, 6, 2)))
+    weight = torch.randn(3, 6, 4)
+    plain = by_expert(x, weight, ends) + 0.5 * by_expert(by_expert(x, a, ends), b, ends)
+    wanted = gradients(plain, x, a, b)
+    out = adapted(x, weight, a, b, 0.5, ends)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(gradients(out, x, a, b), wanted)
+    unread = adapted(x, weight, a, b, 0.5, ends, unread=True)
+    torch.testing.assert_close(gradients(unread, x, a, b), wanted)

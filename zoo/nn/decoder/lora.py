@@ -22,7 +22,6 @@ tensor parallelism as above; there the exchange is the token dispatcher's, and o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -223,11 +222,8 @@ class ExpertAdapter(Adapter):
             Cut(groups.expt_tp, 1, sections) if split == "rows" else whole,
         )
 
-    def forward(self, x: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """x (N, in) sorted by expert -> (N, rank) and (E, out, rank), whose product by each expert is what is added.
-
-        `product` multiplies x by each expert's (rank, in).
-        """
+    def forward(self, on_gpu: bool) -> tuple[Tensor, Tensor, float]:
+        """The two factors of what is added to each expert's product, (E, rank, in) and (E, out, rank), and their scale."""
         a: Tensor = self.a
         b: Tensor = self.b
         # The one that ranks have whole sees a share of the sum on each: its gradient is summed over them.
@@ -235,9 +231,8 @@ class ExpertAdapter(Adapter):
             a = copy_to_tensor_model_parallel_region(a, group=self.group)
         else:
             b = copy_to_tensor_model_parallel_region(b, group=self.group)
-        short = -self.lowrank.rank % 8 if x.is_cuda else 0  # grouped_mm wants rows of 16 bytes
-        a, b = F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
-        return product(x, a) * self.lowrank.scale, b
+        short = -self.lowrank.rank % 8 if on_gpu else 0  # grouped_mm wants rows of 16 bytes
+        return F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short)), self.lowrank.scale
 
     def delta(self) -> Tensor:
         """(E, out, in) of this rank."""

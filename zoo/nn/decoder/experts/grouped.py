@@ -83,12 +83,11 @@ class GroupedExperts(MegatronModule):
     def _project(self, name: str, x: Tensor, ends: Tensor, unread: bool = False) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""
         weight = getattr(self, name)
+        if name in self.lora:
+            a, b, scale = self.lora[name](x.is_cuda)
+            return adapted(x, weight, a, b, scale, ends, unread)
         total = weight.main_grad if self.accumulates and weight.requires_grad else None
-        out = product(x, weight, ends, unread=unread, total=total)
-        if name not in self.lora:
-            return out
-        narrow, wide = self.lora[name](x, lambda x, weight: product(x, weight, ends))
-        return product(narrow, wide, ends, add_to=out, unread=unread)
+        return product(x, weight, ends, unread, total)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -131,61 +130,91 @@ class GroupedExperts(MegatronModule):
 
 
 def product(
-    x: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    add_to: Tensor | None = None,
-    unread: bool = False,
-    total: Tensor | None = None,
+    x: Tensor, weight: Tensor, ends: Tensor, unread: bool = False, total: Tensor | None = None
 ) -> Tensor:
     """x (N, in) sorted by expert, by each expert's own of weight (E, out, in) -> (N, out).
 
     Args:
         ends: (E,) int32, where each expert's rows end.
-        add_to: (N, out) that the product is added to, in place where a kernel does it.
         unread: nobody will read the result, which only stands for its gradient; nothing is computed.
         total: (E, out, in), DDP's buffer of a parameter `weight`; its gradient is added there, and what autograd gets is not read.
     """
-    out: Tensor = _Product.apply(add_to, x, weight, ends, unread, total)
+    out: Tensor = _Product.apply(x, weight, ends, unread, total)
     return out
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        add_to: Tensor | None,
-        x: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-        unread: bool,
-        total: Tensor | None,
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, unread: bool, total: Tensor | None
     ) -> Tensor:
         ctx.total, ctx.parameter = total, weight if total is not None else None
-        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, weight, ends)
-        if unread:
-            return x.new_empty(1).expand(len(x), weight.shape[1])
-        if add_to is None:
-            return _multiply(x, weight, ends)
-        if grouped(x, weight) and has_triton():
-            from zoo.nn.kernels.experts import RANKS, add_products
-
-            if weight.shape[2] <= RANKS:
-                ctx.mark_dirty(add_to)
-                return add_products(add_to, x, weight, ends)
-        return add_to + _multiply(x, weight, ends)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
+        return _unread(x, weight) if unread else _multiply(x, weight, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        needed = ctx.needs_input_grad
-        to_x = _multiply(grad, weight.transpose(1, 2), ends) if needed[1] else None
-        to_weight = _outer(grad, x, ends, grouped(grad, weight)) if needed[2] else None
+        to_x = _multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        to_weight = _outer(grad, x, ends, grouped(grad, weight)) if ctx.needs_input_grad[1] else None
         if ctx.total is not None and to_weight is not None:
             add_rounded(ctx.total, to_weight)
             ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
-        return grad if needed[0] else None, to_x, to_weight, None, None, None
+        return to_x, to_weight, None, None, None
+
+
+def adapted(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, unread: bool = False
+) -> Tensor:
+    """x (N, in) by each expert's own of weight (E, out, in), which is not trained, and of its adapter -> (N, out).
+
+    The adapter adds scale b (a x), a (E, rank, in) and b (E, out, rank), to the result, and the like to the gradient of x. `ends` and
+    `unread`: as of `product`.
+    """
+    out: Tensor = _Adapted.apply(x, weight, a, b, scale, ends, unread)
+    return out
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, unread: bool
+    ) -> Tensor:
+        assert not weight.requires_grad
+        narrow = _multiply(x, a, ends) * scale
+        ctx.save_for_backward(x, weight, a, b, narrow, ends)
+        ctx.scale = scale
+        return _unread(x, weight) if unread else _add_product(_multiply(x, weight, ends), narrow, b, ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, narrow, ends = ctx.saved_tensors
+        grad = grad.contiguous()
+        to_narrow = _multiply(grad, b.transpose(1, 2), ends) * ctx.scale
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = _add_product(
+                _multiply(grad, weight.transpose(1, 2), ends), to_narrow, a.transpose(1, 2), ends
+            )
+        to_a = _outer(to_narrow, x, ends, grouped(x, a))
+        to_b = _outer(grad, narrow, ends, grouped(grad, b))
+        return to_x, None, to_a, to_b, None, None, None
+
+
+def _unread(x: Tensor, weight: Tensor) -> Tensor:
+    """Stands for x (N, in) by weight (E, out, in) where only its gradient is wanted."""
+    return x.new_empty(1).expand(len(x), weight.shape[1])
+
+
+def _add_product(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """out (N, width) += x (N, rank) by each expert's own of weight (E, width, rank)."""
+    if grouped(x, weight) and has_triton():
+        from zoo.nn.kernels.experts import RANKS, add_products
+
+        if weight.shape[2] <= RANKS:
+            return add_products(out, x, weight, ends)
+    return out.add_(_multiply(x, weight, ends))
 
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
