@@ -125,11 +125,17 @@ class AdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> None:
         """The same for one parameter; megatron-core's call."""
         numel = parameter.numel()
-        device = torch.device("cpu") if self.on_host(parameter) else parameter.device
+        there = self.on_host(parameter)
+        device, make = torch.device("cpu") if there else parameter.device, self._host.zeros if there else None
         formats = dict(zip(MOMENTS, zip(self._dtypes, (True, False), strict=True), strict=True))
-        moments = {name: Moment.zeros(numel, *formats[name], device) for name in self.moment_names(parameter)}
-        half = parameter.dtype == torch.bfloat16
-        master = torch.zeros(numel, dtype=torch.int16, device=device) if half else parameter.detach()
+        moments = {
+            name: Moment.zeros(numel, *formats[name], device, make) for name in self.moment_names(parameter)
+        }
+        master = parameter.detach()
+        if parameter.dtype == torch.bfloat16:
+            master = (
+                make(numel, torch.int16) if make else torch.zeros(numel, dtype=torch.int16, device=device)
+            )
         self._moments[parameter] = moments
         self.state[parameter] = {
             MASTER: master,

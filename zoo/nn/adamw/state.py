@@ -7,6 +7,7 @@ moving average that is rounded to the nearest value stands still where its steps
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -132,12 +133,20 @@ class Moment:
     signed: bool
 
     @classmethod
-    def zeros(cls, numel: int, dtype: torch.dtype, signed: bool, device: torch.device) -> Moment:
-        """What no update has moved yet; `dtype`: float32, bfloat16, or uint8 for 8 bits by block."""
+    def zeros(
+        cls,
+        numel: int,
+        dtype: torch.dtype,
+        signed: bool,
+        device: torch.device,
+        make: Callable[[int, torch.dtype], Tensor] | None = None,
+    ) -> Moment:
+        """What no update has moved yet; `dtype`: float32, bfloat16, or uint8 for 8 bits by block; `make`: of zeros in its place."""
         exponents = None
         if dtype == torch.uint8:
             exponents = torch.full((blocks(numel),), LEAST_EXPONENT, dtype=torch.uint8, device=device)
-        return cls(torch.zeros(numel, dtype=dtype, device=device), exponents, signed)
+        values = make(numel, dtype) if make else torch.zeros(numel, dtype=dtype, device=device)
+        return cls(values, exponents, signed)
 
     def read(self, start: int = 0, end: int | None = None) -> Tensor:
         """Values `start` to `end`, (N,) fp32; the tensor itself, or a view of it, where it is fp32."""

@@ -77,3 +77,13 @@ def test_the_share_is_reached_from_below() -> None:
         there = sum(size for size, taken in zip(sizes, chosen, strict=True) if taken)
         left = [size for size, taken in zip(sizes, chosen, strict=True) if not taken]
         assert there <= share * 100 and all(there + size > share * 100 for size in left)
+
+
+def test_zeros_of_the_host_are_zeros_whatever_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_update, "TOUCHED", 2**14)
+    work = host_update.HostUpdate(threads=2)
+    for count in (0, 5, 2**14 + 3):
+        for dtype in (torch.int16, torch.uint8, torch.float32):
+            made = work.zeros(count, dtype)
+            assert made.dtype == dtype and made.shape == (count,) and not made.any()
+            made += 1  # it can be written to

@@ -41,10 +41,12 @@ class MixtureOfExperts(MoELayer):
         again = self.moe_layer_recompute and self.training
         shared = None
         if self.shared_experts is not None:
+            # Its gradients come together by themselves, recomputed or not, so that both round alike.
+            given = hidden_states.view_as(hidden_states)
             shared = (
-                tensor_parallel.checkpoint(self.shared_experts, False, hidden_states)
+                tensor_parallel.checkpoint(self.shared_experts, False, given)
                 if again
-                else self.shared_experts(hidden_states)
+                else self.shared_experts(given)
             )
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         weights, chosen = self.router.choose(hidden_states, mask)
