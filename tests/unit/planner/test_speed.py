@@ -61,11 +61,9 @@ def test_tokens_a_second(name: str) -> None:
     assert estimated == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("cut", "whole"), [("h200-moe-ep4", "h200-moe-4gpus-ep1"), ("h200-moe-ep2", "h200-moe-ep1")]
-)
-def test_experts_shared_out_over_experts_on_every_rank(cut: str, whole: str) -> None:
+def test_experts_shared_out_over_experts_on_every_rank() -> None:
     (estimated, measured), (of_whole, measured_whole) = (
-        tokens_per_second(result_of(name)) for name in (cut, whole)
+        tokens_per_second(result_of(name)) for name in ("h200-moe-ep2", "h200-moe-ep1")
     )
     assert estimated / of_whole == pytest.approx(measured / measured_whole, rel=0.05)
+    assert estimated == pytest.approx(measured, rel=0.1)
