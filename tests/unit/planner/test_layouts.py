@@ -108,7 +108,7 @@ def test_published_models_fit_whole(name: str, size: str, hardware: str) -> None
 
 
 def test_experts_are_shared_out_before_all_are_held_by_each() -> None:
-    """Measured: adapters of 30B-A3B under EP 4, 9,832 tokens/s a GPU; with all experts on one GPU 9,353."""
+    """A GPU holds a quarter of the weights, 16 GB of 62, at no fewer tokens/s by what was measured under EP 1 and EP 2."""
     for more in ((), ("packing.budget=16384",)):
         chosen = chosen_for("qwen3_vl_moe_lora", "30b-a3b", "4xh200", *more)
         assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (4, 1, 1)
