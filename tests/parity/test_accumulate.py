@@ -57,13 +57,13 @@ def test_the_gradient_is_the_same(
     made: list[torch.Tensor] = []
     plain = weight_gradients._Products.wgrad_gemm_accum_fp32
 
-    add = grouped.add_rounded
+    add = grouped.accumulate
 
-    def add_rounded(total: torch.Tensor, grad: torch.Tensor) -> None:
+    def accumulate(total: torch.Tensor, grad: torch.Tensor) -> None:
         made.append(total)
         add(total, grad)
 
-    monkeypatch.setattr(grouped, "add_rounded", add_rounded)
+    monkeypatch.setattr(grouped, "accumulate", accumulate)
 
     def product(x: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
         made.append(total)

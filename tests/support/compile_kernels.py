@@ -23,9 +23,9 @@ from triton.runtime.jit import JITFunction
 
 from zoo.nn.adamw.kernel import adamw, make_tables
 from zoo.nn.adamw.state import Moment, Part
-from zoo.nn.decoder.experts.exchange import Copies
+from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels.conv import causal_conv_silu
-from zoo.nn.kernels.experts import add_products, add_rounded, collect, take
+from zoo.nn.kernels.experts import accumulate, add_lowrank, gather_rows, sum_rows
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -99,13 +99,13 @@ def main() -> dict[str, int | str]:
     both_ways(lambda x, w: causal_conv_silu(x, w, positions), (TOKENS, 2048), (2048, 4))
     both_ways(lambda x, w, b: linear_gelu(x, w, b, tanh=True), (TOKENS, 1024), (4096, 1024), (4096,))
     both_ways(gated, *((TOKENS, 2048),) * 2)
-    copies = Copies.of(positions[:, None] % 128, 128, TOKENS)
-    take(torch.zeros(TOKENS, 2048).bfloat16(), copies.tokens)
-    collect(torch.zeros(TOKENS, 2048).bfloat16(), copies.places)
-    for rank in (16, 64):
+    permutation = Permutation.of(positions[:, None] % 128, 128, TOKENS)
+    gather_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.tokens)
+    sum_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.places)
+    for rank in (16, 32, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
-        add_products(*(one.bfloat16() for one in given), copies.ends)
-    add_rounded(torch.zeros(TOKENS, 2048), torch.zeros(TOKENS, 2048).bfloat16())
+        add_lowrank(*(one.bfloat16() for one in given), permutation.ends)
+    accumulate(torch.zeros(TOKENS, 2048), torch.zeros(TOKENS, 2048).bfloat16())
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
     both_ways(lambda x: swiglu(x, gelu=True), (TOKENS, 2 * 10240))

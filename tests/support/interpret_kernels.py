@@ -20,10 +20,10 @@ import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
 from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.decoder.experts import exchange
-from zoo.nn.decoder.experts.exchange import Copies
+from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu
-from zoo.nn.kernels.experts import add_products
+from zoo.nn.kernels.experts import add_lowrank
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -137,25 +137,25 @@ def gelu_of_linear(tanh: bool, rows: tuple[int, ...], frozen: tuple[str, ...] = 
     return error(run(lambda **x: linear_gelu(**x, tanh=tanh)), run(plain), *(made[name] for name in learned))
 
 
-def copies_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Copies, int]:
-    """Copies of tokens for the first `here` experts, and how many these are."""
+def permutation_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Permutation, int]:
+    """Permutation of tokens for the first `here` experts, and how many these are."""
     chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices.clamp(max=here)
     count = int((chosen < here).sum())
-    return Copies.of(chosen, here, count), count
+    return Permutation.of(chosen, here, count), count
 
 
 def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) -> float:
     """Error of the way to experts and back."""
-    copies, count = copies_of(experts, here, tokens, topk)
+    permutation, count = permutation_of(experts, here, tokens, topk)
     rows, factors = torch.randn(tokens, width), torch.rand(count, 1)
-    there = kernels.take(rows, copies.tokens)
-    assert torch.equal(there, exchange.take(rows, copies.tokens))
-    found, wanted = (module.collect(there * factors, copies.places) for module in (kernels, exchange))
+    there = kernels.gather_rows(rows, permutation.tokens)
+    assert torch.equal(there, exchange.gather_rows(rows, permutation.tokens))
+    found, wanted = (module.sum_rows(there * factors, permutation.places) for module in (kernels, exchange))
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
-def narrow_products(width: int, rank: int, ends: list[int]) -> float:
-    """Error of what `add_products` adds."""
+def lowrank_products(width: int, rank: int, ends: list[int]) -> float:
+    """Error of what `add_lowrank` adds."""
     counts = [b - a for a, b in pairwise([0, *ends])]
     out, x, weight = (
         torch.randn(ends[-1], width),
@@ -164,7 +164,7 @@ def narrow_products(width: int, rank: int, ends: list[int]) -> float:
     )
     parts = zip(x.split(counts), weight, strict=True)
     wanted = out + torch.cat([rows @ matrix.t() for rows, matrix in parts])
-    found = add_products(out, x, weight, torch.tensor(ends, dtype=torch.int32))
+    found = add_lowrank(out, x, weight, torch.tensor(ends, dtype=torch.int32))
     return float((found - wanted).abs().max() / wanted.abs().max())
 
 
@@ -172,7 +172,7 @@ def added_gradients(count: int) -> float:
     """Error of a sum of fp32 and half precision."""
     total, grad = torch.randn(count), torch.randn(count).bfloat16()
     wanted = total + grad
-    kernels.add_rounded(total, grad)
+    kernels.accumulate(total, grad)
     return float((total - wanted).abs().max())
 
 
@@ -220,8 +220,8 @@ def main() -> None:
         "tokens to experts": experts_ways(8, 8, 12, 2, 40),
         "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
         "gradients of two micro-batches": added_gradients(5000),
-        "narrow products": narrow_products(300, 8, [0, 70, 70, 200, 201]),
-        "wide ones": narrow_products(40, 40, [3, 5, 5]),
+        "low-rank products": lowrank_products(300, 8, [0, 70, 70, 200, 201]),
+        "wide ones": lowrank_products(40, 40, [3, 5, 5]),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),
         "swiglu with weights": error(swiglu, swiglu_plain, torch.randn(5, 2 * 300), torch.rand(5)),
         "geglu": error(

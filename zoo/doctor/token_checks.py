@@ -14,7 +14,7 @@ from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.decoder.attention.self_attention import output_gate
-from zoo.nn.decoder.experts.exchange import Copies, collect, take
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.fp8.linear import fp8_linear
 from zoo.nn.kernels.widths import grouped_takes
@@ -27,7 +27,7 @@ LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of pr
 def token_checks(subject: Subject) -> Iterator[Check]:
     """Those of a subject's layers and head."""
     yield from _experts(subject)
-    yield from _copies(subject)
+    yield from _permutation(subject)
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)
@@ -80,7 +80,7 @@ def _experts(subject: Subject) -> Iterator[Check]:
     )
 
 
-def _copies(subject: Subject) -> Iterator[Check]:
+def _permutation(subject: Subject) -> Iterator[Check]:
     """Tokens to the experts of this rank, out of twice as many, and back."""
     if subject.layer(sparse=True) is None:
         return
@@ -92,13 +92,13 @@ def _copies(subject: Subject) -> Iterator[Check]:
         every = torch.rand(rows, 2 * experts, device=subject.device)
         chosen = every.topk(topk, dim=1).indices.clamp(max=experts)
         count = int((chosen < experts).sum())
-        copies = Copies.of(chosen, experts, count)
+        permutation = Permutation.of(chosen, experts, count)
         factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
         here = (chosen < experts).flatten().nonzero().flatten()
         order = here[chosen.flatten()[here].argsort(stable=True)]
 
         def run(x: Tensor) -> Tensor:
-            out: Tensor = _ThereAndBack.apply(x, copies, factors)
+            out: Tensor = _ThereAndBack.apply(x, permutation, factors)
             return out
 
         def exact(x: Tensor) -> Tensor:
@@ -109,21 +109,27 @@ def _copies(subject: Subject) -> Iterator[Check]:
 
     sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
     kernel = "triton" if subject.device.type == "cuda" else "torch"
-    yield Check("copies", kernel, sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
+    yield Check(
+        "permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
+    )
 
 
 class _ThereAndBack(torch.autograd.Function):
-    """Copies of rows, each times a number of its own, summed up; its gradient takes the same way."""
+    """Rows of tokens gathered by expert, each times a factor of its own, and summed by token; its gradient takes the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, copies: Copies, factors: Tensor) -> Tensor:
-        ctx.copies, ctx.factors = copies, factors
-        return collect((take(x, copies.tokens) * factors).to(x.dtype), copies.places)
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
+        ctx.permutation, ctx.factors = permutation, factors
+        return _there_and_back(x, permutation, factors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        back = take(grad, ctx.copies.tokens) * ctx.factors
-        return collect(back.to(grad.dtype), ctx.copies.places), None, None
+        return _there_and_back(grad, ctx.permutation, ctx.factors), None, None
+
+
+def _there_and_back(x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
+    rows = gather_rows(x, permutation.tokens) * factors
+    return sum_rows(rows.to(x.dtype), permutation.places)
 
 
 def _uneven(experts: int, total: int) -> list[int]:

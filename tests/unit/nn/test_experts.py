@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.experts.exchange import Copies, collect, take
-from zoo.nn.decoder.experts.grouped import adapted, product
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.grouped import grouped_product, lora_product
 
 
 def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
@@ -16,29 +16,29 @@ def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("here", [6, 4], ids=["all experts", "some elsewhere"])
-def test_copies_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> None:
+def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> None:
     chosen = torch.rand(9, 6).topk(3, dim=1).indices
     local = chosen.clamp(max=here)
     count = int((local < here).sum())
-    copies = Copies.of(local, here, count)
+    permutation = Permutation.of(local, here, count)
     pairs = [(expert, token) for expert in range(here) for token in range(9) if expert in chosen[token]]
-    assert copies.tokens.tolist() == [token for _, token in pairs]
-    experts = [chosen.flatten()[choice].item() for choice in copies.choices]
+    assert permutation.tokens.tolist() == [token for _, token in pairs]
+    experts = [chosen.flatten()[choice].item() for choice in permutation.choices]
     assert experts == [expert for expert, _ in pairs]
-    assert copies.ends.tolist() == [sum(e <= expert for e, _ in pairs) for expert in range(here)]
+    assert permutation.ends.tolist() == [sum(e <= expert for e, _ in pairs) for expert in range(here)]
 
     rows, factors = torch.randn(9, 5), torch.randn(count, 1)
-    there = take(rows, copies.tokens)
-    assert torch.equal(there, rows[copies.tokens])
-    plain = torch.zeros(9, 5).index_add(0, copies.tokens, there * factors)
-    torch.testing.assert_close(collect(there * factors, copies.places), plain)
+    there = gather_rows(rows, permutation.tokens)
+    assert torch.equal(there, rows[permutation.tokens])
+    plain = torch.zeros(9, 5).index_add(0, permutation.tokens, there * factors)
+    torch.testing.assert_close(sum_rows(there * factors, permutation.places), plain)
 
 
 def test_no_token_here() -> None:
-    copies = Copies.of(torch.full((4, 2), 3), 3, 0)
-    assert copies.ends.tolist() == [0, 0, 0] and (copies.places == -1).all()
-    there = take(torch.randn(4, 5), copies.tokens)
-    assert there.shape == (0, 5) and torch.equal(collect(there, copies.places), torch.zeros(4, 5))
+    permutation = Permutation.of(torch.full((4, 2), 3), 3, 0)
+    assert permutation.ends.tolist() == [0, 0, 0] and (permutation.places == -1).all()
+    there = gather_rows(torch.randn(4, 5), permutation.tokens)
+    assert there.shape == (0, 5) and torch.equal(sum_rows(there, permutation.places), torch.zeros(4, 5))
 
 
 def by_expert(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -52,10 +52,12 @@ def test_products_and_their_gradients() -> None:
     x, weight = (torch.randn(shape, requires_grad=True) for shape in ((7, 4), (3, 6, 4)))
     plain = by_expert(x, weight, ends)
     wanted = gradients(plain, x, weight)
-    out = product(x, weight, ends)
+    out = grouped_product(x, weight, ends)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, weight), wanted)
-    torch.testing.assert_close(gradients(product(x, weight, ends, unread=True), x, weight), wanted)
+    torch.testing.assert_close(
+        gradients(grouped_product(x, weight, ends, gradient_only=True), x, weight), wanted
+    )
 
 
 def test_adapted_products_and_their_gradients() -> None:
@@ -64,8 +66,8 @@ def test_adapted_products_and_their_gradients() -> None:
     weight = torch.randn(3, 6, 4)
     plain = by_expert(x, weight, ends) + 0.5 * by_expert(by_expert(x, a, ends), b, ends)
     wanted = gradients(plain, x, a, b)
-    out = adapted(x, weight, a, b, 0.5, ends)
+    out = lora_product(x, weight, a, b, 0.5, ends)
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, a, b), wanted)
-    unread = adapted(x, weight, a, b, 0.5, ends, unread=True)
-    torch.testing.assert_close(gradients(unread, x, a, b), wanted)
+    gradient_only = lora_product(x, weight, a, b, 0.5, ends, gradient_only=True)
+    torch.testing.assert_close(gradients(gradient_only, x, a, b), wanted)

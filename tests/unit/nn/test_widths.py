@@ -70,7 +70,7 @@ def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
     ends = torch.tensor([2, 5])
     for one in (weight, adapter):
         wanted = torch.cat([x[:2] @ one[0].t(), x[2:] @ one[1].t()])
-        torch.testing.assert_close(grouped.product(x, one, ends), wanted)
+        torch.testing.assert_close(grouped.grouped_product(x, one, ends), wanted)
     assert calls == [(2, 8, 16)]
 
 

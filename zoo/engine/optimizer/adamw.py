@@ -9,6 +9,7 @@ this optimizer as the precision-aware one of Transformer Engine, whose calls it 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,17 +126,16 @@ class AdamW(torch.optim.Optimizer):
     def initialize_state(self, parameter: Tensor) -> None:
         """The same for one parameter; megatron-core's call."""
         numel = parameter.numel()
-        there = self.on_host(parameter)
-        device, make = torch.device("cpu") if there else parameter.device, self._host.zeros if there else None
+        device, zeros = parameter.device, None
+        if self.on_host(parameter):
+            device, zeros = torch.device("cpu"), self._host.zeros
         formats = dict(zip(MOMENTS, zip(self._dtypes, (True, False), strict=True), strict=True))
         moments = {
-            name: Moment.zeros(numel, *formats[name], device, make) for name in self.moment_names(parameter)
+            name: Moment.zeros(numel, *formats[name], device, zeros) for name in self.moment_names(parameter)
         }
         master = parameter.detach()
         if parameter.dtype == torch.bfloat16:
-            master = (
-                make(numel, torch.int16) if make else torch.zeros(numel, dtype=torch.int16, device=device)
-            )
+            master = (zeros or partial(torch.zeros, device=device))(numel, dtype=torch.int16)
         self._moments[parameter] = moments
         self.state[parameter] = {
             MASTER: master,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -139,14 +140,14 @@ class Moment:
         dtype: torch.dtype,
         signed: bool,
         device: torch.device,
-        make: Callable[[int, torch.dtype], Tensor] | None = None,
+        zeros: Callable[..., Tensor] | None = None,
     ) -> Moment:
-        """What no update has moved yet; `dtype`: float32, bfloat16, or uint8 for 8 bits by block; `make`: of zeros in its place."""
+        """What no update has moved yet; `dtype`: float32, bfloat16, or uint8 for 8 bits by block; `zeros`: in the place of torch.zeros."""
         exponents = None
         if dtype == torch.uint8:
             exponents = torch.full((blocks(numel),), LEAST_EXPONENT, dtype=torch.uint8, device=device)
-        values = make(numel, dtype) if make else torch.zeros(numel, dtype=dtype, device=device)
-        return cls(values, exponents, signed)
+        make = zeros or partial(torch.zeros, device=device)
+        return cls(make(numel, dtype=dtype), exponents, signed)
 
     def read(self, start: int = 0, end: int | None = None) -> Tensor:
         """Values `start` to `end`, (N,) fp32; the tensor itself, or a view of it, where it is fp32."""

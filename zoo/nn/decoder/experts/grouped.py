@@ -1,4 +1,4 @@
-"""The experts of a layer as two stacked weights, and products by each expert's own.
+"""The experts of a layer as two stacked weights, and grouped matrix products: each row by the weight of its expert.
 
 A projection is one `torch.nn.functional.grouped_mm` on a GPU in half precision, for widths that it takes; a loop over the local
 experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its grouped one needs
@@ -40,7 +40,7 @@ class GroupedExperts(MegatronModule):
         super().__init__(config=config)
         assert config.moe_ffn_hidden_size is not None
         self.num_local_experts = num_local_experts
-        self.accumulates = False  # whether gradients are added to DDP's buffers here
+        self.accumulates = False  # whether weight gradients are accumulated in DDP's buffers here
         self.ep_group, self.tp_group, self.dp_group = (
             pg_collection.ep,
             pg_collection.expt_tp,
@@ -71,23 +71,25 @@ class GroupedExperts(MegatronModule):
                     init(weight)
 
     def forward(
-        self, hidden: Tensor, ends: Tensor, probs: Tensor, unread: bool = False
+        self, hidden: Tensor, ends: Tensor, probs: Tensor, gradient_only: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (N, hidden) sorted by expert, ends (E,) int32 of the experts' rows, probs (N,) -> (N, hidden), None.
 
-        `unread`: only gradients are wanted of what it returns, as where the backward pass computes the experts again.
+        `gradient_only`: the values are not read, as where the backward pass recomputes the experts.
         """
         inner = self._project("weight1", hidden, ends)
-        return self._project("weight2", glu(inner, self.config.activation_func, probs), ends, unread), None
+        return self._project(
+            "weight2", glu(inner, self.config.activation_func, probs), ends, gradient_only
+        ), None
 
-    def _project(self, name: str, x: Tensor, ends: Tensor, unread: bool = False) -> Tensor:
+    def _project(self, name: str, x: Tensor, ends: Tensor, gradient_only: bool = False) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""
         weight = getattr(self, name)
         if name in self.lora:
             a, b, scale = self.lora[name](x.is_cuda)
-            return adapted(x, weight, a, b, scale, ends, unread)
+            return lora_product(x, weight, a, b, scale, ends, gradient_only)
         total = weight.main_grad if self.accumulates and weight.requires_grad else None
-        return product(x, weight, ends, unread, total)
+        return grouped_product(x, weight, ends, gradient_only, total)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -129,63 +131,81 @@ class GroupedExperts(MegatronModule):
         }
 
 
-def product(
-    x: Tensor, weight: Tensor, ends: Tensor, unread: bool = False, total: Tensor | None = None
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, gradient_only: bool = False, total: Tensor | None = None
 ) -> Tensor:
-    """x (N, in) sorted by expert, by each expert's own of weight (E, out, in) -> (N, out).
+    """The product of each row with the weight of its expert: x (N, in) sorted by expert, weight (E, out, in) -> (N, out).
 
     Args:
         ends: (E,) int32, where each expert's rows end.
-        unread: nobody will read the result, which only stands for its gradient; nothing is computed.
-        total: (E, out, in), DDP's buffer of a parameter `weight`; its gradient is added there, and what autograd gets is not read.
+        gradient_only: the values are not read, so they are not computed; the gradient is right.
+        total: (E, out, in), DDP's buffer of the parameter `weight`: the weight gradient is accumulated there, and what autograd gets
+            is not read.
     """
-    out: Tensor = _Product.apply(x, weight, ends, unread, total)
+    out: Tensor = _GroupedProduct.apply(x, weight, ends, gradient_only, total)
     return out
 
 
-class _Product(torch.autograd.Function):
+class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, unread: bool, total: Tensor | None
+        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, gradient_only: bool, total: Tensor | None
     ) -> Tensor:
         ctx.total, ctx.parameter = total, weight if total is not None else None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
-        return _unread(x, weight) if unread else _multiply(x, weight, ends)
+        return _placeholder(x, weight) if gradient_only else _multiply(x, weight, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         to_x = _multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-        to_weight = _outer(grad, x, ends, grouped(grad, weight)) if ctx.needs_input_grad[1] else None
+        to_weight = (
+            _weight_gradient(grad, x, ends, grouped(grad, weight)) if ctx.needs_input_grad[1] else None
+        )
         if ctx.total is not None and to_weight is not None:
-            add_rounded(ctx.total, to_weight)
+            accumulate(ctx.total, to_weight)
             ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
         return to_x, to_weight, None, None, None
 
 
-def adapted(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, unread: bool = False
+def lora_product(
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, gradient_only: bool = False
 ) -> Tensor:
-    """x (N, in) by each expert's own of weight (E, out, in), which is not trained, and of its adapter -> (N, out).
+    """`grouped_product` with a frozen weight and a low-rank adapter (Hu et al. 2021): x weight^T + scale (x a^T) b^T -> (N, out).
 
-    The adapter adds scale b (a x), a (E, rank, in) and b (E, out, rank), to the result, and the like to the gradient of x. `ends` and
-    `unread`: as of `product`.
+    Args:
+        x: (N, in) sorted by expert.
+        weight: (E, out, in).
+        a: (E, rank, in).
+        b: (E, out, rank).
+        ends, gradient_only: as of `grouped_product`.
     """
-    out: Tensor = _Adapted.apply(x, weight, a, b, scale, ends, unread)
+    out: Tensor = _LoraProduct.apply(x, weight, a, b, scale, ends, gradient_only)
     return out
 
 
-class _Adapted(torch.autograd.Function):
+class _LoraProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, unread: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        ends: Tensor,
+        gradient_only: bool,
     ) -> Tensor:
         assert not weight.requires_grad
         narrow = _multiply(x, a, ends) * scale
         ctx.save_for_backward(x, weight, a, b, narrow, ends)
         ctx.scale = scale
-        return _unread(x, weight) if unread else _add_product(_multiply(x, weight, ends), narrow, b, ends)
+        return (
+            _placeholder(x, weight)
+            if gradient_only
+            else _add_lowrank(_multiply(x, weight, ends), narrow, b, ends)
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -194,38 +214,38 @@ class _Adapted(torch.autograd.Function):
         to_narrow = _multiply(grad, b.transpose(1, 2), ends) * ctx.scale
         to_x = None
         if ctx.needs_input_grad[0]:
-            to_x = _add_product(
+            to_x = _add_lowrank(
                 _multiply(grad, weight.transpose(1, 2), ends), to_narrow, a.transpose(1, 2), ends
             )
-        to_a = _outer(to_narrow, x, ends, grouped(x, a))
-        to_b = _outer(grad, narrow, ends, grouped(grad, b))
+        to_a = _weight_gradient(to_narrow, x, ends, grouped(x, a))
+        to_b = _weight_gradient(grad, narrow, ends, grouped(grad, b))
         return to_x, None, to_a, to_b, None, None, None
 
 
-def _unread(x: Tensor, weight: Tensor) -> Tensor:
-    """Stands for x (N, in) by weight (E, out, in) where only its gradient is wanted."""
+def _placeholder(x: Tensor, weight: Tensor) -> Tensor:
+    """A tensor of the product's shape, without values."""
     return x.new_empty(1).expand(len(x), weight.shape[1])
 
 
-def _add_product(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """out (N, width) += x (N, rank) by each expert's own of weight (E, width, rank)."""
+def _add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """out (N, width) += the grouped product of x (N, rank) and weight (E, width, rank)."""
     if grouped(x, weight) and has_triton():
-        from zoo.nn.kernels.experts import RANKS, add_products
+        from zoo.nn.kernels.experts import RANKS, add_lowrank
 
         if weight.shape[2] <= RANKS:
-            return add_products(out, x, weight, ends)
+            return add_lowrank(out, x, weight, ends)
     return out.add_(_multiply(x, weight, ends))
 
 
 def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x (N, in), weight (E, out, in) -> (N, out)."""
+    """The grouped product of x (N, in) and weight (E, out, in) -> (N, out), without autograd."""
     if grouped(x, weight):
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(_counts(ends)))])
 
 
-def _outer(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
-    """Of the rows of each expert, grad (N, out)^T x (N, in) -> (E, out, in)."""
+def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
+    """The weight gradient (E, out, in) of a grouped product: each expert's grad^T x, grad (N, out), x (N, in)."""
     if at_once:
         return F.grouped_mm(grad.t(), x, offs=ends)
     counts = _counts(ends)
@@ -233,10 +253,10 @@ def _outer(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
     return torch.stack([g.t() @ rows for g, rows in parts])
 
 
-def add_rounded(total: Tensor, grad: Tensor) -> None:
-    """total += grad, of half precision."""
+def accumulate(total: Tensor, grad: Tensor) -> None:
+    """total += grad, of the same shape; grad may have half the precision."""
     if fused(grad) and total.dtype == torch.float32:
-        from zoo.nn.kernels.experts import add_rounded as kernel
+        from zoo.nn.kernels.experts import accumulate as kernel
 
         kernel(total, grad)
     else:

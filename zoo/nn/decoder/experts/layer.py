@@ -1,7 +1,7 @@
-"""An MLP of experts: the router's choice, tokens to their experts and back, and the shared expert beside them.
+"""An MLP of experts: the router's choice, the tokens' way to their experts and back, and the shared expert beside them.
 
-megatron-core's `MoELayer` with another way there and back. Its dispatcher sends a token once for each of its experts, copies rows by
-`masked_select` and `index_add`, and exchanges once more where the backward pass computes the experts again.
+megatron-core's `MoELayer` with another dispatch. Its own sends a token once for each of its experts, copies rows by
+`masked_select` and `index_add`, and exchanges once more where the backward pass recomputes the experts.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zoo.nn.decoder.experts.exchange import Copies, Exchange, Routes, collect, take
+from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 
 
 class MixtureOfExperts(MoELayer):
-    """Router, experts and shared expert (SharedExperts) of a layer.
+    """Router, experts and shared expert of a layer.
 
-    Under selective recompute the backward pass computes the experts again from the rows that this rank was sent, while their
-    gradients are on their way. The router and the exchange are not run again.
+    Under selective recompute the backward pass recomputes the experts from the rows that this rank received, while their
+    gradients are on their way. Neither the router nor the exchange runs again.
     """
 
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        self.groups = pg_collection
+        self.token_dispatcher = None  # megatron-core's
+        self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
 
     def forward(
         self,
@@ -38,133 +38,141 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, None]:
         """hidden_states (T, B, hidden), padding_mask (B, T) bool, True on padding -> (T, B, hidden), and no bias."""
         assert intermediate_tensors is None
-        again = self.moe_layer_recompute and self.training
-        shared = None
-        if self.shared_experts is not None:
-            # Its gradients come together by themselves, recomputed or not, so that both round alike.
-            given = hidden_states.view_as(hidden_states)
-            shared = (
-                tensor_parallel.checkpoint(self.shared_experts, False, given)
-                if again
-                else self.shared_experts(given)
-            )
+        self.shared_experts_recompute = recompute = self.moe_layer_recompute and self.training
+        # Its gradients come together by themselves, recomputed or not, so that both round alike.
+        shared = self.shared_experts_compute(hidden_states.view_as(hidden_states))
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         weights, chosen = self.router.choose(hidden_states, mask)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self._routed(flat, weights, chosen, again).view_as(hidden_states)
+        out = self._routed(flat, weights, chosen, recompute).view_as(hidden_states)
         return out if shared is None else out + shared, None
 
-    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor, again: bool) -> Tensor:
-        """hidden (N, hidden), weights (N, k) and chosen (N, k) of the experts -> (N, hidden)."""
-        count, routes, local = chosen.numel(), None, chosen
-        trained = [p for p in self.experts.parameters() if p.requires_grad]
-        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *trained))
-        exchange = Exchange.of(self.groups, self.num_local_experts)
-        if exchange.group is not None:
-            routes, local, count = exchange.routes(chosen)
-        call = _Call(self.experts, routes, local, count, again, recorded)
-        out: Tensor = _Routed.apply(call, hidden, weights, *trained)
+    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor, recompute: bool) -> Tensor:
+        """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
+        exchange = None
+        if self.tp_ep_group.size() > 1:
+            exchange = Exchange.of(
+                chosen, self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
+            )
+        out: Tensor = routed(self.experts, hidden, weights, chosen, exchange, recompute)
         return out
 
 
-@dataclass
-class _Call:
-    """One call of a layer's experts.
+def routed(
+    experts: GroupedExperts,
+    hidden: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    exchange: Exchange | None,
+    recompute: bool,
+) -> Tensor:
+    """The weighted sum of each token's experts.
 
-    Attributes:
+    Args:
         experts: those of this rank.
-        routes: None where all experts are on this rank.
-        local: (S, k) experts of each row that is sent, as its rank numbers them.
-        count: choices that this rank works on.
-        again: whether the backward pass computes the experts again.
-        recorded: whether there will be a backward pass.
+        hidden: (N, hidden).
+        weights: (N, k) fp32, of the experts of each token.
+        chosen: (N, k) their numbers.
+        exchange: None where this rank has all experts.
+        recompute: whether the backward pass recomputes the experts.
+
+    Returns:
+        (N, hidden).
     """
+    trained = [p for p in experts.parameters() if p.requires_grad]
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *trained))
+    call = _Call(experts, chosen, exchange, recorded and not recompute)
+    out: Tensor = _Routed.apply(call, hidden, weights, *trained)
+    return out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What `routed` was called with; `keep`: whether the forward pass keeps the experts' graph for the backward pass."""
 
     experts: GroupedExperts
-    routes: Routes | None
-    local: Tensor
-    count: int
-    again: bool
-    recorded: bool
+    chosen: Tensor
+    exchange: Exchange | None
+    keep: bool
 
 
 class _Routed(torch.autograd.Function):
-    """hidden (N, hidden), weights (N, k) fp32 and the experts' trained parameters -> (N, hidden).
-
-    The experts' own graph lies inside: made in the forward pass, or again in the backward pass.
-    """
+    """`routed`. The experts' own graph lies inside: made in the forward pass, or again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
-        routes, local, arrived = call.routes, call.local, None
-        if routes is not None:
-            hidden, arrived = routes.out(take(hidden, routes.tokens), wait=False)
-            weights, local = _with_weights(routes, weights, local)
-        copies = Copies.of(local, call.experts.num_local_experts, call.count)
-        if arrived is not None:
-            arrived()
-        ctx.call, ctx.copies, ctx.graph, ctx.trained = call, copies, None, trained
-        if call.again or not call.recorded:
-            ctx.save_for_backward(hidden, weights)
-            each = weights.flatten().index_select(0, copies.choices)
-            given, _ = call.experts(take(hidden, copies.tokens), copies.ends, each)
+        exchange, chosen, count = call.exchange, call.chosen, call.chosen.numel()
+        if exchange is not None:
+            wait = exchange.start_dispatch(gather_rows(hidden, exchange.tokens))
+            weights, chosen = _dispatch_choices(exchange, weights)
+            count = exchange.choices
+        permutation = Permutation.of(chosen, call.experts.num_local_experts, count)
+        if exchange is not None:
+            hidden = wait()
+        ctx.experts, ctx.exchange, ctx.trained = call.experts, exchange, trained
+        ctx.permutation, ctx.graph = permutation, None
+        if call.keep:
+            given, ctx.graph = _compute(ctx, hidden, weights)
         else:
-            given, ctx.graph = _recorded(ctx, hidden, weights)
-        summed = collect(given, copies.places)
-        return summed if routes is None else collect(routes.back(summed)[0], routes.places)
+            ctx.save_for_backward(hidden, weights)
+            each = weights.flatten().index_select(0, permutation.choices)
+            given, _ = call.experts(gather_rows(hidden, permutation.tokens), permutation.ends, each)
+        out = sum_rows(given, permutation.places)
+        return out if exchange is None else sum_rows(exchange.combine(out), exchange.places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        routes, arrived = ctx.call.routes, None
-        if routes is not None:
-            grad, arrived = routes.out(take(grad, routes.tokens), wait=False)
-        graph, ctx.graph = ctx.graph, None
+        exchange, graph = ctx.exchange, ctx.graph
+        if exchange is not None:
+            wait = exchange.start_dispatch(gather_rows(grad, exchange.tokens))
         if graph is None:
             rows, weights = ctx.saved_tensors
-            _, graph = _recorded(ctx, rows, weights, unread=True)
-        if arrived is not None:
-            arrived()
-        hidden, weights, trained = graph.gradients(take(grad, ctx.copies.tokens))
-        hidden = None if hidden is None else collect(hidden, ctx.copies.places)
-        if routes is not None:
-            hidden = None if hidden is None else collect(routes.back(hidden)[0], routes.places)
-            weights = None if weights is None else collect(routes.back(weights)[0], routes.places)
-        return None, hidden, weights, *trained
+            _, graph = _compute(ctx, rows, weights, gradient_only=True)
+        if exchange is not None:
+            grad = wait()
+        ctx.graph = None
+        to_rows, to_weights, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
+        to_hidden = None if to_rows is None else sum_rows(to_rows, ctx.permutation.places)
+        if exchange is not None:
+            to_hidden, to_weights = (
+                None if one is None else sum_rows(exchange.combine(one), exchange.places)
+                for one in (to_hidden, to_weights)
+            )
+        return None, to_hidden, to_weights, *to_trained
 
 
-def _with_weights(routes: Routes, weights: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
-    """weights (N, k) and experts (S, k) of the rows that are sent -> both (M, k) of those that come, in one exchange."""
+def _dispatch_choices(exchange: Exchange, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of weights (N, k), in one all-to-all."""
     topk = weights.shape[1]
-    sent = weights.index_select(0, routes.tokens)
+    sent = weights.index_select(0, exchange.tokens)
     assert sent.dtype == torch.float32
-    both, _ = routes.out(torch.cat([sent, local.to(torch.int32).view(torch.float32)], dim=1))
+    numbers = exchange.local.to(torch.int32).view(torch.float32)  # the same bits
+    both = exchange.dispatch(torch.cat([sent, numbers], dim=1))
     return both[:, :topk].contiguous(), both[:, topk:].contiguous().view(torch.int32)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Graph:
-    """The graph of what the experts gave, without its values, and what its gradient is asked for."""
+    """The autograd graph of the experts, without what they gave."""
 
-    given: GradientEdge
-    inputs: list[Tensor]  # those of (rows of copies, weights, *trained) that need a gradient
-    wanted: list[bool]
+    output: GradientEdge
+    inputs: list[Tensor]  # those of (rows, weights, *trained parameters) that need a gradient
+    needed: list[bool]  # which these are
 
-    def gradients(self, grad: Tensor) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:
-        """Of copies, weights and trained parameters, by that of what was given; None for those that need none."""
-        found = iter(torch.autograd.grad([self.given], self.inputs, grad, allow_unused=True))
-        rows, weights, *trained = (next(found) if needed else None for needed in self.wanted)
-        return rows, weights, tuple(trained)
+    def gradients(self, grad: Tensor) -> list[Tensor | None]:
+        """Gradients of rows, weights and trained parameters from the output's; None for one that needs none."""
+        found = iter(torch.autograd.grad([self.output], self.inputs, grad, allow_unused=True))
+        return [next(found) if needed else None for needed in self.needed]
 
 
-def _recorded(ctx: Any, rows: Tensor, weights: Tensor, unread: bool = False) -> tuple[Tensor, _Graph]:
-    """What the experts of a call give to the copies of rows (M, hidden), and its graph, which doesn't hold the rows."""
-    copies, wanted = ctx.copies, list(ctx.needs_input_grad[1:])
-    x, weights = take(rows, copies.tokens), weights.detach()
-    every = (x, weights, *ctx.trained)
-    for one, needed in zip(every[:2], wanted, strict=False):
-        one.requires_grad_(needed)
+def _compute(ctx: Any, hidden: Tensor, weights: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
+    """What the experts give for each row of the permutation (C, hidden), and its graph, which doesn't hold hidden (M, hidden)."""
+    needed = list(ctx.needs_input_grad[1:])
+    rows = gather_rows(hidden, ctx.permutation.tokens).requires_grad_(needed[0])
+    weights = weights.detach().requires_grad_(needed[1])
     with torch.enable_grad():
-        each = weights.flatten().index_select(0, copies.choices)
-        given, _ = ctx.call.experts(x, copies.ends, each, unread)
-    asked = [one for one, needed in zip(every, wanted, strict=True) if needed]
-    return given.detach(), _Graph(get_gradient_edge(given), asked, wanted)
+        each = weights.flatten().index_select(0, ctx.permutation.choices)
+        given, _ = ctx.experts(rows, ctx.permutation.ends, each, gradient_only)
+    every = (rows, weights, *ctx.trained)
+    inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
+    return given.detach(), _Graph(get_gradient_edge(given), inputs, needed)

@@ -63,7 +63,7 @@ class Router(TopKRouter):
     """
 
     expert_bias: Tensor | None
-    router_replay: Any
+    router_replay: _Choice | None  # megatron-core's place for an object with this method
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -84,14 +84,14 @@ class Router(TopKRouter):
 
     def choose(self, hidden: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens."""
-        choice: Any = self.router_replay
-        self.router_replay = noting = _Noting(choice)
+        before = self.router_replay
+        self.router_replay = choice = before or _Choice()
         try:
             probs, _ = self(hidden, padding_mask)
         finally:
-            self.router_replay = choice
-        assert noting.chosen is not None
-        return probs.gather(1, noting.chosen).float(), noting.chosen
+            self.router_replay = before
+        assert choice.chosen is not None
+        return probs.gather(1, choice.chosen).float(), choice.chosen
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
@@ -169,7 +169,7 @@ class Routing:
             yield
             return
         index = int(sum(layer.config.moe_layer_freq[: layer.layer_number - 1]))
-        router.router_replay = _Choice(self, index)  # megatron-core's place for an object with this method
+        router.router_replay = _Choice(self, index)
         try:
             yield
         finally:
@@ -177,10 +177,17 @@ class Routing:
 
 
 @dataclass
-class _Noting:
-    """What megatron-core's top-k asks for the experts of one call: those that it would take, or a `_Choice`'s; noted either way."""
+class _Choice:
+    """megatron-core's top-k asks this object for the experts of a layer's tokens.
 
-    choice: _Choice | None
+    Attributes:
+        routing: the experts that are given, and a place to note those that are taken; None: the router's own are taken.
+        index: of the layer among the layers with experts.
+        chosen: (N, k) experts of the last call.
+    """
+
+    routing: Routing | None = None
+    index: int = 0
     chosen: Tensor | None = None
 
     def get_replay_topk(
@@ -193,37 +200,12 @@ class _Noting:
     ) -> tuple[Tensor, Tensor]:
         """(N, k) scores and indices of the experts of each token, out of scores (N, E)."""
         assert default_compute_topk is not None
-        if self.choice is None:
-            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            values, chosen = self.choice.get_replay_topk(
-                scores, topk, num_groups, group_topk, default_compute_topk
-            )
-        self.chosen = chosen.detach()
-        return values, chosen
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What megatron-core's top-k asks for the experts of one layer."""
-
-    routing: Routing
-    index: int
-
-    def get_replay_topk(
-        self,
-        scores: Tensor,
-        topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(N, k) scores and indices of the experts of each token, out of scores (N, E)."""
-        assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.routing.given is not None:
-            given = self.routing.given[:, self.index]
-            chosen = torch.where((given >= 0).all(dim=1, keepdim=True), given, chosen)
-            values = scores.gather(1, chosen)
-        self.routing.noted[self.index] = chosen.detach()
+        if self.routing is not None:
+            if self.routing.given is not None:
+                given = self.routing.given[:, self.index]
+                chosen = torch.where((given >= 0).all(dim=1, keepdim=True), given, chosen)
+                values = scores.gather(1, chosen)
+            self.routing.noted[self.index] = chosen.detach()
+        self.chosen = chosen.detach()
         return values, chosen

@@ -1,0 +1,80 @@
+"""What a rank sends for a layer's experts, and what it computes, for tests on several ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zoo.nn.decoder.experts.exchange import Exchange
+from zoo.nn.decoder.experts.layer import routed
+
+EXPERTS, TOPK, WIDTH = 8, 3, 6
+TOKENS = (7, 0, 5, 9)  # of each rank
+
+
+def tokens_of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states (N, WIDTH), weights (N, TOPK) and experts (N, TOPK) of a rank."""
+    random = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(TOKENS[rank], WIDTH, generator=random)
+    weights = torch.rand(TOKENS[rank], TOPK, generator=random)
+    chosen = torch.rand(TOKENS[rank], EXPERTS, generator=random).topk(TOPK, dim=1).indices
+    return hidden, weights, chosen
+
+
+def factors() -> Tensor:
+    """What each expert multiplies with, (EXPERTS, WIDTH)."""
+    return torch.randn(EXPERTS, WIDTH, generator=torch.Generator().manual_seed(100))
+
+
+class Experts(torch.nn.Module):
+    """Experts that multiply by a factor of their own, each rank that shares one giving an even part."""
+
+    def __init__(self, first: int, count: int, shares: int) -> None:
+        super().__init__()
+        self.num_local_experts, self.shares = count, shares
+        self.factors = torch.nn.Parameter(factors()[first : first + count])
+
+    def forward(
+        self, rows: Tensor, ends: Tensor, weights: Tensor, gradient_only: bool = False
+    ) -> tuple[Tensor, None]:
+        counts = ends.diff(prepend=ends.new_zeros(1)).long()
+        each = self.factors.repeat_interleave(counts, dim=0)
+        return rows * each * weights.unsqueeze(1) / self.shares, None
+
+
+def route(rank: int, size: int, shares: int, recompute: bool) -> dict[str, Any]:
+    """Output and gradients of this rank's tokens, its rows of the exchange, and the all-to-alls of each pass."""
+    dist.init_process_group("gloo")
+    calls: list[int] = []
+    plain = dist.all_to_all_single
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        count = EXPERTS * shares // size
+        experts: Any = Experts(rank // shares * count, count, shares)
+        hidden, weights, chosen = tokens_of(rank)
+        hidden.requires_grad_()
+        weights.requires_grad_()
+        exchange = Exchange.of(chosen, count, dist.group.WORLD, shares)
+        out = routed(experts, hidden, weights, chosen, exchange, recompute)
+        forward = len(calls)
+        out.sum().backward()
+        return {
+            "out": out.detach(),
+            "hidden": hidden.grad,
+            "weights": weights.grad,
+            "factors": experts.factors.grad,
+            "sent": dict(Counter(exchange.tokens.tolist())),
+            "all-to-alls": (forward, len(calls) - forward),
+        }
+    finally:
+        dist.all_to_all_single = plain
+        dist.destroy_process_group()
