@@ -28,6 +28,7 @@ class MixtureOfExperts(MoELayer):
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         super().__init__(*args, pg_collection=pg_collection, **kwargs)
         self.token_dispatcher = None  # megatron-core's
+        self.shared_experts_recompute = self.moe_layer_recompute
         self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
 
     def forward(
@@ -38,24 +39,23 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, None]:
         """hidden_states (T, B, hidden), padding_mask (B, T) bool, True on padding -> (T, B, hidden), and no bias."""
         assert intermediate_tensors is None
-        self.shared_experts_recompute = recompute = self.moe_layer_recompute and self.training
         # Its gradients come together by themselves, recomputed or not, so that both round alike.
         shared = self.shared_experts_compute(hidden_states.view_as(hidden_states))
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         weights, chosen = self.router.choose(hidden_states, mask)
         flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self._routed(flat, weights, chosen, recompute).view_as(hidden_states)
+        out = self._routed(flat, weights, chosen).view_as(hidden_states)
         return out if shared is None else out + shared, None
 
-    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor, recompute: bool) -> Tensor:
+    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
         exchange = None
         if self.tp_ep_group.size() > 1:
             exchange = Exchange.of(
                 chosen, self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
             )
-        out: Tensor = routed(self.experts, hidden, weights, chosen, exchange, recompute)
-        return out
+        recompute = self.moe_layer_recompute and self.training
+        return routed(self.experts, hidden, weights, chosen, exchange, recompute)
 
 
 def routed(
