@@ -171,7 +171,7 @@ class TextPairTests:
 
         layers = zoo.model.decoder.layers
         for layer in layers:
-            getattr(layer.mlp, "router", layer.mlp).register_forward_pre_hook(count)
+            getattr(layer.mlp, "experts", layer.mlp).register_forward_pre_hook(count)
         loss, gradients = zoo.gradients([packed_batch(pair.samples)], pair.count)
         assert runs == 2 * len(layers), "nothing was recomputed"
         assert loss == pytest.approx(pair.wanted[0], rel=1e-6)

@@ -113,7 +113,7 @@ PARAMETERS = {  # without MTP, tied weights once; of the published files
         "4b": 4_300_079_472,
         "12b": 12_187_325_040,
         "27b": 27_432_406_640,
-        "tiny": 833_920,
+        "tiny": 977_792,
     },
     "internvl": {
         "1b": 1_060_897_792,

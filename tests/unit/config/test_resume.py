@@ -32,7 +32,7 @@ OTHER: dict[str, Any] = {
     "run.seed": 7, "train.loss": "dpo", "train.reference": "base", "distill.teacher": "elsewhere", "train.label_smoothing": 0.1, "model.family": "llava", "model.init": "elsewhere", "model.freeze": ["vision"], "packing.mode": "none",
     "packing.budget": 99, "data.train": ["digits:train", "more.jsonl"], "data.eval": [], "data.labels": "last",
     "data.overlong": "drop", "data.shuffle": False, "lora.rank": 3, "lora.targets": ["q_proj"], "lora.parts": ["vision"],
-    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "train.lr_scale": {"vision": 0.5},
+    "train.schedule": "wsd", "train.decay_steps": 9, "lora.init": "adapter", "lora.base_dtype": "fp8", "train.optimizer": "muon", "engine.precision": "bf16", "engine.fp8": True, "engine.fp8_recipe": "tensorwise", "train.lr_scale": {"vision": 0.5},
     "data.augment": 0.5, "data.augment_variants": 3, "data.blank_answers": 0.5, "data.bundled": {"augment": 0.5}, "data.template": {"add_vision_id": True},
     "data.min_pixels": 4096, "data.max_pixels": 65536, "data.video_max_pixels": 65536,
 }  # fmt: skip
@@ -40,7 +40,7 @@ OTHER: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", [key for key in FIXED if key != "model.arch"])
 def test_every_fixed_key_is_compared(key: str) -> None:
-    before = recipe()
+    before = recipe().replace({"engine.fp8": True} if key == "engine.fp8_recipe" else {})
     section, _, name = key.rpartition(".")
     old = getattr(getattr(before, section), name)
     new = OTHER[key] if key in OTHER else old + 1 if isinstance(old, int) else old / 2 or 0.5
