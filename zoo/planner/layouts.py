@@ -206,6 +206,15 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
         f"{ranks} GPUs of {size:g} GB under any parallel layout" if ranks > 1 else f"a GPU of {size:g} GB"
     )
     if recipe.machine.host_memory_gb is not None:
+        without = first_fit(
+            model, replace(recipe, machine=replace(recipe.machine, host_memory_gb=None)), ranks, row
+        )
+        if without is not None and (samples := _fewer_samples(model, recipe, ranks, row)):
+            needed = min(ranks, recipe.machine.gpus or ranks) * host_bytes(model, without, ranks) / 1e9
+            return (
+                f"the ranks of a node would take {needed:.0f} GB of its host's memory, and it has "
+                f"{recipe.machine.host_memory_gb:g}; {samples} (MiB of samples that a rank makes ahead) would do"
+            )
         machine += f" and the {recipe.machine.host_memory_gb:g} GB of a node's host"
     text = f"the model does not fit {machine}"
     would = []
@@ -220,6 +229,15 @@ def _what_would(model: Model, recipe: Recipe, ranks: int, row: Row) -> str:
         if would
         else f"{text}; take a smaller size=, or freeze parts of it"
     )
+
+
+def _fewer_samples(model: Model, recipe: Recipe, ranks: int, row: Row) -> str | None:
+    """The key that spares enough of the host's memory, if there is one."""
+    for ahead in (2048, 1024, 512, 256):
+        fewer = replace(recipe, data=replace(recipe.data, ahead_mb=ahead))
+        if ahead < recipe.data.ahead_mb and first_fit(model, fewer, ranks, row):
+            return f"data.ahead_mb={ahead}"
+    return None
 
 
 def _smaller_row(model: Model, recipe: Recipe, ranks: int, row: Row) -> int | None:

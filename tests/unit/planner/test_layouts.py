@@ -205,6 +205,19 @@ def test_what_is_given_is_kept() -> None:
         chosen_for("qwen3_vl_sft", "32b", "8xh100", "parallel.tp=1")
 
 
+def test_a_host_without_room_for_samples() -> None:
+    """A tiny model on two GPUs: not the model is too large."""
+    given = ("qwen3_omni_sft", "tiny", "2xh100")
+    with pytest.raises(ConfigError) as refused:
+        chosen_for(*given, "machine.host_memory_gb=22")
+    said = re.fullmatch(
+        r"the ranks of a node would take 24 GB of its host's memory, and it has 22; (data\.ahead_mb=\d+) .* would do",
+        str(refused.value),
+    )
+    assert said is not None
+    chosen_for(*given, "machine.host_memory_gb=22", said[1])
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -46,7 +46,6 @@ def _run(arguments: Sequence[str]) -> int:
 
     from zoo.config.compose import resolve
     from zoo.engine.launch.launcher import WorkerError, launch
-    from zoo.engine.launch.prepare import prepare
     from zoo.engine.report.startup_time import note_command
     from zoo.engine.report.terminal import doing
 
@@ -55,18 +54,19 @@ def _run(arguments: Sequence[str]) -> int:
     if "--slurm-template" in flags:
         return _template(resolved.recipe, rest)
     doing("planning" if resolved.recipe.parallel.plan else "checking the recipe and its data")
-    recipe, ranks = prepare(resolved.recipe)
-    if os.environ.get("RANK", "0") == "0":
+
+    def announce(recipe: Recipe, ranks: int) -> None:
+        if os.environ.get("RANK", "0") != "0":
+            return
         print(_headline(recipe, resolved.size_why, ranks), flush=True)
         if resolved.taken:
             print(f"zoo: {resolved.taken}", flush=True)
-    if resolved.recipe.parallel.plan:
-        print(
-            f"zoo: planned for {recipe.hardware or 'these ranks'}: {_planned(resolved.recipe, recipe)}",
-            flush=True,
-        )
+        if resolved.recipe.parallel.plan:
+            chosen = _planned(resolved.recipe, recipe)
+            print(f"zoo: planned for {recipe.hardware or 'these ranks'}: {chosen}", flush=True)
+
     try:
-        result = launch(recipe, here=True)
+        result = launch(resolved.recipe, here=True, announce=announce)
     except WorkerError as error:
         if not error.reported:
             print(f"zoo: {error.line}", file=sys.stderr)

@@ -6,7 +6,8 @@ import importlib
 import json
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
-from zoo.engine.launch.callback_copies import copied
 from zoo.engine.launch.kernel_cache import keep_kernels
 from zoo.engine.launch.objects import with_files
 from zoo.engine.launch.prepare import prepare, under_torchrun
 from zoo.engine.launch.rank_group import MISTAKE, run_ranks
+from zoo.engine.launch.waiting_ranks import WaitingRanks, waiting_ranks
 from zoo.engine.megatron.core_import import import_core, importing
 from zoo.engine.report import terminal
 from zoo.engine.report.result import TrainResult
@@ -49,6 +50,7 @@ def launch(
     eval_data: Any = None,
     callbacks: Sequence[Any] = (),
     here: bool = False,
+    announce: Callable[[Recipe, int], object] | None = None,
 ) -> TrainResult:
     """Train `recipe` and return the result; also known as `zoo.train`.
 
@@ -64,23 +66,37 @@ def launch(
             `zoo.Event`, beside those of run.callbacks. Rank 0 calls them; where it is a child process, it has copies of them.
         here: this process belongs to zoo, as in the command `zoo train`: a single rank runs in it, which saves the
             seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
+        announce: called with the planned recipe and the number of ranks, once nothing speaks against the run.
 
     Raises:
         UserError: the recipe cannot run; see `prepare`. Or a callback can't be copied to a child process, or fails.
         WorkerError: a child process failed, died or hung (`run.hang_timeout`).
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
-    recipe, ranks = prepare(with_files(recipe, data, eval_data), here=here)
+    recipe = with_files(recipe, data, eval_data)
+    with ExitStack() as stack:
+        children: list[WaitingRanks] = []
+
+        def start(ranks: int) -> None:
+            """Import what a rank needs, if this process plans while another one could; or start those that do so."""
+            if under_torchrun():
+                import_core()
+            elif ranks > 1 or not here:
+                children.append(stack.enter_context(waiting_ranks(recipe, ranks, callbacks)))
+
+        planned, ranks = prepare(recipe, here=here, meanwhile=start)
+        if announce is not None:
+            announce(planned, ranks)
+        if children:
+            return _train_in_children(children[0], planned, ranks)
     if under_torchrun():
         end_with_parent()
-    if under_torchrun() or (here and ranks == 1):
-        terminal.doing("importing PyTorch and Megatron-Core")
-        with importing(own=here):
-            import_core()
-            from zoo.engine.train.trainer import train
+    terminal.doing("importing PyTorch and Megatron-Core")
+    with importing(own=here):
+        import_core()
+        from zoo.engine.train.trainer import train
 
-        return train(recipe, callbacks)
-    return _train_in_children(recipe, ranks, callbacks)
+    return train(planned, callbacks)
 
 
 @untouched()
@@ -119,19 +135,11 @@ def run_task(task: str, recipe: Recipe, ranks: int, argument: Any = None, fresh:
         return pickle.loads(result.read_bytes())
 
 
-def _train_in_children(recipe: Recipe, ranks: int, callbacks: Sequence[Any]) -> TrainResult:
-    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        config = Path(folder) / "config.yaml"
-        save_recipe(recipe, config)
-        command = module_command("zoo.engine.launch.rank_main", str(config))
-        if callbacks:
-            copies = Path(folder) / "callbacks"
-            copies.write_bytes(copied(callbacks))
-            command += ["--callbacks", str(copies)]
-        messages: list[str] = []
-        terminal.doing(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
-        terminal.hand_over()
-        code = run_ranks(command, ranks, threads=recipe.engine.threads, messages=messages)
+def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> TrainResult:
+    messages: list[str] = []
+    terminal.doing(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
+    terminal.hand_over()
+    code = children.train(recipe, messages)
     if code not in (INTERRUPTED, PREEMPTED):
         _raise_failed(code, messages)
     assert recipe.run.dir is not None  # derived by validate

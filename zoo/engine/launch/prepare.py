@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from zoo.config.compose import is_saved_recipe
@@ -20,10 +22,14 @@ from zoo.engine.watchdog.run_lock import refuse_second
 from zoo.errors import ConfigError
 
 
-def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
+def prepare(
+    recipe: Recipe, *, here: bool = True, meanwhile: Callable[[int], object] | None = None
+) -> tuple[Recipe, int]:
     """The validated and fully planned recipe, and its number of ranks, after a check that the files it names exist.
 
-    `here`: this process belongs to zoo; a single rank will run in it.
+    Args:
+        here: this process belongs to zoo; a single rank will run in it.
+        meanwhile: called once with the number of ranks, before planning or while another process plans.
 
     Raises:
         ConfigError: the recipe cannot run on that many ranks or fits them under no layout, or its run folder cannot
@@ -36,7 +42,8 @@ def prepare(recipe: Recipe, *, here: bool = True) -> tuple[Recipe, int]:
     keep_kernels()
     if here:
         leave_out_transformer_engine(recipe)
-    recipe = validate(planned(recipe, ranks, here=here), ranks)
+    recipe = planned(recipe, ranks, here=here, meanwhile=meanwhile and partial(meanwhile, ranks))
+    recipe = validate(recipe, ranks)
     assert recipe.run.dir is not None  # derived by validate
     _check_run_dir(Path(recipe.run.dir))
     if not under_torchrun():  # there another rank of this run may hold it already

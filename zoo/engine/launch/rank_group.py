@@ -59,22 +59,22 @@ def run_ranks(
     that is given: the caller then reports a mistake of the user's itself.
 
     Returns:
-        0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on one of REQUESTS; 76 when
-        they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
-        killed it).
+        as `RankGroup.supervise`.
     """
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    shared[STARTED] = os.environ.get(STARTED, str(time.time()))
-    shared["OMP_NUM_THREADS"] = str(cpu_threads(threads, ranks))
-    with Launcher() as here, RankGroup(here) as group, _signals() as received:
-        for rank in range(ranks):
-            if not received:
-                group.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+    with rank_group() as group, _signals() as received:
+        group.start_all(command, ranks, threads, received)
         return _supervise(group, received, messages)
 
 
+@contextmanager
+def rank_group() -> Iterator[RankGroup]:
+    """A group without ranks yet. Those that run at the end of the block are killed."""
+    with Launcher() as here, RankGroup(here) as group:
+        yield group
+
+
 def _supervise(group: RankGroup, received: Sequence[int], messages: list[str] | None) -> int:
-    """Wait for the ranks, acting on failures and on the signals that come in; returns the exit code."""
+    """`RankGroup.supervise`, with the signals that come in."""
     seen = 0
     while group.running():
         if len(received) > seen:
@@ -111,6 +111,32 @@ class RankGroup:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._folder.cleanup()
+
+    def start_all(
+        self,
+        command: Sequence[str],
+        ranks: int,
+        threads: int | None = None,
+        received: Sequence[int] = (),
+    ) -> None:
+        """Start `command` as `ranks` processes of one group, until a signal is in `received`."""
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        shared[STARTED] = os.environ.get(STARTED, str(time.time()))
+        shared["OMP_NUM_THREADS"] = str(cpu_threads(threads, ranks))
+        for rank in range(ranks):
+            if not received:
+                self.start(command, {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+    def supervise(self, messages: list[str] | None = None) -> int:
+        """Wait for the ranks, acting on failures and on the signals that come in; see `run_ranks`.
+
+        Returns:
+            0 when all ranks ended well; 130 when they ended on SIGINT and 75 when they ended on one of REQUESTS; 76 when
+            they left because one died, hangs or is silent; else the code of a failed rank (128 + number of the signal that
+            killed it).
+        """
+        with _signals() as received:
+            return _supervise(self, received, messages)
 
     def start(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         """Start the next rank; rank 0 keeps this process's stdout and stderr."""

@@ -1,7 +1,8 @@
 """One rank of a run: `python -P -m zoo.engine.launch.rank_main <resolved config.yaml> [<task> <file for its result> [<JSON>]]`,
-or `... <resolved config.yaml> --callbacks <file>`.
+or `... <resolved config.yaml> [--asked <config.yaml that is being planned>] [--callbacks <file>]`.
 
-Started by :mod:`zoo.engine.launch.launcher`; without a task it trains.
+Started by :mod:`zoo.engine.launch.launcher`; without a task it trains. With `--asked` it imports what that recipe needs, and then
+waits for the resolved one.
 
 Exit codes: 0 done, 2 a user's mistake (one line), 130 interrupted and 75 preempted (after saving), 76 left because of
 another rank (see :mod:`zoo.engine.watchdog.heartbeat`), 1 for anything else (a traceback).
@@ -16,8 +17,9 @@ import json
 import os
 import pickle
 import sys
+import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +27,14 @@ from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
-from zoo.engine.report.terminal import doing, live_terminal
+from zoo.engine.report.terminal import live_terminal
 from zoo.errors import UserError, file_error
 from zoo.subprocesses import find_users_modules
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
+
+_POLL_SECONDS = 0.01  # between two looks for the recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,27 +42,16 @@ def main(argv: list[str] | None = None) -> int:
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     quiet()
-    trains = not task or task[0] == "--callbacks"
-    with live_terminal() if trains else nullcontext():
-        return _main(path, task)
+    if task and not task[0].startswith("--"):
+        return _ended(lambda: _do(path, *task))
+    return _ended(lambda: _train(path, dict(zip(task[::2], task[1::2], strict=True))))
 
 
-def _main(path: str, task: list[str]) -> int:
-    doing("importing PyTorch and Megatron-Core")
+def _ended(work: Callable[[], int]) -> int:
+    """The exit code of a rank that does this; what has failed is left for the launcher."""
     try:
         with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
-            with importing(own=True):
-                from zoo.config.compose import load_recipe
-
-                recipe = load_recipe(path)
-                leave_out_transformer_engine(recipe)
-                import_core()
-            if task[:1] != ["--callbacks"] and task:
-                return _do(recipe, *task)
-            with importing(own=True):
-                from zoo.engine.train.trainer import train
-
-            return train(recipe, _callbacks(task)).code
+            return work()
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt as error:
@@ -71,17 +64,48 @@ def _main(path: str, task: list[str]) -> int:
         return 1
 
 
-def _callbacks(arguments: list[str]) -> list[Any]:
+def _train(path: str, files: Mapping[str, str]) -> int:
+    """Train; the exit code."""
+    with importing(own=True):
+        _import_for(files.get("--asked", path))
+        from zoo.engine.train.trainer import train
+    recipe = _planned(Path(path))
+    with live_terminal():
+        return train(recipe, _callbacks(files.get("--callbacks"))).code
+
+
+def _import_for(path: str) -> Recipe:
+    """Import what a run of the recipe in that file needs; the recipe."""
+    from zoo.config.compose import load_recipe
+
+    recipe = load_recipe(path)
+    leave_out_transformer_engine(recipe)
+    import_core()
+    return recipe
+
+
+def _planned(path: Path) -> Recipe:
+    """The recipe in a file, as soon as it is there. A rank whose launcher is gone ends (`end_with_parent`)."""
+    from zoo.config.compose import load_recipe
+
+    while not path.exists():
+        time.sleep(_POLL_SECONDS)
+    return load_recipe(path)
+
+
+def _callbacks(path: str | None) -> list[Any]:
     """The callbacks in a file; rank 0 alone has them."""
-    if not arguments or os.environ.get("RANK", "0") != "0":
+    if path is None or os.environ.get("RANK", "0") != "0":
         return []
     from zoo.engine.launch.callback_copies import read_copies
 
-    return read_copies(arguments[1])
+    return read_copies(path)
 
 
-def _do(recipe: Recipe, task: str, result: str, *argument: str) -> int:
+def _do(path: str, task: str, result: str, *argument: str) -> int:
     """Call the function `module:name`, with a further argument if there is one; rank 0 leaves its result in the file."""
+    with importing(own=True):
+        recipe = _import_for(path)
     module, _, name = task.partition(":")
     value = getattr(importlib.import_module(module), name)(recipe, *map(json.loads, argument))
     if os.environ.get("RANK", "0") == "0":

@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,18 +25,23 @@ from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
 
-def planned(recipe: Recipe, ranks: int, *, here: bool = True) -> Recipe:
+def planned(
+    recipe: Recipe, ranks: int, *, here: bool = True, meanwhile: Callable[[], object] | None = None
+) -> Recipe:
     """The recipe with the keys of `parallel.plan` chosen for so many ranks, and none left in it.
 
     Args:
         here: a single rank will run in this process, which may take memory of a GPU.
+        meanwhile: called once, while another process plans, or before this one does.
 
     Raises:
         UserError: nothing fits; the message names settings that would.
     """
+    meanwhile = meanwhile or _nothing
     if not recipe.parallel.plan:
+        meanwhile()
         return recipe
-    return replace(_planned(_with_host(recipe), ranks, here), machine=recipe.machine)
+    return replace(_planned(_with_host(recipe), ranks, here, meanwhile), machine=recipe.machine)
 
 
 def _with_host(recipe: Recipe) -> Recipe:
@@ -46,8 +52,13 @@ def _with_host(recipe: Recipe) -> Recipe:
     return replace(recipe, machine=replace(recipe.machine, host_memory_gb=there / 1e9))
 
 
-def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
+def _nothing() -> None:
+    pass
+
+
+def _planned(recipe: Recipe, ranks: int, here: bool, meanwhile: Callable[[], object]) -> Recipe:
     if (ranks == 1 and here) or not gpu_count():
+        meanwhile()
         return _choose(recipe, ranks)
     with tempfile.TemporaryDirectory(prefix="zoo-plan-") as folder:
         config, result = Path(folder) / "config.yaml", Path(folder) / "result"
@@ -55,11 +66,22 @@ def _planned(recipe: Recipe, ranks: int, here: bool) -> Recipe:
         command = module_command("zoo.engine.planning.plan_process", str(config), str(ranks), str(result))
         with Launcher() as launcher:
             env = {**os.environ, **launcher.environment, "CUDA_VISIBLE_DEVICES": ""}
-            done = subprocess.run(
-                command, env=env, capture_output=True, text=True, check=False, pass_fds=launcher.files
-            )
+            with subprocess.Popen(
+                command,
+                env=env,
+                stderr=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                text=True,
+                pass_fds=launcher.files,
+            ) as process:
+                try:
+                    meanwhile()
+                    _, errors = process.communicate()
+                except BaseException:  # a signal, too
+                    process.kill()
+                    raise
         if not result.is_file():
-            raise RuntimeError(f"planning failed: {done.stderr[-2000:]}")
+            raise RuntimeError(f"planning failed: {errors[-2000:]}")
         found = pickle.loads(result.read_bytes())
     if isinstance(found, str):
         raise UserError(found)

@@ -8,16 +8,19 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
-from zoo.engine.launch import launcher, prepare, rank_group, rank_main
+from zoo.engine.launch import launcher, prepare, rank_group, rank_main, waiting_ranks
 from zoo.engine.launch.launcher import WorkerError
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.launch.rank_group import run_ranks
+from zoo.engine.planning import plan_process
 from zoo.engine.report.result import TrainResult
 from zoo.errors import ConfigError, UserError
 
@@ -205,17 +208,20 @@ def recipe_in(folder: Path, *overrides: str) -> Recipe:
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, summary: dict[str, object], code: int) -> None:
     """Ranks that only leave `summary` in the run folder."""
 
-    def ranks_end(
-        command: list[str], ranks: int, threads: int | None = None, messages: list[str] | None = None
-    ) -> int:
-        assert command[:4] == [sys.executable, "-P", "-m", "zoo.engine.launch.rank_main"]
-        assert load_recipe(command[4]).run.dir == str(folder)
-        if summary:
-            (folder / "summary.json").write_text(json.dumps(summary))
-            (folder / "train.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
-        return code
+    class RanksEnd:
+        def train(self, recipe: Recipe, messages: list[str]) -> int:
+            assert recipe.run.dir == str(folder)
+            if summary:
+                (folder / "summary.json").write_text(json.dumps(summary))
+                (folder / "train.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n')
+            return code
 
-    monkeypatch.setattr(launcher, "run_ranks", ranks_end)
+    @contextmanager
+    def start(recipe: Recipe, ranks: int, callbacks: Sequence[object]) -> Iterator[RanksEnd]:
+        assert ranks == 2
+        yield RanksEnd()
+
+    monkeypatch.setattr(launcher, "waiting_ranks", start)
 
 
 def test_launch_reads_the_result_of_its_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -237,6 +243,85 @@ def test_launch_when_ranks_are_interrupted_or_fail(monkeypatch: pytest.MonkeyPat
     with pytest.raises(WorkerError) as caught:
         launcher.launch(recipe_in(tmp_path, "nproc=2"))
     assert caught.value.code == 5
+
+
+RANK = """
+import json, os, sys, time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from zoo.engine.launch.rank_main import _planned
+folder, config, asked = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[sys.argv.index("--asked") + 1]
+(folder / f"began{os.environ['RANK']}").write_text(str(os.getpid()))
+recipe = _planned(config)
+(folder / f"recipe{os.environ['RANK']}").write_text(json.dumps([recipe.parallel.tp, recipe.parallel.plan, os.path.exists(asked)]))
+"""
+
+
+@pytest.fixture
+def began(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], list[int]]:
+    """Ranks that wait for their recipe and leave what it says; the process ids of two that have begun."""
+    start = waiting_ranks.module_command
+
+    def command(module: str, *arguments: str) -> list[str]:
+        assert start(module)[-1] == "zoo.engine.launch.rank_main"
+        return [sys.executable, "-c", RANK, str(tmp_path), *arguments]
+
+    def pids() -> list[int]:
+        while len(files := [path for path in tmp_path.glob("began*") if path.read_text()]) < 2:
+            time.sleep(0.01)
+        return [int(path.read_text()) for path in files]
+
+    monkeypatch.setattr(waiting_ranks, "module_command", command)
+    return pids
+
+
+def test_ranks_begin_before_their_recipe_is_planned(
+    began: Callable[[], list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def choose(recipe: Recipe, ranks: int) -> Recipe:
+        assert recipe.parallel.plan and began()
+        return recipe.replace({"parallel.plan": [], "parallel.tp": 2})
+
+    monkeypatch.setattr(plan_process, "_choose", choose)
+    (tmp_path / "summary.json").write_text('{"interrupted": false}')
+    recipe = recipe_in(tmp_path, "nproc=2", "parallel.plan=[tp]")
+    launcher.launch(recipe, announce=lambda planned, ranks: seen.append((planned.parallel.tp, ranks)))
+    assert seen == [(2, 2)]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"recipe{rank}").read_text()) == [2, [], True]
+
+
+@pytest.mark.parametrize("mistake", [UserError("nothing fits"), KeyboardInterrupt()], ids=repr)
+def test_ranks_that_wait_end_where_nothing_is_planned(
+    began: Callable[[], list[int]], mistake: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pids: list[int] = []
+
+    def choose(recipe: Recipe, ranks: int) -> Recipe:
+        pids.extend(began())
+        raise mistake
+
+    monkeypatch.setattr(plan_process, "_choose", choose)
+    with pytest.raises(type(mistake)):
+        launcher.launch(recipe_in(tmp_path, "nproc=2", "parallel.plan=[tp]"))
+    assert len(pids) == 2 and all(map(ended, pids))
+
+
+@pytest.mark.parametrize("gpus", [0, 2])
+def test_what_is_done_while_another_process_plans(
+    gpus: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(plan_process, "gpu_count", lambda: gpus)
+    recipe = recipe_in(tmp_path, "parallel.plan=[tp]", "hardware=2xh100", "machine.host_memory_gb=64")
+    for here in (False, True):
+        planned = plan_process.planned(recipe, 2, here=here, meanwhile=lambda: calls.append(1))
+        assert planned.parallel.plan == [] and planned.parallel.tp == 1
+    plan_process.planned(planned, 2, meanwhile=lambda: calls.append(1))
+    assert len(calls) == 3
 
 
 def test_ranks_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
