@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,19 @@ def test_files_hold_the_memory_and_their_sums(
     assert content == bytes(copied.view()) and sum(done) == size
     assert sums == {name: disk.digests(tmp_path / name) for name, _ in files}
     assert [len(sums[name]) for name, _ in files] == [-(-size // disk.SUMMED) for _, size in files]
+
+
+def test_threads_that_write_leave_the_cores_to_others(tmp_path: Path) -> None:
+    copied = HostCopy(CPU)
+    copied.take([Piece("w", (8,), (0,), (8,), torch.ones(8))], {})
+    here, seen = os.getpriority(os.PRIO_PROCESS, 0), []
+
+    def note(_: int) -> None:
+        seen.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    disk.write(tmp_path, [("a", copied.size)], copied.view(), note)
+    assert seen and all(one == min(here + disk.NICE, 19) for one in seen)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == here
 
 
 def test_a_direct_write_that_is_refused_goes_on_as_a_plain_one(

@@ -32,6 +32,7 @@ FLUSH = 2**28  # bytes after which a plain write waits for the disk
 PART = 2**30  # bytes of a file at most
 SMALL = 2**26  # bytes that are not worth a second thread
 THREADS = 4  # that write, of a rank
+NICE = 5  # of threads that write, over the process's own
 READERS = 8
 TESTED = 2**27  # bytes that a test of the disk writes
 
@@ -80,11 +81,18 @@ def write(
             failures.append(error)
             return []
 
-    with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer") as pool:
+    with ThreadPoolExecutor(min(THREADS, len(files)), "zoo-save-writer", _step_back) as pool:
         sums = list(pool.map(one, range(len(files))))
     if failures:
         raise failures[0]
     return {name: value for (name, _), value in zip(files, sums, strict=True)}
+
+
+def _step_back() -> None:
+    """Have the kernel give a core to training's threads before this one: a step waits for the last of them."""
+    with contextlib.suppress(OSError):  # a system on which a thread has no priority of its own
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 def rate(folder: Path) -> float:
