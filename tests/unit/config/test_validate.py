@@ -149,6 +149,12 @@ def test_a_dense_model_has_no_experts_whatever_its_config_says() -> None:
             "parallel.etp=5 does not divide the experts' width 96; 1, 2, 3, 4, 6, 8, ..., 48 or 96 would",
         ),
         (
+            2,
+            {"parallel.ep": 2, "parallel.dispatch": "deepep", "train.global_batch": 2},
+            "parallel.dispatch=deepep: its package deep_ep is not installed; install DeepEP (for hybridep, its branch hybrid-ep), "
+            "or use parallel.dispatch=alltoall",
+        ),
+        (
             1,
             {"train.main_grads_dtype": "bf16", "engine.precision": "fp32"},
             "train.main_grads_dtype=bf16 with engine.precision=fp32: gradients of fp32 weights are kept in fp32; leave "

@@ -1,4 +1,4 @@
-"""Checks of the engine's keys: Transformer Engine, precision and FP8."""
+"""Checks of the engine's keys and of packages that they need: Transformer Engine, DeepEP, precision and FP8."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def check_engine(recipe: Recipe) -> None:
         raise ConfigError(
             f"train.main_grads_dtype=bf16 with engine.precision={recipe.engine.precision}: gradients of fp32 weights are kept in "
             f"fp32; leave train.main_grads_dtype out, or set engine.precision=bf16"
+        )
+    if recipe.parallel.dispatch != "alltoall" and importlib.util.find_spec("deep_ep") is None:
+        raise ConfigError(
+            f"parallel.dispatch={recipe.parallel.dispatch}: its package deep_ep is not installed; install DeepEP "
+            f"(for hybridep, its branch hybrid-ep), or use parallel.dispatch=alltoall"
         )
     if recipe.engine.fp8:
         _check_fp8(recipe)

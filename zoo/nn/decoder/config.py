@@ -130,7 +130,7 @@ def transformer_config(
         bf16=precision == "bf16",
         hetereogenous_dist_checkpoint=full_heads(text) is not None,  # layers don't stack to one tensor
         variable_seq_lengths=True,  # packed rows differ in length
-        moe_token_dispatcher_type="alltoall",  # the one that takes them; checked for dense models too
+        **_dispatcher_settings(recipe),
         deallocate_pipeline_outputs=True,
         # Interleaved, both neighbours of a rank are the same one where there are two stages: a batch of sends and
         # receives would mix up the two directions, so megatron-core wants them one by one.
@@ -148,6 +148,18 @@ def transformer_config(
     config.value_norm, config.layer_scale = value_norm, layer_scale
     config.full_heads, config.two_way_in_windows = full_heads(text), two_way_in_windows
     return config
+
+
+def _dispatcher_settings(recipe: Recipe) -> dict[str, Any]:
+    """megatron-core's token dispatcher, also of dense models, for which it is checked as well."""
+    parallel = recipe.parallel
+    if parallel.dispatch == "alltoall" or parallel.ep * parallel.etp == 1:
+        return {"moe_token_dispatcher_type": "alltoall"}  # takes rows that differ in length
+    return {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": parallel.dispatch,
+        "moe_hybridep_pad_uneven_dispatch_inputs": True,
+    }
 
 
 def _stages(recipe: Recipe, layers: int, mtp_layers: int) -> list[list[str]] | None:

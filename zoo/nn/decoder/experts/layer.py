@@ -1,6 +1,6 @@
 """An MLP of experts: the router's choice, the tokens' way to their experts and back, and the shared expert beside them.
 
-megatron-core's `MoELayer` with another dispatch. Its own sends a token once for each of its experts, copies rows by
+megatron-core's `MoELayer` with another dispatch, unless it has its flex dispatcher (`parallel.dispatch`). Its all-to-all sends a token once for each of its experts, copies rows by
 `masked_select` and `index_add`, and exchanges once more where the backward pass recomputes the experts.
 """
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zoo.errors import UserError
 from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 
@@ -26,8 +28,13 @@ class MixtureOfExperts(MoELayer):
     """
 
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
-        super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        self.token_dispatcher = None  # megatron-core's
+        try:
+            super().__init__(*args, pg_collection=pg_collection, **kwargs)
+        except ImportError as error:  # of a dispatcher's package, which HybridEP shares with DeepEP
+            raise UserError(f"parallel.dispatch: {error} Or use parallel.dispatch=alltoall") from error
+        self.token_dispatcher: Any = self.token_dispatcher
+        if self.config.moe_token_dispatcher_type != "flex":
+            self.token_dispatcher = None
         self.shared_experts_recompute = self.moe_layer_recompute
         self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
 
@@ -42,10 +49,32 @@ class MixtureOfExperts(MoELayer):
         # Its gradients come together by themselves, recomputed or not, so that both round alike.
         shared = self.shared_experts_compute(hidden_states.view_as(hidden_states))
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
-        weights, chosen = self.router.choose(hidden_states, mask)
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self._routed(flat, weights, chosen).view_as(hidden_states)
+        if self.token_dispatcher is not None:
+            out = self._dispatched(hidden_states, mask)
+        else:
+            weights, chosen = self.router.choose(hidden_states, mask)
+            flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+            out = self._routed(flat, weights, chosen).view_as(hidden_states)
         return out if shared is None else out + shared, None
+
+    def _dispatched(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        """hidden (T, B, hidden), mask (T, B) -> (T, B, hidden), by megatron-core's flex dispatcher.
+
+        Under selective recompute it exchanges nothing again, either.
+        """
+        dispatcher = self.token_dispatcher
+        probs, chosen = self.router(hidden, mask)
+        rows, probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
+        rows, probs = dispatcher.token_dispatch(rows, probs)
+        rows, counts, probs = dispatcher.dispatch_postprocess(rows, probs)
+        ends = counts.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
+        if self.moe_layer_recompute and self.training:
+            rows, _ = checkpoint(self.experts, False, rows, ends, probs)
+        else:
+            rows, _ = self.experts(rows, ends, probs)
+        rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
+        out: Tensor = dispatcher.combine_postprocess(rows)
+        return out
 
     def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
