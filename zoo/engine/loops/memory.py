@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.engine.loops.parts import EngineParts
-from zoo.engine.optimizer.adamw import optimizers
+from zoo.engine.optimizer.adamw import forget, optimizers
 from zoo.errors import UserError
 
 type Kind = Literal["model", "optimizer", "gradients"]
@@ -93,6 +93,8 @@ class Memory:
             else:
                 whole.copy_(copy, non_blocking=True)
             total += size
+        if self.parts.optimizer is not None:
+            forget(self.parts.optimizer)
         return total
 
     def _tensors(self, kind: Kind) -> Iterator[Tensor]:

@@ -38,10 +38,30 @@ def clip(optimizer: Any, norm: float) -> None:
 
 
 def prepare(optimizer: Any) -> None:
-    """Find the gradients, before anything waits for the GPU."""
-    optimizer.prepare_grads()
+    """Find the gradients, before anything waits for the GPU: views of DDP's buffers, which stay what they are."""
+    if not all(one.is_prepared() for one in optimizers(optimizer)):
+        optimizer.prepare_grads()
+        forget(optimizer)
     for one in optimizers(optimizer):
         one.prepare()
+
+
+def forget(optimizer: Any) -> None:
+    """Have the next `prepare` find all tensors anew. To be called where their memory was moved."""
+    for one in optimizers(optimizer):
+        one.forget()
+
+
+def norm_gradients(optimizer: Any) -> list[Tensor]:
+    """The gradients of this rank's share of the norm, after `prepare`: megatron-core's choice of them, made once."""
+    found: list[Tensor] = []
+    for chained in optimizer.chained_optimizers:
+        if not chained.is_stub_optimizer:
+            one: AdamW = chained.optimizer
+            if one.norm_gradients is None:
+                one.norm_gradients = chained.get_grads_for_grad_norm()
+            found += one.norm_gradients
+    return found
 
 
 def allocate_state(optimizer: Any) -> None:
@@ -58,6 +78,7 @@ class AdamW(torch.optim.Optimizer):
 
     Attributes:
         clip: factor of the gradients in the next update.
+        norm_gradients: those that count for the norm, once they are found.
         state: by parameter: `master_param` (int16 remainder, or the fp32 parameter), `exp_avg`, `exp_avg_sq`, as held.
     """
 
@@ -85,7 +106,8 @@ class AdamW(torch.optim.Optimizer):
         self._seeds: dict[Tensor, int] = {}  # of the random bits that round moments
         self._addresses: list[list[int]] = []
         self._tables: list[list[Table]] = []  # by parameter group
-        self._parts: list[list[Part]] | None = None  # of the next update, by parameter group
+        self._parts: list[list[Part]] | None = None  # of updates, by parameter group, once they are found
+        self.norm_gradients: list[Tensor] | None = None
         self._offload = offload
         self._offloaded: set[Tensor] | None = (
             None  # parameters whose state is on the host, once they are chosen
@@ -136,6 +158,7 @@ class AdamW(torch.optim.Optimizer):
         master = parameter.detach()
         if parameter.dtype == torch.bfloat16:
             master = (zeros or partial(torch.zeros, device=device))(numel, dtype=torch.int16)
+        self.forget()
         self._moments[parameter] = moments
         self.state[parameter] = {
             MASTER: master,
@@ -191,8 +214,20 @@ class AdamW(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
 
+    def is_prepared(self) -> bool:
+        """Whether gradients and state have been found, and megatron-core still has the views of the gradients."""
+        parameters = (one for group in self.param_groups for one in group["params"] if one.numel())
+        first = next(parameters, None)
+        return self._parts is not None and getattr(first, "decoupled_grad", None) is not None
+
+    def forget(self) -> None:
+        """Have the next `prepare` find gradients and state anew."""
+        self._parts = self.norm_gradients = None
+
     def prepare(self) -> None:
-        """Find gradients and state; on a GPU, make the tables where tensors lie elsewhere than before."""
+        """Find gradients and state, unless they are known; on a GPU, make the tables where tensors lie elsewhere than before."""
+        if self._parts is not None:
+            return
         self.allocate()
         seed = 0
         parts: list[list[Part]] = []
@@ -242,7 +277,7 @@ class AdamW(torch.optim.Optimizer):
                         update(piece, **options)
         self._host.finish()
         self.updates = count
-        self.clip, self._parts = 1.0, None
+        self.clip = 1.0
 
     def _options(self, group: dict[str, Any], step: int) -> dict[str, Any]:
         names = ("lr", "betas", "eps", "weight_decay")

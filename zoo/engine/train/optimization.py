@@ -14,7 +14,7 @@ from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
 from zoo.engine.optimizer import muon
-from zoo.engine.optimizer.adamw import AdamW
+from zoo.engine.optimizer.adamw import AdamW, norm_gradients
 from zoo.nn.weight_gradients import accumulate_in_place
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -139,7 +139,7 @@ def squared_norm(optimizer: Any, device: torch.device) -> torch.Tensor:
 
     megatron-core's `get_grad_norm` sums them, too, and waits for the device once for each parameter.
     """
-    grads = [grad for one in optimizer.chained_optimizers for grad in one.get_grads_for_grad_norm()]
+    grads = norm_gradients(optimizer)
     if not grads:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).double().square().sum()

@@ -163,6 +163,5 @@ class TrainStep:
 
         step_if(trainable.optimizer, trainable.scheduler, lambda _: found[0][1] is None, measure)
         for chunk in trainable.chunks:
-            chunk.zero_grad_buffer()
-        trainable.optimizer.zero_grad()
+            chunk.zero_grad_buffer()  # the optimizer has views of it alone, which it keeps
         return found[0]
