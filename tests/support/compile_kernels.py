@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 from zoo.nn.adamw.kernel import adamw, make_tables
 from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.decoder.experts.exchange import Permutation
-from zoo.nn.kernels.conv import causal_conv_silu
+from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import accumulate, add_lowrank, gather_rows, sum_rows
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
@@ -97,6 +97,10 @@ def main() -> dict[str, int | str]:
             lambda x, d, w, b: add_layer_norm(x, d, w, b, 1e-6), *((TOKENS, width),) * 2, (width,), (width,)
         )
     both_ways(lambda x, w: causal_conv_silu(x, w, positions), (TOKENS, 2048), (2048, 4))
+    for heads, width in ((16, 2048), (64, 4096)):
+        widths = (2048, 2048, width, width)
+        shapes = (TOKENS, sum(widths) + 2 * heads), (sum(widths[:3]), 4), (heads,), (heads,)
+        both_ways(lambda x, w, a, b, widths=widths: delta_inputs(x, w, a, b, positions, widths), *shapes)
     both_ways(lambda x, w, b: linear_gelu(x, w, b, tanh=True), (TOKENS, 1024), (4096, 1024), (4096,))
     both_ways(gated, *((TOKENS, 2048),) * 2)
     permutation = Permutation.of(positions[:, None] % 128, 128, TOKENS)

@@ -22,7 +22,7 @@ from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.decoder.experts import exchange
 from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels import experts as kernels
-from zoo.nn.kernels.conv import causal_conv_silu
+from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import add_lowrank
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
@@ -68,6 +68,28 @@ def convolution(lengths: tuple[int, ...], width: int, taps: int) -> float:
 
     x, weight = torch.randn(sum(lengths), width + 13), torch.randn(width, taps)
     return error(lambda x, w: causal_conv_silu(x[:, 3 : 3 + width], w, places), plain, x, weight)
+
+
+def delta(lengths: tuple[int, ...], widths: tuple[int, int, int, int], heads: int, taps: int) -> float:
+    """Error of `delta_inputs`, against a segment at a time and plain gates."""
+    places = torch.cat([torch.arange(n) for n in lengths])
+
+    def plain(mixed: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
+        qkv, gate, beta, alpha = mixed.split([sum(widths[:3]), widths[3], heads, heads], dim=1)
+        padded = (F.pad(part.t()[None], (taps - 1, 0)) for part in qkv.split(list(lengths)))
+        groups = len(weight)
+        out = torch.cat([F.silu(F.conv1d(x, weight[:, None], groups=groups)[0].t()) for x in padded])
+        return (
+            *out.split(widths[:3], dim=1),
+            gate,
+            -a_log.exp() * F.softplus(alpha + dt_bias),
+            beta.sigmoid(),
+        )
+
+    mixed = torch.randn(sum(lengths), sum(widths) + 2 * heads) * 3
+    mixed[:5, -heads:] = torch.tensor([-30.0, -9.0, 0.0, 9.0, 30.0])[: len(mixed), None]
+    inputs = mixed, torch.randn(sum(widths[:3]), taps), torch.randn(heads), torch.randn(heads)
+    return error(lambda x, w, a, b: delta_inputs(x, w, a, b, places, widths), plain, *inputs)
 
 
 def outputs(function: Callable[..., tuple[Tensor, ...]], which: int | None) -> Callable[..., Any]:
@@ -255,6 +277,9 @@ def main() -> None:
         "causal_conv_silu, one token": convolution((1,), 77, 4),
         "causal_conv_silu, ends at tiles": convolution((61, 1, 2, 64, 62, 66), 77, 4),
         "causal_conv_silu, short segments": convolution((2, 1, 3) * 12, 77, 4),
+        "delta_inputs": delta(LENGTHS, (300, 300, 77, 52), 5, 4),
+        "delta_inputs, one token": delta((1,), (16, 16, 32, 32), 16, 4),
+        "delta_inputs, two taps": delta((61, 1, 2, 64), (20, 20, 520, 40), 3, 2),
         "linear_gelu, tanh": gelu_of_linear(True, (5, 31)),
         "linear_gelu, exact": gelu_of_linear(False, (5, 31)),
         "linear_gelu, one row": gelu_of_linear(True, (1,)),

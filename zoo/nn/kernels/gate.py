@@ -1,4 +1,4 @@
-"""A gate over what attention gives: x * sigmoid(gate), in one pass each way."""
+"""Gates, in one pass each way: x * sigmoid(gate) over what attention gives, and those of the gated delta rule."""
 
 from __future__ import annotations
 
@@ -59,3 +59,87 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     assert x.shape == gate.shape
     out: Tensor = _Gate.apply(x, gate)
     return out
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp(x))."""
+    small = tl.exp(-tl.abs(x))
+    return tl.maximum(x, 0.0) + tl.where(small < 1e-3, small * (1.0 - 0.5 * small), tl.log(1.0 + small))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta_forward(
+    x, a_log, dt_bias, decay, beta, rows, stride, HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.arange(0, BLOCK)
+    there = head < HEADS
+    inside = (row < rows)[:, None] & there[None, :]
+    rate = tl.exp(tl.load(a_log + head, mask=there, other=0.0).to(tl.float32))
+    bias = tl.load(dt_bias + head, mask=there, other=0.0).to(tl.float32)
+    place = x + row[:, None] * stride + head[None, :]
+    shut = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    alpha = tl.load(place + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    out = row[:, None] * HEADS + head[None, :]
+    tl.store(decay + out, -rate[None, :] * _softplus(alpha), mask=inside)
+    tl.store(beta + out, sigmoid(shut).to(beta.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _delta_backward(
+    of_decay, of_beta, x, a_log, dt_bias, grad, parts, rows, stride, grad_stride,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.arange(0, BLOCK)
+    there = head < HEADS
+    inside = (row < rows)[:, None] & there[None, :]
+    rate = tl.exp(tl.load(a_log + head, mask=there, other=0.0).to(tl.float32))[None, :]
+    bias = tl.load(dt_bias + head, mask=there, other=0.0).to(tl.float32)
+    place = x + row[:, None] * stride + head[None, :]
+    open_ = sigmoid(tl.load(place, mask=inside, other=0.0).to(tl.float32))
+    alpha = tl.load(place + HEADS, mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+    out = row[:, None] * HEADS + head[None, :]
+    slope = -rate * tl.load(of_decay + out, mask=inside, other=0.0).to(tl.float32)
+    of_alpha = slope * sigmoid(alpha)
+    into = grad + row[:, None] * grad_stride + head[None, :]
+    shut = tl.load(of_beta + out, mask=inside, other=0.0).to(tl.float32) * open_ * (1.0 - open_)
+    tl.store(into, shut.to(grad.dtype.element_ty), mask=inside)
+    tl.store(into + HEADS, of_alpha.to(grad.dtype.element_ty), mask=inside)
+    parts += tl.program_id(0).to(tl.int64) * 2 * HEADS + head
+    tl.store(parts, tl.sum(slope * _softplus(alpha), axis=0), mask=there)
+    tl.store(parts + HEADS, tl.sum(of_alpha, axis=0), mask=there)
+
+
+def delta_gates(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns x (T, 2 H) of beta and alpha -> log of the decay -exp(a_log) softplus(alpha + dt_bias) fp32, sigmoid(beta), (T, H)."""
+    rows, heads, block, tile = _delta_tile(x)
+    decay = torch.empty(rows, heads, dtype=torch.float32, device=x.device)
+    beta = torch.empty(rows, heads, dtype=x.dtype, device=x.device)
+    _delta_forward[(triton.cdiv(rows, tile),)](
+        x, a_log, dt_bias, decay, beta, rows, x.stride(0), HEADS=heads, BLOCK=block, ROWS=tile, num_warps=4
+    )
+    return decay, beta
+
+
+def delta_gates_backward(
+    of_decay: Tensor, of_beta: Tensor, x: Tensor, a_log: Tensor, dt_bias: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of a_log and dt_bias, and that of x written to `grad` (T, 2 H), from those of `delta_gates`."""
+    rows, heads, block, tile = _delta_tile(x)
+    programs = triton.cdiv(rows, tile)
+    parts = torch.empty(programs, 2, heads, dtype=torch.float32, device=x.device)
+    _delta_backward[(programs,)](
+        of_decay.contiguous(), of_beta.contiguous(), x, a_log, dt_bias, grad, parts, rows, x.stride(0), grad.stride(0),
+        HEADS=heads, BLOCK=block, ROWS=tile, num_warps=4,
+    )  # fmt: skip
+    of_a_log, of_bias = parts.sum(0).unbind()
+    return of_a_log.to(a_log.dtype), of_bias.to(dt_bias.dtype)
+
+
+def _delta_tile(x: Tensor) -> tuple[int, int, int, int]:
+    """Tokens and heads of x (T, 2 H), heads rounded up to a power of two, and tokens of a program."""
+    heads = x.shape[1] // 2
+    block = int(triton.next_power_of_2(heads))
+    return len(x), heads, block, max(16, 2048 // block)

@@ -98,7 +98,6 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         """(N, channels of this rank's heads) -> (N, value width of this rank's heads)."""
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         widths = [section // self.cp_size for section in sections]
-        *qkv, gate, beta, alpha = rows.split([*widths, *self.feat_dim_split[1:]], dim=-1)
         kernel, a_log, dt_bias = (
             get_parameter_local_cp(parameter, dim=0, cp_group=self.pg_collection.cp, split_sections=parts)
             for parameter, parts in (
@@ -107,8 +106,17 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
+        taps = kernel.squeeze(1)
+        if cache is None and convolves(rows, taps):
+            from zoo.nn.kernels.conv import delta_inputs
+
+            every = (*widths, self.feat_dim_split[1])
+            *qkv, gate, decay, beta = delta_inputs(rows, taps, a_log, dt_bias, layout.positions[0], every)
+            out = gated_delta_rule(*self._heads(*qkv), decay, beta, layout, self.delta_rule)
+            return self.out_norm(out, gate.view(out.shape)).flatten(1)
+        *qkv, gate, beta, alpha = rows.split([*widths, *self.feat_dim_split[1:]], dim=-1)
         decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
-        beta, taps = beta.sigmoid(), kernel.squeeze(1)
+        beta = beta.sigmoid()
         if cache is not None:
             out = self._mix_cached(rows[:, : sum(widths)], taps, decay, beta, layout, cache)
         else:
@@ -244,9 +252,14 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
     return "fla"
 
 
+def convolves(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels convolve x (T, C) by weight (C, K)."""
+    return fused(x) and weight.shape[1] <= 4
+
+
 def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
     """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
-    if fused(x) and weight.shape[1] <= 4:
+    if convolves(x, weight):
         from zoo.nn.kernels.conv import causal_conv_silu
 
         return causal_conv_silu(x, weight, layout.positions[0])
