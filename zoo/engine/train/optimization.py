@@ -24,8 +24,10 @@ BUCKET = 40_000_000  # gradients that are reduced at once while the backward pas
 def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     """mcore's DDP with gradients reduced in fp32 and sharded for the distributed optimizer.
 
-    Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once.
+    Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once. Where no rank has the
+    same weights, nothing is exchanged while the backward pass continues: the bookkeeping of each gradient would take the host's time.
     """
+    from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -33,13 +35,18 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     )
 
     on_gpu, half = torch.cuda.is_available(), recipe.train.main_grads_dtype == "bf16"
+    replicas = max(
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        parallel_state.get_expert_data_parallel_world_size(),
+    )
+    overlap = on_gpu and replicas > 1
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not half,
         reduce_scatter_with_fp32_accumulation=half,
         use_distributed_optimizer=True,
-        overlap_grad_reduce=on_gpu,
+        overlap_grad_reduce=overlap,
         overlap_param_gather=False,
-        bucket_size=BUCKET if on_gpu else None,
+        bucket_size=BUCKET if overlap else None,
     )
     inner_optimizer.forget_reduce_scatter()
     wrapped: list[Any] = [
@@ -51,7 +58,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     if on_gpu:
         if recipe.engine.precision == "bf16":
             accumulate_in_place(chunks)
-        for chunk in wrapped:
+        for chunk in wrapped if overlap else ():
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     for chunk in chunks[1:]:

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels.launch import cdiv
+
 BLOCK = 128
 
 
@@ -63,7 +65,7 @@ def _squares(  # type: ignore[no-untyped-def]
 def rows_into(x: Tensor, codes: Tensor, scales: Tensor) -> None:
     """Fill codes (R, C) and scales (R, C / 128), the latter stored column by column, from x (T, W): T <= R, W <= C < W + 128."""
     tile = 128
-    grid = (triton.cdiv(codes.shape[0], tile), codes.shape[1] // BLOCK)
+    grid = (cdiv(codes.shape[0], tile), codes.shape[1] // BLOCK)
     _rows[grid](
         x, codes, scales, x.shape[0], codes.shape[0], WIDTH=x.shape[1], BLOCK=BLOCK, ROWS=tile, num_warps=8
     )
@@ -71,7 +73,7 @@ def rows_into(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def squares_into(x: Tensor, codes: Tensor, scales: Tensor, turned: bool) -> None:
     """Fill codes (R, C) and the first columns of scales (ceil(R / 128), S) from x (R, W), or from its transpose."""
-    grid = (triton.cdiv(x.shape[0], BLOCK), triton.cdiv(x.shape[1], BLOCK))
+    grid = (cdiv(x.shape[0], BLOCK), cdiv(x.shape[1], BLOCK))
     _squares[grid](
         x, codes, scales, scales.stride(0), ROWS=x.shape[0], COLUMNS=x.shape[1], TURNED=turned, BLOCK=BLOCK, num_warps=8
     )  # fmt: skip

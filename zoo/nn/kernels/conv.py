@@ -8,6 +8,7 @@ are written apart, as the delta rule wants them, and all gradients into one tens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
 from zoo.nn.kernels.gate import delta_gates, delta_gates_backward
-from zoo.nn.kernels.launch import Launch
+from zoo.nn.kernels.launch import Launch, cdiv
 
 TAPS = 4  # of the kernels: most that they take
 
 
+@lru_cache
 def forward_launch(width: int) -> Launch:
     """Rows are a program's tokens, a multiple of 4."""
     return Launch(rows=32, columns=256, warps=2, stages=2)
 
 
+@lru_cache
 def backward_launch(width: int) -> Launch:
     """Rows are a program's tokens, a multiple of 4; it reads six more, and writes its part of the weight's gradient."""
     return Launch(rows=64, columns=256, warps=2)
@@ -196,14 +199,14 @@ def _backward(
 
 
 def _blocks(widths: Sequence[int], columns: int) -> int:
-    return sum(triton.cdiv(width, columns) for width in widths)
+    return sum(cdiv(width, columns) for width in widths)
 
 
 def _convolve_parts(x: Tensor, weight: Tensor, positions: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """The first columns of x (T, ...) by weight (C, K), as three dense parts of so many columns; a part may have none."""
     rows, launch = len(x), forward_launch(sum(widths))
     out = [torch.empty(rows, width, dtype=x.dtype, device=x.device) for width in widths]
-    grid = (triton.cdiv(rows, launch.rows), _blocks(widths, launch.columns))
+    grid = (cdiv(rows, launch.rows), _blocks(widths, launch.columns))
     _forward[grid](
         x, weight, positions, *out, rows, *widths, x.stride(0), TAPS=weight.shape[1],
         ROWS=launch.rows, COLUMNS=launch.columns, STAGES=launch.stages, num_warps=launch.warps,
@@ -217,7 +220,7 @@ def _convolve_parts_backward(
     """From the gradients of the parts: those of x, written to the first columns of `grad_x`, and the weight's (C, K)."""
     (every, taps), widths = weight.shape, [grad.shape[1] for grad in grads]
     rows, launch = len(x), backward_launch(every)
-    grid = (triton.cdiv(rows + 3, launch.rows), _blocks(widths, launch.columns))
+    grid = (cdiv(rows + 3, launch.rows), _blocks(widths, launch.columns))
     parts = torch.empty(grid[0], TAPS, every, dtype=torch.float32, device=x.device)
     _backward[grid](
         *(grad.contiguous() for grad in grads), x, weight, positions, grad_x, parts, rows, *widths, x.stride(0),

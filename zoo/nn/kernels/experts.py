@@ -7,16 +7,19 @@ both and write again: twice as much memory traffic.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.launch import Launch
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2
 
 RANKS = 64  # the widest that `add_lowrank` takes
 
 
+@lru_cache
 def lowrank_launch(rank: int) -> Launch:
     """Fewer columns of a wide adapter, for which there are registers; 256 of rank 16 were measured, at 3.5 TB/s on an H200."""
     return Launch(rows=64, columns=256 if rank <= 16 else 128, warps=8)
@@ -46,7 +49,7 @@ def _sum_rows(y, places, out, COUNT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: t
 
 
 def _block(width: int) -> int:
-    return min(2048, int(triton.next_power_of_2(width)))
+    return min(2048, power_of_2(width))
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -110,10 +113,10 @@ def add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     experts, width, rank = weight.shape
     if out.numel():
         launch = lowrank_launch(rank)
-        grid = triton.cdiv(len(out), launch.rows) + experts, triton.cdiv(width, launch.columns)
+        grid = cdiv(len(out), launch.rows) + experts, cdiv(width, launch.columns)
         _add_lowrank[grid](
-            out, x, weight, ends, WIDTH=width, RANK=rank, RANK_BLOCK=max(16, triton.next_power_of_2(rank)),
-            EXPERTS=experts, EXPERTS_BLOCK=triton.next_power_of_2(experts), ROWS=launch.rows, COLUMNS=launch.columns,
+            out, x, weight, ends, WIDTH=width, RANK=rank, RANK_BLOCK=max(16, power_of_2(rank)),
+            EXPERTS=experts, EXPERTS_BLOCK=power_of_2(experts), ROWS=launch.rows, COLUMNS=launch.columns,
             num_warps=launch.warps,
         )  # fmt: skip
     return out
@@ -131,4 +134,4 @@ def accumulate(total: Tensor, grad: Tensor) -> None:
     """total (fp32) += grad (half precision), of one shape and contiguous; PyTorch's own addition of two dtypes moves 2.4 TB/s on an H200."""
     assert total.is_contiguous() and grad.is_contiguous() and total.shape == grad.shape
     if total.numel():
-        _accumulate[(triton.cdiv(total.numel(), 4096),)](total, grad, total.numel(), BLOCK=4096, num_warps=8)
+        _accumulate[(cdiv(total.numel(), 4096),)](total, grad, total.numel(), BLOCK=4096, num_warps=8)

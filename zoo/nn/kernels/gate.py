@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.launch import cdiv, power_of_2
 
 BLOCK = 4096
 
@@ -40,7 +41,7 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         x, gate = x.contiguous(), gate.contiguous()
         out = torch.empty_like(x)
-        _forward[(triton.cdiv(x.numel(), BLOCK),)](x, gate, out, x.numel(), BLOCK=BLOCK, num_warps=8)
+        _forward[(cdiv(x.numel(), BLOCK),)](x, gate, out, x.numel(), BLOCK=BLOCK, num_warps=8)
         ctx.save_for_backward(x, gate)
         return out
 
@@ -48,7 +49,7 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, gate = ctx.saved_tensors
         grad, grad_x, grad_gate = grad.contiguous(), torch.empty_like(x), torch.empty_like(gate)
-        _backward[(triton.cdiv(x.numel(), BLOCK),)](
+        _backward[(cdiv(x.numel(), BLOCK),)](
             grad, x, gate, grad_x, grad_gate, x.numel(), BLOCK=BLOCK, num_warps=8
         )
         return grad_x, grad_gate
@@ -117,7 +118,7 @@ def delta_gates(x: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tens
     rows, heads, block, tile = _delta_tile(x)
     decay = torch.empty(rows, heads, dtype=torch.float32, device=x.device)
     beta = torch.empty(rows, heads, dtype=x.dtype, device=x.device)
-    _delta_forward[(triton.cdiv(rows, tile),)](
+    _delta_forward[(cdiv(rows, tile),)](
         x, a_log, dt_bias, decay, beta, rows, x.stride(0), HEADS=heads, BLOCK=block, ROWS=tile, num_warps=4
     )
     return decay, beta
@@ -128,7 +129,7 @@ def delta_gates_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of a_log and dt_bias, and that of x written to `grad` (T, 2 H), from those of `delta_gates`."""
     rows, heads, block, tile = _delta_tile(x)
-    programs = triton.cdiv(rows, tile)
+    programs = cdiv(rows, tile)
     parts = torch.empty(programs, 2, heads, dtype=torch.float32, device=x.device)
     _delta_backward[(programs,)](
         of_decay.contiguous(), of_beta.contiguous(), x, a_log, dt_bias, grad, parts, rows, x.stride(0), grad.stride(0),
@@ -141,5 +142,5 @@ def delta_gates_backward(
 def _delta_tile(x: Tensor) -> tuple[int, int, int, int]:
     """Tokens and heads of x (T, 2 H), heads rounded up to a power of two, and tokens of a program."""
     heads = x.shape[1] // 2
-    block = int(triton.next_power_of_2(heads))
+    block = power_of_2(heads)
     return len(x), heads, block, max(16, 2048 // block)

@@ -5,6 +5,7 @@ Gradient through GELU and the bias's gradient, a sum over rows of the former, ar
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
-from zoo.nn.kernels.launch import Launch, steps
+from zoo.nn.kernels.launch import Launch, cdiv, steps
 
 
+@lru_cache
 def backward_launch(width: int) -> Launch:
     """Rows and columns are read at once; a program takes several such tiles and writes its part of the bias's gradient."""
     return Launch(rows=2, columns=1024, warps=8, programs=256)
@@ -55,9 +57,9 @@ def _through_gelu(grad: Tensor, before: Tensor, tanh: bool, summed: bool) -> tup
     """(N, C) gradients behind GELU and its input -> those before it, and their sum (C,) fp32 where wanted."""
     (rows, width), grad = before.shape, grad.contiguous()
     out, launch = torch.empty_like(before), backward_launch(width)
-    tiles = triton.cdiv(rows, launch.rows)
+    tiles = cdiv(rows, launch.rows)
     each = steps(tiles, launch.programs)
-    grid = (triton.cdiv(tiles, each), triton.cdiv(width, launch.columns))
+    grid = (cdiv(tiles, each), cdiv(width, launch.columns))
     parts = torch.empty(grid[0], width, dtype=torch.float32, device=out.device) if summed else None
     _backward[grid](
         grad, before, out, parts, rows, WIDTH=width, TANH=tanh, SUMMED=summed, ROWS=launch.rows, COLUMNS=launch.columns,

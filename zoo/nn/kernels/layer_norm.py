@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.launch import Launch, steps, tile_rows
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps, tile_rows
 
 
+@lru_cache
 def forward_launch(width: int) -> Launch:
     """Rows are read at once."""
     return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 2)
 
 
+@lru_cache
 def backward_launch(width: int) -> Launch:
     """Rows are read at once; a program takes several such tiles and writes its part of the weights' gradients."""
     return Launch(rows=tile_rows(width, 2048), warps=8 if width > 2048 else 4, stages=2, programs=2112)
@@ -91,8 +94,8 @@ def _normalise(
     width = x.shape[-1]
     out, rows, launch = torch.empty_like(x), x.numel() // width, forward_launch(width)
     mean, scale = torch.empty(2, rows, dtype=torch.float32, device=x.device)
-    ctx.shape = {"WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
-    _forward[(triton.cdiv(rows, launch.rows),)](
+    ctx.shape = {"WIDTH": width, "BLOCK": power_of_2(width)}
+    _forward[(cdiv(rows, launch.rows),)](
         x, delta, weight, bias, out, total, mean, scale, rows, eps, **ctx.shape, ADDED=delta is not None,
         ROWS=launch.rows, num_warps=launch.warps,
     )  # fmt: skip
@@ -106,9 +109,9 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
     grad, grad_x, rows = grad.contiguous(), torch.empty_like(x), mean.shape[0]
     residual = None if residual is None else residual.contiguous()
     launch = backward_launch(x.shape[-1])
-    tiles = triton.cdiv(rows, launch.rows)
+    tiles = cdiv(rows, launch.rows)
     each = steps(tiles, launch.programs)
-    programs = triton.cdiv(tiles, each)
+    programs = cdiv(tiles, each)
     parts = torch.empty(programs, 2, weight.shape[0], dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         grad, residual, x, weight, mean, scale, grad_x, parts, rows, **ctx.shape, RESIDUAL=residual is not None,

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels.launch import cdiv
+
 BLOCK = 8192
 
 
@@ -74,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, targets, normalizer = ctx.saved_tensors
         rows, size = logits.shape
-        grid = (rows, triton.cdiv(size, BLOCK))
+        grid = (rows, cdiv(size, BLOCK))
         _backward[grid](
             logits, targets, normalizer, grad.float().contiguous(), logits.stride(0), ctx.first, SIZE=size, BLOCK=BLOCK
         )  # fmt: skip

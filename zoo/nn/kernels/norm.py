@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,14 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
-from zoo.nn.kernels.launch import Launch, steps, tile_rows
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps, tile_rows
 
 
+@lru_cache
 def forward_launch(width: int) -> Launch:
     """Rows are read at once."""
     return Launch(rows=tile_rows(width, 4096), warps=8 if width > 2048 else 4)
 
 
+@lru_cache
 def backward_launch(width: int) -> Launch:
     """Rows are read at once; a program takes several such tiles and writes its part of the weight's gradient."""
     if width < 2048:
@@ -98,11 +101,11 @@ def _normalise(
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     ctx.shape = {
         "WIDTH": width,
-        "BLOCK": triton.next_power_of_2(width),
+        "BLOCK": power_of_2(width),
         "CENTERED": centered,
         "GATED": gate is not None,
     }
-    _forward[(triton.cdiv(rows, launch.rows),)](
+    _forward[(cdiv(rows, launch.rows),)](
         x, weight, gate, out, scale, rows, heads, *strides, eps, **ctx.shape, ROWS=launch.rows, num_warps=launch.warps
     )  # fmt: skip
     ctx.save_for_backward(x, weight, gate, scale)
@@ -118,9 +121,9 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
     grad_x = torch.empty_like(grad)
     grad_gate = None if gate is None else torch.empty_like(gate)
     launch = backward_launch(x.shape[-1])
-    tiles = triton.cdiv(rows, launch.rows)
+    tiles = cdiv(rows, launch.rows)
     each = steps(tiles, launch.programs)
-    programs = triton.cdiv(tiles, each)
+    programs = cdiv(tiles, each)
     parts = torch.empty(programs, weight.shape[0], dtype=torch.float32, device=x.device)
     _backward[(programs,)](
         grad, residual, x, weight, gate, scale, grad_x, grad_gate, parts, rows, ctx.heads, *ctx.strides, **ctx.shape,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels.launch import power_of_2
+
 
 @triton.jit
 def _rotate(
@@ -48,8 +50,8 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int, rotated
     turned = cos.shape[-1]
     _rotate[(tokens,)](
         x, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), HEADS=heads, WIDTH=width,
-        TURNED=turned, ROTATED=rotated, BLOCK_HEADS=triton.next_power_of_2(heads),
-        BLOCK_HALF=triton.next_power_of_2(turned // 2), BLOCK_REST=triton.next_power_of_2(max(1, width - turned)),
+        TURNED=turned, ROTATED=rotated, BLOCK_HEADS=power_of_2(heads),
+        BLOCK_HALF=power_of_2(turned // 2), BLOCK_REST=power_of_2(max(1, width - turned)),
         SIGN=sign, num_warps=4,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,17 +11,19 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
-from zoo.nn.kernels.launch import Launch
+from zoo.nn.kernels.launch import Launch, power_of_2
 
 
+@lru_cache
 def forward_launch(width: int) -> Launch:
     """A program takes a row, so many columns at a time."""
-    return Launch(rows=1, columns=min(2048, int(triton.next_power_of_2(width))), warps=4)
+    return Launch(rows=1, columns=min(2048, power_of_2(width)), warps=4)
 
 
+@lru_cache
 def backward_launch(width: int) -> Launch:
     """A program takes a row, so many columns at a time."""
-    return Launch(rows=1, columns=min(2048, int(triton.next_power_of_2(width))), warps=4)
+    return Launch(rows=1, columns=min(2048, power_of_2(width)), warps=4)
 
 
 @triton.jit
