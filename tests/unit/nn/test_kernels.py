@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from zoo.nn.decoder.attention.delta_rule_settings import SETTINGS
+from zoo.nn.decoder.attention.delta_rule_settings import SETTINGS, _use
 from zoo.nn.kernels import fused
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -51,6 +52,33 @@ def test_settings_name_kernels_of_one_library() -> None:
         for kernels in SETTINGS.values()
         for name, values in kernels.items()
     )
+
+
+@needs_triton
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_kernel_with_a_setting_is_launched_without_its_tuner(
+    hooked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+
+    calls: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def run(self, *args: Any, **options: Any) -> str:
+            calls.append((args, options))
+            return "launched"
+
+    hook = (lambda _: None) if hooked else None
+    configs = [triton.Config({"BT": size}, num_warps=4, num_stages=3, pre_hook=hook) for size in (8, 16)]
+    tuner = SimpleNamespace(configs=configs, fn=Kernel(), run=lambda **_: "tuned")
+    module = SimpleNamespace(kernel=SimpleNamespace(fn=tuner))  # heuristics around the tuner
+    monkeypatch.setitem(sys.modules, "library_of_kernels", module)
+    assert _use("library_of_kernels", "kernel", {"BT": 16, "num_warps": 4})
+    assert tuner.configs == configs[1:]
+    assert tuner.run(1, grid=(2,)) == "launched" if not hooked else tuner.run(grid=(2,)) == "tuned"
+    if not hooked:
+        assert calls == [((1,), {"grid": (2,), "BT": 16, "num_warps": 4, "num_ctas": 1, "num_stages": 3})]
+    assert not _use("library_of_kernels", "kernel", {"BT": 8}) and not _use("library_of_kernels", "other", {})
 
 
 @needs_triton
