@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import zoo
-from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention import delta_inputs
 
 NAMES = "item tolist numpy cpu nonzero masked_select unique __bool__ __int__ __float__ __index__ __contains__"
 READS = {getattr(Tensor, name) for name in NAMES.split()} | {torch.nonzero, torch.masked_select, torch.unique}
@@ -87,13 +87,13 @@ def test_nothing_is_read_for_the_layout(names: tuple[str, ...], hybrid: Zoo) -> 
 
 def test_a_read_is_seen(hybrid: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     """One `.item()` in a layer is written down at each of its calls, forward, and not by its neighbours."""
-    plain = gated_delta_net.causal_convolution
+    plain = delta_inputs.causal_convolution
 
     def reading(x: Tensor, weight: Tensor, layout: Any) -> Tensor:
         assert layout.cu_seqlens[-1].item() == layout.real_tokens
         return plain(x, weight, layout)
 
-    monkeypatch.setattr(gated_delta_net, "causal_convolution", reading)
+    monkeypatch.setattr(delta_inputs, "causal_convolution", reading)
     seen = [line for file, line in reads(hybrid, ("text-long",)).lines if file == Path(__file__)]
     linear = sum(kind == "linear_attention" for kind in hybrid.assembly.config.text.layer_types)
     assert len(seen) == 3 * linear > 0  # of queries, keys and values

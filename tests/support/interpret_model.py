@@ -22,11 +22,20 @@ from support.engine import Zoo, packed_batch, single_process_world
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 from zoo.nn.decoder import mlp, norm
-from zoo.nn.decoder.attention import gated_delta_net, rotary, self_attention
+from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, rotary, self_attention
 from zoo.nn.head import tokens
 from zoo.nn.towers import attention as tower_attention
 
-MODULES: tuple[Any, ...] = (self_attention, gated_delta_net, mlp, norm, rotary, tokens, tower_attention)
+MODULES: tuple[Any, ...] = (
+    self_attention,
+    delta_inputs,
+    gated_delta_net,
+    mlp,
+    norm,
+    rotary,
+    tokens,
+    tower_attention,
+)
 
 
 def segments(

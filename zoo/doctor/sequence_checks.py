@@ -24,6 +24,7 @@ from zoo.doctor.inputs import (
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention.delta_inputs import delta_rule_inputs
 from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
@@ -164,7 +165,7 @@ def _padded_attention(subject: Subject, module: Any) -> Trial:
 
 
 def linear_attention_checks(subject: Subject) -> Iterator[Check]:
-    """The causal convolution and the gated delta rule, where a layer has linear attention."""
+    """What the gated delta rule takes, and the rule, where a layer has linear attention."""
     layer = subject.layer(linear=True)
     if layer is None:
         return
@@ -173,28 +174,41 @@ def linear_attention_checks(subject: Subject) -> Iterator[Check]:
     key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
     assert keys and values and key_width and value_width
     sizes = DeltaRuleSizes(keys, values, key_width, value_width)
-    yield _convolution(subject, layout, 2 * keys * key_width + values * value_width)
+    yield _inputs(subject, layout, sizes)
     yield _delta_rule(subject, layout, sizes, layer.self_attention.delta_rule)
 
 
-def _convolution(subject: Subject, layout: PackedLayout, channels: int) -> Check:
-    taps = subject.config.linear_conv_kernel_dim
+def _inputs(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes) -> Check:
+    """Convolution and gates, of the projection of a whole row."""
+    taps, heads = subject.config.linear_conv_kernel_dim, sizes.value_heads
     assert taps
+    keys, values = sizes.key_heads * sizes.key_width, heads * sizes.value_width
+    widths = keys, keys, values, values
+    channels = sum(widths[:3])
 
     def prepare() -> Trial:
-        def run(x: Tensor, weight: Tensor) -> Tensor:
-            return gated_delta_net.causal_convolution(x, weight, layout)
+        def run(mixed: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+            found = delta_rule_inputs(mixed, weight, a_log, dt_bias, layout, widths)
+            return torch.cat([one.float() for one in found], dim=1)
 
-        def exact(x: Tensor, weight: Tensor) -> Tensor:
-            return references.convolution(x, weight, spans(layout))
+        def exact(mixed: Tensor, weight: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+            qkv, gate, beta, alpha = mixed.split([channels, values, heads, heads], dim=1)
+            mixed = references.convolution(qkv, weight, spans(layout))
+            decay = -a_log.exp() * torch.nn.functional.softplus(alpha + dt_bias)
+            return torch.cat([mixed, gate, decay, beta.sigmoid()], dim=1)
 
-        given = {"x": randn(subject, layout.total, channels), "weight": randn(subject, channels, taps)}
+        given = {
+            "mixed": randn(subject, layout.total, sum(widths) + 2 * heads),
+            "weight": randn(subject, channels, taps),
+            "a_log": randn(subject, heads),
+            "dt_bias": randn(subject, heads),
+        }
         return Trial(run, exact, given, real=real_tokens(layout, subject.device))
 
     return Check(
-        "convolution",
+        "delta_inputs",
         fused_name(subject),
-        f"{channels} channels, width {taps}, {row_shape(layout)}",
+        f"{channels} channels, width {taps}, {heads} gates, {row_shape(layout)}",
         subject.precision,
         BOUNDS[subject.precision],
         FP32_IS_PLAIN,

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -114,7 +116,7 @@ def test_an_unknown_family_and_a_missing_file_are_mistakes_too(
         "model.family: no family 'x'"
     )
 
-    def missing(_: Recipe, *, here: bool) -> TrainResult:
+    def missing(_: Recipe, **options: Any) -> TrainResult:
         raise FileNotFoundError(2, "No such file or directory", "rows.jsonl")
 
     monkeypatch.setattr(launcher, "launch", missing)
@@ -128,8 +130,10 @@ def test_train_says_what_it_will_do_and_hands_on_the_recipe(
 ) -> None:
     seen: list[Recipe] = []
 
-    def fake(recipe: Recipe, *, here: bool) -> TrainResult:
-        seen.append(recipe)
+    def fake(recipe: Recipe, *, here: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
+        planned, ranks = prepare.prepare(recipe, here=here)
+        announce(planned, ranks)
+        seen.append(planned)
         return TrainResult(steps=1, losses=[1.0], checkpoint=None, run_dir="x")
 
     monkeypatch.setattr(launcher, "launch", fake)
@@ -161,16 +165,16 @@ def test_options_with_a_space(written: list[str], capsys: pytest.CaptureFixture[
 
 
 def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: Recipe, *, here: bool) -> TrainResult:
+    def interrupted(_: Recipe, **options: Any) -> TrainResult:
         return TrainResult(steps=1, losses=[], checkpoint="c", run_dir="x", interrupted=True)
 
-    def failed(_: Recipe, *, here: bool) -> TrainResult:
+    def failed(_: Recipe, **options: Any) -> TrainResult:
         raise launcher.WorkerError(7)
 
-    def stopped(_: Recipe, *, here: bool) -> TrainResult:
+    def stopped(_: Recipe, **options: Any) -> TrainResult:
         raise KeyboardInterrupt
 
-    def mistaken(_: Recipe, *, here: bool) -> TrainResult:
+    def mistaken(_: Recipe, **options: Any) -> TrainResult:
         raise launcher.WorkerError(2)
 
     told = "zoo: a rank of the run failed with exit code 7\n"
@@ -190,9 +194,12 @@ def test_other_ranks_print_no_headline_and_say_who_they_are(
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(
-        launcher, "launch", lambda _, here: TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
-    )
+
+    def fake(recipe: Recipe, *, here: bool, announce: Callable[[Recipe, int], object]) -> TrainResult:
+        announce(*prepare.prepare(recipe, here=here))
+        return TrainResult(steps=1, losses=[], checkpoint=None, run_dir="x")
+
+    monkeypatch.setattr(launcher, "launch", fake)
     assert main(["train", f"recipe={NAME}"]) == 0
     assert capsys.readouterr().out == ""
     assert main(["train", f"recipe={NAME}", "lr=1"]) == 2

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from zoo.nn.decoder.attention.delta_inputs import causal_convolution
 from zoo.nn.decoder.attention.gated_delta_net import (
     CHUNK,
     _kernel_offsets,
-    causal_convolution,
     chunked_delta_rule,
 )
 from zoo.packing import PackedLayout

@@ -13,7 +13,7 @@ from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.engine.train import kernel_check
 from zoo.errors import UserError
-from zoo.nn.decoder.attention import gated_delta_net, varlen
+from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, varlen
 from zoo.packing import PackedLayout
 
 
@@ -34,11 +34,11 @@ def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pyte
         whole = PackedLayout.from_lengths([layout.total])
         return original(x, weight, whole)
 
-    original = gated_delta_net.causal_convolution
-    monkeypatch.setattr(gated_delta_net, "causal_convolution", leaking)
+    original = delta_inputs.causal_convolution
+    monkeypatch.setattr(delta_inputs, "causal_convolution", leaking)
     monkeypatch.setattr(varlen, "sdpa", lambda q, k, v, scale, causal, mask=None: v.repeat_interleave(2, 1))
-    again = kernel_check.check_recipes([recipe], only=("convolution", "attention", "norm"))
-    assert {result.check.name for result in again.wrong} == {"convolution", "attention"}
+    again = kernel_check.check_recipes([recipe], only=("delta_inputs", "attention", "norm"))
+    assert {result.check.name for result in again.wrong} == {"delta_inputs", "attention"}
     assert not again.right
     json.dumps(again.as_dict(), allow_nan=False)
 

@@ -62,7 +62,9 @@ def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
     fitting = [config for config in getattr(tuner, "configs", ()) if _is(config, setting)]
     if fitting:
         tuner.configs = fitting[:1]
-        if fitting[0].pre_hook is None:  # then there is nothing to look up at each launch, which takes as long as the launch
+        if (
+            fitting[0].pre_hook is None
+        ):  # then there is nothing to look up at each launch, which takes as long as the launch
             tuner.run = partial(_run, tuner.fn, fitting[0].all_kwargs())
     return bool(fitting)
 

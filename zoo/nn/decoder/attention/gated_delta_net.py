@@ -4,7 +4,7 @@ The layer is mcore's in its parameters and checkpoints, with a forward of its ow
 flash-linear-attention, asks the device for the offsets in every layer, and has no plain rule for packed rows.
 
 Causal convolution and state start anew at every segment: with flash-linear-attention through its offsets, without
-(on a CPU, in fp32 checks) by `causal_convolution` and `gated_delta_rule` below, which know the layout.
+(on a CPU, in fp32 checks) by `delta_rule_inputs` and `gated_delta_rule`, which know the layout.
 
 Context parallelism: every rank trades its tokens' channels for all tokens of its heads in one all-to-all, puts them
 in row order, runs convolution and rule over whole segments, and trades back.
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule_inputs, gates
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.self_attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
@@ -106,23 +107,14 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
-        taps = kernel.squeeze(1)
-        if cache is None and convolves(rows, taps):
-            from zoo.nn.kernels.conv import delta_inputs
-
-            every = (*widths, self.feat_dim_split[1])
-            *qkv, gate, decay, beta = delta_inputs(rows, taps, a_log, dt_bias, layout.positions[0], every)
-            out = gated_delta_rule(*self._heads(*qkv), decay, beta, layout, self.delta_rule)
-            return self.out_norm(out, gate.view(out.shape)).flatten(1)
-        *qkv, gate, beta, alpha = rows.split([*widths, *self.feat_dim_split[1:]], dim=-1)
-        decay = -a_log.float().exp() * F.softplus(alpha.float() + dt_bias)
-        beta = beta.sigmoid()
+        taps, every = kernel.squeeze(1), (*widths, self.feat_dim_split[1])
         if cache is not None:
+            gate, beta, alpha = rows[:, sum(widths) :].split(self.feat_dim_split[1:], dim=-1)
+            decay, beta = gates(alpha, beta, a_log, dt_bias)
             out = self._mix_cached(rows[:, : sum(widths)], taps, decay, beta, layout, cache)
         else:
-            parts = zip(qkv, taps.split(widths), strict=True)
-            mixed = (causal_convolution(part, taps, layout) for part, taps in parts)  # each dense
-            out = gated_delta_rule(*self._heads(*mixed), decay, beta, layout, self.delta_rule)
+            *qkv, gate, decay, beta = delta_rule_inputs(rows, taps, a_log, dt_bias, layout, every)
+            out = gated_delta_rule(*self._heads(*qkv), decay, beta, layout, self.delta_rule)
         return self.out_norm(out, gate.reshape(out.shape)).flatten(1)
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,26 +242,6 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
     if fault is not None:
         raise UserError(fault)
     return "fla"
-
-
-def convolves(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels convolve x (T, C) by weight (C, K)."""
-    return fused(x) and weight.shape[1] <= 4
-
-
-def causal_convolution(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
-    """silu(depthwise causal convolution) of x (T, C) by weight (C, K), from zeros at each start of a segment."""
-    if convolves(x, weight):
-        from zoo.nn.kernels.conv import causal_conv_silu
-
-        return causal_conv_silu(x, weight, layout.positions[0])
-    width = weight.shape[1]
-    index = layout.positions[0, :, None]
-    out = x * weight[:, -1]
-    for back in range(1, width):
-        earlier = F.pad(x, (0, 0, back, 0))[: len(x)]
-        out = out + torch.where(index >= back, earlier, 0) * weight[:, width - 1 - back]
-    return F.silu(out)
 
 
 def gated_delta_rule(
