@@ -80,9 +80,14 @@ def _ctrl_c_noted() -> Iterator[list[int]]:
 
 
 def _failed(error: Exception) -> int:
-    """Print a user's mistake and return its exit code; raises any other error."""
+    """Print a user's mistake, or that a rank has failed, and return its exit code; raises any other error."""
     if isinstance(error, UserError):
         return _refuse(str(error))
+    launcher = sys.modules.get("zoo.engine.launch.launcher")  # which starts ranks
+    if launcher is not None and isinstance(error, launcher.WorkerError):
+        if not error.reported:
+            print(f"zoo: {error.line}", file=sys.stderr)
+        return error.code
     if isinstance(error, BrokenPipeError):  # `zoo list | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

@@ -1,5 +1,6 @@
 """The command line: what it prints, and that a user's mistake is one line on stderr and exit code 2."""
 
+import importlib
 import json
 import os
 import signal
@@ -187,6 +188,37 @@ def test_exit_codes_of_a_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         monkeypatch.setattr(launcher, "launch", fake)
         assert main(["train", f"recipe={NAME}"]) == code
         assert capsys.readouterr().err == err
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments"),
+    [
+        ("zoo.engine.tools.score", "score", ["score", "there", "rows.jsonl"]),
+        ("zoo.engine.tools.evaluate", "evaluate", ["eval", "there", "rows.jsonl"]),
+        ("zoo.engine.tools.generate", "generate", ["generate", "there", "rows.jsonl"]),
+        ("zoo.bench.save_rates", "run_task", ["bench", "saves", f"recipe={NAME}", "size=tiny", "disk_mb=64"]),
+    ],
+)
+def test_a_rank_that_fails_is_a_line_and_its_exit_code(
+    module: str,
+    name: str,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    code = 7
+
+    def fail(*_: Any, **options: Any) -> Any:
+        raise launcher.WorkerError(code)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module(module), name, fail)
+    assert main(arguments) == 7
+    assert capsys.readouterr().err.endswith("zoo: a rank of the run failed with exit code 7\n")
+    code = 137  # what the launcher has said already
+    assert main(arguments) == 137
+    assert "exit code" not in capsys.readouterr().err
 
 
 def test_other_ranks_print_no_headline_and_say_who_they_are(

@@ -15,7 +15,6 @@ answers by kind of row. CHECKPOINT is a Hugging Face folder or hub id, zoo's own
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,15 +38,9 @@ def run(arguments: Sequence[str]) -> int:
         raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: {USAGE}")
     out = values.pop("out", None)
 
-    from zoo.engine.launch.launcher import WorkerError
     from zoo.engine.tools.evaluate import evaluate
 
-    try:
-        found = evaluate(places[0], places[1], overrides, here=True, **values)
-    except WorkerError as error:
-        if error.code != 2:  # a user's mistake has been printed already
-            print(f"zoo: {error.line}", file=sys.stderr)
-        return error.code
+    found = evaluate(places[0], places[1], overrides, here=True, **values)
     if out is not None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found.predictions)
         Path(out).write_text("".join(lines), encoding="utf-8")

@@ -72,16 +72,10 @@ def run(arguments: Sequence[str]) -> int:
     if rows is not None and (prompt is not None or any(files.values())):
         raise UserError(f"rows={rows} has prompts and files of its own; leave the others out: {USAGE}")
 
-    from zoo.engine.launch.launcher import WorkerError
     from zoo.engine.tools.generate import generate
 
-    try:
-        options: dict[str, Any] = {**files, **values}
-        answers = generate(path, rows, overrides, prompt=prompt, here=True, **options)
-    except WorkerError as error:
-        if error.code != 2:  # a user's mistake has been printed already
-            print(f"zoo: {error.line}", file=sys.stderr)
-        return error.code
+    options: dict[str, Any] = {**files, **values}
+    answers = generate(path, rows, overrides, prompt=prompt, here=True, **options)
     if rows is None:
         print(answers[0]["text"])
         return 0

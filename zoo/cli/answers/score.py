@@ -47,16 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     own = {key: value for key, _, value in given if key in OWN}
     overrides = [f"{key}={value}" for key, _, value in given if key not in OWN]
 
-    from zoo.engine.launch.launcher import WorkerError
-
-    try:
-        if "top_k" in own:
-            return _write_tokens(path, file, own, overrides)
-        return _write_scores(path, file, own, overrides)
-    except WorkerError as error:
-        if error.code != 2:  # a user's mistake has been printed already
-            print(f"zoo: {error.line}", file=sys.stderr)
-        return error.code
+    write = _write_tokens if "top_k" in own else _write_scores
+    return write(path, file, own, overrides)
 
 
 def _write_scores(path: str, rows: str, own: dict[str, str], overrides: list[str]) -> int:

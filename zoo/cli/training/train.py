@@ -21,7 +21,6 @@ rank. --slurm-template trains nothing: it writes a batch script for these argume
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,7 @@ def _run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo train recipe=NAME")
 
     from zoo.config.compose import resolve
-    from zoo.engine.launch.launcher import WorkerError, launch
+    from zoo.engine.launch.launcher import launch
     from zoo.engine.report.startup_time import note_command
     from zoo.engine.report.terminal import doing
 
@@ -65,13 +64,7 @@ def _run(arguments: Sequence[str]) -> int:
             chosen = _planned(resolved.recipe, recipe)
             print(f"zoo: planned for {recipe.hardware or 'these ranks'}: {chosen}", flush=True)
 
-    try:
-        result = launch(resolved.recipe, here=True, announce=announce)
-    except WorkerError as error:
-        if not error.reported:
-            print(f"zoo: {error.line}", file=sys.stderr)
-        return error.code
-    return result.code
+    return launch(resolved.recipe, here=True, announce=announce).code
 
 
 def _template(recipe: Recipe, arguments: Sequence[str]) -> int:
