@@ -42,3 +42,20 @@ def reduce_in_order(wrapped: Any) -> None:
     in which a backward pass finishes them.
     """
     OrderedReductions(wrapped.bucket_groups)
+
+
+def accumulate_directly(wrapped: Any) -> None:
+    """Have a model chunk's gradients added to DDP's buffers without its account of them, where no reduction begins before the end."""
+    for node in wrapped.grad_accs:
+        node.register_hook(print).hooks_dict_ref().clear()  # a new one's handle leads to all
+        node.register_hook(partial(_accumulate, node.variable))
+
+
+def _accumulate(parameter: Any, *_: Any) -> None:
+    """What megatron-core's hook does for a gradient that is there: some were added by the product that made them."""
+    grad = parameter.grad
+    if grad is None:
+        return
+    if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+        parameter.main_grad.add_(grad)
+    parameter.grad = None

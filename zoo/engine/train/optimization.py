@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import reduce_in_order
+from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
@@ -61,6 +61,9 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         for chunk in wrapped if overlap else ():
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    if not overlap:
+        for chunk in wrapped:
+            accumulate_directly(chunk)
     for chunk in chunks[1:]:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return wrapped
