@@ -37,7 +37,8 @@ def backward_launch(width: int) -> Launch:
 
 @triton.jit
 def _part(block, width_0, width_1, width_2, COLUMNS: tl.constexpr):
-    """Of three parts of the columns that a block lies in: second or third, first column and width; and its own first column there."""
+    """The part of the columns, one of three, that a block lies in: whether it is the second or later, whether the third, its first
+    column and width; and the block's first column within it."""
     before_1 = tl.cdiv(width_0, COLUMNS)
     before_2 = before_1 + tl.cdiv(width_1, COLUMNS)
     second, third = block >= before_1, block >= before_2
