@@ -246,9 +246,7 @@ def test_launch_when_ranks_are_interrupted_or_fail(monkeypatch: pytest.MonkeyPat
 
 
 RANK = """
-import json, os, sys, time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json, os, sys
 from pathlib import Path
 from zoo.engine.launch.rank_main import _planned
 folder, config, asked = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[sys.argv.index("--asked") + 1]

@@ -2,7 +2,8 @@
 
 The library times every setting of each of its kernels at their first call, and again for other widths: two minutes before
 the first step of a run, and as many again wherever its cache is empty. `use_shipped_settings` leaves each kernel the one setting
-that was fastest on the GPU at hand, and has it launched without a look into the tables of settings; a kernel, GPU or release that is not listed here tunes itself as before.
+that was fastest on the GPU at hand, and has it launched without its tuner; a kernel, GPU or release that is not listed here tunes
+itself as before.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
         tuner.configs = fitting[:1]
         if (
             fitting[0].pre_hook is None
-        ):  # then there is nothing to look up at each launch, which takes as long as the launch
+        ):  # a launch has nothing to look up, which would take as long as it does
             tuner.run = partial(_run, tuner.fn, fitting[0].all_kwargs())
     return bool(fitting)
 

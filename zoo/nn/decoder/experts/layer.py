@@ -1,7 +1,8 @@
 """An MLP of experts: the router's choice, the tokens' way to their experts and back, and the shared expert beside them.
 
-megatron-core's `MoELayer` with another dispatch, unless it has its flex dispatcher (`parallel.dispatch`). Its all-to-all sends a token once for each of its experts, copies rows by
-`masked_select` and `index_add`, and exchanges once more where the backward pass recomputes the experts.
+megatron-core's `MoELayer` with another dispatch, in the place of its all-to-all: that one sends a token once for each of its experts, copies
+rows by `masked_select` and `index_add`, and exchanges once more where the backward pass recomputes the experts. Its flex dispatcher
+(`parallel.dispatch`) is taken as it is.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class MixtureOfExperts(MoELayer):
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, pg_collection=pg_collection, **kwargs)
-        except ImportError as error:  # of a dispatcher's package, which HybridEP shares with DeepEP
-            raise UserError(f"parallel.dispatch: {error} Or use parallel.dispatch=alltoall") from error
-        self.token_dispatcher: Any = self.token_dispatcher
+        except (
+            ImportError
+        ) as error:  # the flex dispatcher's: DeepEP is there, and its branch HybridEP is another
+            raise UserError(f"parallel.dispatch: {error} (parallel.dispatch=alltoall needs none)") from error
         if self.config.moe_token_dispatcher_type != "flex":
             self.token_dispatcher = None
         self.shared_experts_recompute = self.moe_layer_recompute
@@ -62,7 +64,7 @@ class MixtureOfExperts(MoELayer):
 
         Under selective recompute it exchanges nothing again, either.
         """
-        dispatcher = self.token_dispatcher
+        dispatcher: Any = self.token_dispatcher
         probs, chosen = self.router(hidden, mask)
         rows, probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
         rows, probs = dispatcher.token_dispatch(rows, probs)
