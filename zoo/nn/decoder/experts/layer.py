@@ -33,9 +33,10 @@ class MixtureOfExperts(MoELayer):
             super().__init__(*args, pg_collection=pg_collection, **kwargs)
         except (
             ImportError
-        ) as error:  # the flex dispatcher's: DeepEP is there, and its branch HybridEP is another
+        ) as error:  # the flex dispatcher's: HybridEP is a branch of DeepEP, which may be there
             raise UserError(f"parallel.dispatch: {error} (parallel.dispatch=alltoall needs none)") from error
-        if self.config.moe_token_dispatcher_type != "flex":
+        self.flex = self.config.moe_token_dispatcher_type == "flex"
+        if not self.flex:
             self.token_dispatcher = None
         self.shared_experts_recompute = self.moe_layer_recompute
         self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
@@ -51,7 +52,7 @@ class MixtureOfExperts(MoELayer):
         # Its gradients come together by themselves, recomputed or not, so that both round alike.
         shared = self.shared_experts_compute(hidden_states.view_as(hidden_states))
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
-        if self.token_dispatcher is not None:
+        if self.flex:
             out = self._dispatched(hidden_states, mask)
         else:
             weights, chosen = self.router.choose(hidden_states, mask)
