@@ -69,8 +69,9 @@ INNER = {
     "nn": {
         "kernels": "",
         "adamw": "",
-        "decoder": "kernels",
-        "towers": "kernels decoder",
+        "graphs": "",
+        "decoder": "kernels graphs",
+        "towers": "kernels graphs decoder",
     },
 }
 OPEN_TO_ALL = {"errors", "files", "config"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zoo.nn.decoder.attention.gated_delta_net import CHUNK
 from zoo.nn.decoder.config import full_heads, windowed_layers
 from zoo.nn.family import FamilyConfig
+from zoo.nn.graphs.row import CHUNK
 from zoo.packing.cost import DecoderCost, LayerKind, ModelCost
 
 

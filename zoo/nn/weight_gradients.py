@@ -1,19 +1,23 @@
-"""Gradients of the decoder's linears, added to DDP's buffer by the matrix product that makes them; experts' by a kernel behind it.
+"""Gradients of linears, added to DDP's buffer by the matrix product that makes them; experts' by a kernel behind it.
 
 Without it, each gradient is written in half precision, read again and added. megatron-core has the switch for it but wants an extension of
-apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own.
+apex; PyTorch's `addmm` with `out_dtype` asks cuBLAS for the same. Transformer Engine's linears have one of their own. Towers' are PyTorch's
+linears, and get a forward pass of zoo's.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from zoo.nn.decoder.experts.grouped import GroupedExperts
+from zoo.nn.kernels import add_product, weight_gradient
 
 
 class _Products:
@@ -22,15 +26,12 @@ class _Products:
     @staticmethod
     def wgrad_gemm_accum_fp32(x: Tensor, grad: Tensor, total: Tensor) -> None:
         """total (out, in) fp32 += grad (T, out)^T x (T, in)."""
-        if x.dtype == total.dtype:
-            total.addmm_(grad.t(), x)
-        else:
-            torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+        add_product(total, grad, x)
 
     @staticmethod
     def wgrad_gemm_accum_fp16(x: Tensor, grad: Tensor, total: Tensor) -> None:
         """The same into a total of half precision, which is rounded once."""
-        total.addmm_(grad.t(), x)
+        add_product(total, grad, x)
 
 
 def accumulate_in_place(chunks: list[Any]) -> int:
@@ -53,9 +54,38 @@ def accumulate_in_place(chunks: list[Any]) -> int:
                 continue
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear.gradient_accumulation_fusion = True
-            elif hasattr(linear, "fuse_wgrad_accumulation") and not linear.config.fp8:
+            elif hasattr(linear, "fuse_wgrad_accumulation"):
+                if linear.config.fp8:
+                    continue
                 linear.fuse_wgrad_accumulation, linear.is_first_microbatch = True, False
+            elif type(linear) is torch.nn.Linear:
+                linear.weight.adds_products = True  # type: ignore[attr-defined]
+                linear.forward = MethodType(_forward, linear)  # type: ignore[method-assign]
             else:
                 continue
             found += 1
     return found
+
+
+def _forward(self: Any, x: Tensor) -> Tensor:
+    """The forward pass of PyTorch's linear, x (..., in)."""
+    if not torch.is_grad_enabled():
+        return F.linear(x, self.weight, self.bias)
+    out: Tensor = _Linear.apply(x, self.weight, self.bias)
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        of_x = grad @ weight if needs_x else None
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_weight = weight_gradient(weight, flat, x.reshape(-1, x.shape[-1])) if needs_weight else None
+        return of_x, of_weight, flat.sum(0) if needs_bias else None

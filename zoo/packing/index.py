@@ -49,6 +49,12 @@ def positions(padded_lengths: Sequence[int]) -> Tensor:
     return ragged(padded_lengths, [0] * len(padded_lengths))
 
 
+def chunks(lengths: Sequence[int], size: int) -> Tensor:
+    """(chunks, 2) int64 of segment and place within it, of every chunk of `size` tokens, the last of a segment maybe shorter."""
+    counts = [-(-length // size) for length in lengths]
+    return torch.stack((owner(counts), positions(counts)), dim=1)
+
+
 def padding(lengths: Sequence[int], padded_lengths: Sequence[int]) -> Tensor:
     """(T,) bool, True on padding."""
     return _alternate([False, True] * len(lengths), torch.bool, lengths, padded_lengths)

@@ -16,7 +16,7 @@ costs FLOPs only. The router, the loss, multi-token prediction and metrics take 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +132,14 @@ class PackedLayout:
         `align` and `pad_to` are those of `expand`; the padded lengths stay.
         """
         return dataclasses.replace(self, align=align, pad_to=pad_to, device=CPU, _memo=self._memo.fork())
+
+    def with_values(self, tensors: Mapping[str, Tensor], kept: Mapping[str, Any]) -> PackedLayout:
+        """The same lengths, with tensors on its device in the place of those that follow from them, by their properties' names, and
+        values that callers would otherwise have it keep."""
+        memo = Memo()
+        memo.tensors.update({(name, self.device): x for name, x in tensors.items()})
+        memo.values.update({(name, self.device): x for name, x in kept.items()})
+        return dataclasses.replace(self, _memo=memo)
 
     def without_batch(self) -> PackedLayout:
         """The same packed row, without its place in a padded batch: `unpack` then pads on the right alone.

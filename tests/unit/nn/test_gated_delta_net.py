@@ -6,10 +6,10 @@ from torch import Tensor
 
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution
 from zoo.nn.decoder.attention.gated_delta_net import (
-    CHUNK,
     _kernel_offsets,
     chunked_delta_rule,
 )
+from zoo.nn.graphs.row import CHUNK
 from zoo.packing import PackedLayout
 
 LENGTHS = [(1,), (5,), (CHUNK,), (3, 1, 70), (130, 64, 2, 200), (1, 1, 1)]
@@ -85,9 +85,7 @@ def test_what_stands_in_another_segment_does_not_matter() -> None:
 
 
 def test_what_the_kernels_are_told_of_a_row() -> None:
-    """Offsets, and segment and number of each chunk; the same tensors for every layer of a layout."""
-    lengths = (CHUNK + 6, 1, 2 * CHUNK)
-    offsets = _kernel_offsets(lengths, torch.device("cpu"))
+    """Offsets, and segment and number of each chunk."""
+    offsets = _kernel_offsets(PackedLayout.from_lengths((CHUNK + 6, 1, 2 * CHUNK)))
     assert offsets["cu_seqlens"].tolist() == [0, CHUNK + 6, CHUNK + 7, 3 * CHUNK + 7]
     assert offsets["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1]]
-    assert _kernel_offsets(lengths, torch.device("cpu")) is offsets

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
@@ -23,6 +23,7 @@ from zoo.engine.megatron import private
 from zoo.engine.model import build
 from zoo.errors import UserError, printable
 from zoo.nn.family import refusal
+from zoo.nn.kernels import has_triton
 from zoo.registry import ModelFamily, families
 
 
@@ -96,6 +97,15 @@ def _refuse_ranks() -> None:
         raise UserError("checkpoints are converted and compared by one process: start it without torchrun")
 
 
+def _settle_triton() -> None:
+    """Have Triton look for its driver, which keeps `torch.cuda.current_device` as it finds it then."""
+    if torch.cuda.is_available() and has_triton():
+        from triton.runtime import driver
+
+        with suppress(RuntimeError):  # it has none
+            _ = driver.active
+
+
 @contextmanager
 def on_meta(here: World) -> Iterator[World]:
     """A world whose tensors have shapes and no data, also where megatron-core asks for the current device.
@@ -104,6 +114,7 @@ def on_meta(here: World) -> Iterator[World]:
     """
     from megatron.core.tensor_parallel import random
 
+    _settle_triton()
     meta, tracker = torch.device("meta"), random.get_cuda_rng_tracker()
     states = tracker.get_states()
     with (

@@ -13,6 +13,7 @@ from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduc
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
+from zoo.engine.model.graphs import use_graphs
 from zoo.engine.optimizer import muon
 from zoo.engine.optimizer.adamw import AdamW, norm_gradients
 from zoo.nn.weight_gradients import accumulate_in_place
@@ -39,7 +40,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         parallel_state.get_expert_data_parallel_world_size(),
     )
-    overlap = on_gpu and replicas > 1
+    graphs = on_gpu and recipe.engine.cuda_graphs
+    overlap = on_gpu and replicas > 1 and not graphs
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not half,
         reduce_scatter_with_fp32_accumulation=half,
@@ -64,6 +66,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     if not overlap:
         for chunk in wrapped:
             accumulate_directly(chunk)
+    if graphs:
+        use_graphs(chunks)
     for chunk in chunks[1:]:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return wrapped

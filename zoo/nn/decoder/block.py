@@ -20,9 +20,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from zoo.nn.decoder.attention.self_attention import attention_window
+from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.norm import RMSNorm
+from zoo.nn.graphs.layers import Captured, LayerGraphs, Run
+from zoo.nn.graphs.row import StaticRow
+from zoo.packing import PackedLayout
 
 Angles = tuple[Tensor, Tensor]  # cos and sin (T, B, 1, D)
 
@@ -112,7 +115,13 @@ def run_layer(
 
 
 class Decoder(TransformerBlock):
-    """The decoder layers of this pipeline stage, and the final norm on the last."""
+    """The decoder layers of this pipeline stage, and the final norm on the last.
+
+    Attributes:
+        graphs: the layers' CUDA graphs, where a run has them captured (`zoo.nn.graphs`).
+    """
+
+    graphs: LayerGraphs | None = None
 
     @property
     def last_layer(self) -> int:
@@ -133,11 +142,40 @@ class Decoder(TransformerBlock):
 
         `local_rotary`: the angles of layers that see a window, where these have their own.
         """
-        for layer in self.layers:
-            local = local_rotary is not None and attention_window(self.config, layer.layer_number)
-            angles = local_rotary if local and local_rotary else rotary
-            hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing)
+        graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary)
+        for place, layer in enumerate(self.layers):
+            if graphs is not None:
+                hidden = graphs(place, hidden)
+            else:
+                angles = self._angles(layer, rotary, local_rotary)
+                hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing)
             features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
             if deepstack and features is not None:
                 hidden = add_rows(hidden, deepstack.rows, features)
         return self.final_layernorm(hidden) if self.final_layernorm is not None else hidden
+
+    def _angles(self, layer: Any, rotary: Angles, local: Angles | None) -> Angles:
+        """Those of a layer."""
+        return local if local and attention_window(self.config, layer.layer_number) else rotary
+
+    def _graphs(
+        self, hidden: Tensor, rotary: Angles, seq_params: Any, routing: Routing | None, local: Angles | None
+    ) -> Captured | None:
+        """The layers' graphs for a packed row of training, if it may run in them."""
+        layout: PackedLayout | None = getattr(seq_params, "layout", None)
+        if self.graphs is None or layout is None or routing is not None or not self.training:
+            return None
+        if seq_params.cache is not None or seq_params.blocks.spans:
+            return None
+        angles = {"cos": rotary[0], "sin": rotary[1]}
+        if local is not None:
+            angles |= {"local cos": local[0], "local sin": local[1]}
+
+        def runner(row: StaticRow) -> Run:
+            x, params = row.by_token, SeqParams.of(row.layout())
+            own = (x["local cos"], x["local sin"]) if local is not None else None
+            return lambda layer, states: run_layer(
+                layer, states, self._angles(layer, (x["cos"], x["sin"]), own), params, None
+            )
+
+        return self.graphs.begin(hidden, layout.num_segments, lambda row: row.fill(layout, angles), runner)

@@ -25,3 +25,24 @@ def fused(x: Tensor) -> bool:
 def has_triton() -> bool:
     """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total (O, I) += grad (T, O)^T x (T, I), in the precision of `total`, which may be fp32 where they are not."""
+    if x.dtype == total.dtype:
+        total.addmm_(grad.t(), x)
+    else:
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+
+
+def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """Gradient (O, I) of a linear's weight, of grad (T, O) and x (T, I).
+
+    Where the weight is marked (`adds_products`, see `zoo.nn.weight_gradients`), it is added to DDP's buffer, and what is returned
+    says no more than that there is one.
+    """
+    if not getattr(weight, "adds_products", False):
+        return (grad.t() @ x).to(weight.dtype)
+    add_product(weight.main_grad, grad, x)  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels import weight_gradient
 from zoo.nn.kernels.functions import sigmoid
 from zoo.nn.kernels.launch import Launch, cdiv, steps
 
@@ -83,7 +84,7 @@ class _LinearGELU(torch.autograd.Function):
         width = before.shape[-1]
         slope, summed = _through_gelu(grad.reshape(-1, width), before.view(-1, width), ctx.tanh, needs_bias)
         of_x = (slope @ weight).view(x.shape) if needs_x else None
-        of_weight = (slope.t() @ x.reshape(-1, x.shape[-1])).to(weight.dtype) if needs_weight else None
+        of_weight = weight_gradient(weight, slope, x.reshape(-1, x.shape[-1])) if needs_weight else None
         return of_x, of_weight, None if summed is None else summed.to(ctx.of_bias), None
 
 

@@ -25,6 +25,8 @@ from transformers.activations import GELUTanh
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.varlen import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.graphs.layers import Captured, LayerGraphs, Run, captured_of
+from zoo.nn.graphs.row import StaticRow
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
@@ -112,6 +114,42 @@ def _block(
             self, hidden_states, cu_seqlens, position_embeddings=position_embeddings, **further
         )
         return out
+    graphs = _graphs(self, hidden_states, cu_seqlens, position_embeddings)
+    if graphs is None:
+        return _run_block(self, hidden_states, cu_seqlens, position_embeddings, **further)
+    return graphs.go_on(self.place, hidden_states)
+
+
+def _graphs(
+    block: Any, hidden_states: Tensor, cu_seqlens: Tensor, angles: tuple[Tensor, Tensor] | None
+) -> Captured | None:
+    """The CUDA graphs that a row of patches runs in: chosen at the first block, and carried on by what a block gives."""
+    stack: LayerGraphs | None = getattr(block, "graphs", None)
+    if stack is None or angles is None or not block.training:
+        return None
+    if block.place > 0:
+        return captured_of(hidden_states)
+
+    def fill(row: StaticRow) -> None:
+        row.fill_offsets(cu_seqlens)
+        row.fill_tokens({"cos": angles[0], "sin": angles[1]})
+
+    def runner(row: StaticRow) -> Run:
+        x = row.by_token
+        return lambda block, states: _run_block(
+            block, states, row.offsets, (x["cos"], x["sin"]), max_seqlen=row.tokens
+        )
+
+    return stack.begin(hidden_states, len(cu_seqlens) - 1, fill, runner)
+
+
+def _run_block(
+    self: Any,
+    hidden_states: Tensor,
+    cu_seqlens: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    **further: Any,
+) -> Tensor:
     from zoo.nn.kernels.layer_norm import add_layer_norm
 
     first, second = self.norm1, self.norm2

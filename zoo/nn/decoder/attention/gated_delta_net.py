@@ -33,12 +33,11 @@ from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.self_attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
+from zoo.nn.graphs.row import CHUNK
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import fla_takes
 from zoo.packing import PackedLayout
-from zoo.packing.index import host_to_device, int64, offsets, owner, positions
-
-CHUNK = 64  # tokens that are worked on at once; flash-linear-attention's size too
+from zoo.packing.index import chunks, host_to_device, int64, offsets
 
 
 class GatedRMSNorm(torch.nn.Module):
@@ -183,17 +182,15 @@ def _channels_by_rank(sections: tuple[int, ...], size: int, device: torch.device
     return host_to_device(order, device)
 
 
-@lru_cache(maxsize=8)
-def _kernel_offsets(lengths: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+def _kernel_offsets(layout: PackedLayout) -> dict[str, Tensor]:
     """What flash-linear-attention's kernels want of a packed row: `cu_seqlens` (S + 1,) and `chunk_indices`.
 
     The latter, (chunks, 2) of segment and chunk within it, the library would make in every layer, and wait for the
     device to know how many there are. Made here once a layout, from lengths on the host.
     """
-    counts = [-(-length // CHUNK) for length in lengths]
-    chunks = torch.stack((owner(counts), positions(counts)), dim=1)
-    made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks}
-    return {name: host_to_device(tensor, device) for name, tensor in made.items()}
+    lengths = layout.padded_lengths
+    made = {"cu_seqlens": offsets(lengths).long(), "chunk_indices": chunks(lengths, CHUNK)}
+    return {name: host_to_device(tensor, layout.device) for name, tensor in made.items()}
 
 
 def has_fla(x: Tensor) -> bool:
@@ -280,7 +277,8 @@ def gated_delta_rule_and_state(
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         use_shipped_settings()
-        kernel_offsets = _kernel_offsets(layout.padded_lengths, value.device)
+        here = layout.to(value.device)
+        kernel_offsets = here.kept("delta rule", lambda: _kernel_offsets(here))
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
         options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
         out, state = chunk_gated_delta_rule(*packed, **options, **kernel_offsets)

@@ -1,0 +1,76 @@
+"""Layers as CUDA graphs against the same layers launched one by one: loss and every gradient, for rows of several sizes in turn."""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import Zoo, packed_batch, single_process_world
+from support.on_gpu import ON_GPU
+from support.stacks import STACKS
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs are a GPU's")
+DENSE = [name for name, stack in STACKS.items() if stack.recipe in ("qwen35_vl_sft", "qwen3_vl_sft")]
+APART = 1e-2  # of gradients in bf16, as one vector: attention's backward pass sums in another order each time
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Any]:
+    with single_process_world() as world:
+        yield world
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_graphs_give_the_same_gradients(name: str, here: Any, tmp_path: Path, reports: list[str]) -> None:
+    from zoo.engine.model.graphs import use_graphs
+    from zoo.nn.weight_gradients import accumulate_in_place
+
+    stack = STACKS[name]
+    folder = stack.write(tmp_path / "model")
+    zoo = _load(stack, folder, here)
+    samples = [example.sample for example in stack.examples(zoo.assembly.processor).values()]
+    rows = [samples, samples[:2], samples[1:], samples, samples[:1]]
+    plain = [zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row)) for row in rows]
+    for parameter in zoo.model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    accumulate_in_place([zoo.model])
+    assert use_graphs([zoo.model]) == 2
+    for row, (loss, wanted) in zip(rows, plain, strict=True):
+        found, rest = zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row))
+        gradients = {
+            key: parameter.main_grad
+            + (0 if rest.get(key) is None or parameter.grad_added_to_main_grad else rest[key])  # type: ignore[attr-defined]
+            for key, parameter in zoo.model.named_parameters()
+            if parameter.requires_grad
+        }
+        errors = abs(found - loss) / loss, distance(gradients, wanted)
+        reports.append(f"graphs {name}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}")
+        assert errors[0] < 1e-3 and errors[1] < APART, errors
+        for parameter in zoo.model.parameters():
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    assert zoo.model.decoder.graphs._captured and zoo.model.vision.blocks[0].graphs._captured
+    del zoo
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _load(stack: Any, folder: Path, here: Any) -> Zoo:
+    from zoo.config.files import read_recipe
+
+    family = read_recipe(stack.recipe).tree["model"]["family"]
+    return Zoo.load(folder, here, f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16")
+
+
+def distance(found: dict[str, Tensor], wanted: dict[str, Tensor | None]) -> float:
+    """|found - wanted| / |wanted| of all gradients as one vector."""
+    apart = size = 0.0
+    for name, want in wanted.items():
+        want = torch.zeros_like(found[name]) if want is None else want.float()
+        apart += float((found[name].float() - want).square().sum())
+        size += float(want.square().sum())
+    return (apart / size) ** 0.5

@@ -1,0 +1,154 @@
+"""Layers that are captured for rows of a size: with what is recorded done again each time, on the CPU, as a GPU does it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.nn.graphs.layers import LayerGraphs, Run
+from zoo.nn.graphs.recorder import Recorder
+from zoo.nn.graphs.row import StaticRow, segments_of, size_of
+from zoo.packing import PackedLayout
+
+WIDTH = 8
+
+
+class Again(Recorder):
+    """Does recorded work again, into the memory of the first time."""
+
+    records = 0
+
+    def takes(self, x: Tensor) -> bool:
+        return True
+
+    @contextmanager
+    def session(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        self.records += 1
+        out = work().clone()
+        return lambda: out.copy_(work()), out
+
+
+class Layer(torch.nn.Module):
+    """Mixes each token with the one before it in its segment, as its position says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        for parameter in self.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+
+    def forward(self, x: Tensor, positions: Tensor, angle: Tensor) -> Tensor:
+        before = torch.nn.functional.pad(x, (0, 0, 1, 0))[:-1] * (positions > 0)[:, None]
+        return x + torch.tanh(self.linear(x + 0.5 * before)) * angle
+
+
+def stack(count: int) -> list[Layer]:
+    torch.manual_seed(0)
+    return [Layer() for _ in range(count)]
+
+
+def run_graphs(
+    graphs: LayerGraphs, x: Tensor, layout: PackedLayout, angle: Tensor, features: list[Tensor]
+) -> Tensor | None:
+    def runner(row: StaticRow) -> Run:
+        made = row.layout()
+        return lambda layer, states: layer(states, made.positions[0], row.by_token["angle"])
+
+    found = graphs.begin(x, layout.num_segments, lambda row: row.fill(layout, {"angle": angle}), runner)
+    if found is None:
+        return None
+    for place in range(len(graphs.layers)):
+        x = found(place, x)
+        if place < len(features):
+            x = x + features[place]
+    return x
+
+
+def case(lengths: list[int], seed: int) -> tuple[Tensor, PackedLayout, Tensor, list[Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    layout = PackedLayout.from_lengths(lengths)
+    x = torch.randn(layout.total, WIDTH, generator=draw).requires_grad_()
+    angle = torch.rand(layout.total, 1, generator=draw)
+    return x, layout, angle, [torch.randn(layout.total, WIDTH, generator=draw).requires_grad_()]
+
+
+def main_grads(layers: list[Layer]) -> list[Tensor]:
+    found = [one.main_grad.clone() for layer in layers for one in layer.parameters()]
+    for layer in layers:
+        for one in layer.parameters():
+            one.main_grad.zero_()
+    return found
+
+
+def test_rows_of_one_size_share_a_recording_and_give_what_the_layers_give() -> None:
+    layers, recorder = stack(4), Again()
+    graphs = LayerGraphs(layers, ends=[0], recorder=recorder)
+    for lengths, recorded in (([30, 50, 7], 4), ([100], 4), ([1, 1, 1, 1], 8), ([128], 8), ([90, 39], 12)):
+        x, layout, angle, features = case(lengths, sum(lengths))
+        out = run_graphs(graphs, x, layout, angle, features)
+        assert out is not None and recorder.records == recorded
+        out.square().sum().backward()
+        mine, grads = main_grads(layers), (x.grad, features[0].grad)
+        x, layout, angle, features = case(lengths, sum(lengths))
+        want = x
+        for place, layer in enumerate(layers):
+            want = layer(want, layout.positions[0], angle)
+            want = want + features[place] if place < len(features) else want
+        want.square().sum().backward()
+        torch.testing.assert_close(out, want)
+        for found, wanted in zip(grads, (x.grad, features[0].grad), strict=True):
+            torch.testing.assert_close(found, wanted)
+        wanted_grads = [one.grad for layer in layers for one in layer.parameters()]
+        for found, wanted in zip(mine, wanted_grads, strict=True):
+            torch.testing.assert_close(found, wanted)
+        for layer in layers:
+            layer.zero_grad()
+
+
+def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
+    graphs = LayerGraphs(stack(2), recorder=Again())
+    first = run_graphs(graphs, *case([40], 1)[:3], [])
+    assert first is not None
+    assert run_graphs(graphs, *case([50], 2)[:3], []) is None
+    first.sum().backward()
+    second = run_graphs(graphs, *case([50], 2)[:3], [])
+    assert second is not None
+    del second  # never to be backpropagated
+    assert run_graphs(graphs, *case([50], 2)[:3], []) is not None
+
+
+def test_without_a_gradient_nothing_is_recorded() -> None:
+    graphs, recorder = LayerGraphs(stack(1), recorder=(made := Again())), made
+    x, layout, angle, _ = case([40], 1)
+    assert run_graphs(graphs, x.detach(), layout, angle, []) is None
+    with torch.no_grad():
+        assert run_graphs(graphs, x, layout, angle, []) is None
+    assert recorder.records == 0
+
+
+def test_sizes() -> None:
+    assert [size_of(n) for n in (1, 64, 65, 2049, 4097, 20000)] == [64, 64, 128, 2112, 4224, 20480]
+    assert [segments_of(n) for n in (1, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
+    assert all(size_of(n) >= n and size_of(n) <= max(n + 63, n * 33 // 32 + 1) for n in range(1, 5000, 7))
+
+
+def test_chunks_of_the_delta_rule_cover_every_token_once() -> None:
+    """The actual segments', those of the tokens behind, and then of a segment without any."""
+    row = StaticRow(256, 8, torch.device("cpu"))
+    row.fill(PackedLayout.from_lengths([70, 64, 1]), {})
+    kept: dict[str, Any] = row.layout().kept("delta rule", dict)
+    starts, chunks = kept["cu_seqlens"].tolist(), kept["chunk_indices"].tolist()
+    assert starts == [0, 70, 134, 135, 256, 256, 256, 256, 256]
+    covered = [
+        token
+        for segment, chunk in chunks
+        for token in range(
+            starts[segment] + 64 * chunk, min(starts[segment] + 64 * chunk + 64, starts[segment + 1])
+        )
+    ]
+    assert sorted(covered) == list(range(256)) and chunks[-1] == [7, 0] and len(chunks) == 12

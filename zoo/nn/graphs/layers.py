@@ -1,0 +1,213 @@
+"""A stack of layers as CUDA graphs, one forward and one backward, for every size of row that comes.
+
+A layer of a small row is hundreds of launches that take the host longer than the GPU needs for them. Captured, a stack is one. The
+first row of a size captures: each layer is run once, so that kernels are compiled and libraries have their memory, then all are
+recorded. A row is copied into the memory of the recording, so rows of about the same size share one (`zoo.nn.graphs.row`).
+
+Gradients of weights are added to DDP's buffers within the backward graph. So autograd gives no gradient to a weight, and no
+reduction of one begins before the backward pass has ended.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from zoo.nn.graphs.recorder import Recorder
+from zoo.nn.graphs.row import StaticRow, segments_of, size_of
+
+SIZES = 32  # the most sizes of rows that are captured; rows of further sizes run as they would without graphs
+
+type Run = Callable[[Any, Tensor], Tensor]  # a layer on hidden states (T, ...)
+
+
+class LayerGraphs:
+    """Graphs of a stack, by the size of a row."""
+
+    def __init__(
+        self, layers: Sequence[Any], ends: Collection[int] = (), recorder: Recorder | None = None
+    ) -> None:
+        """`ends`: numbers of layers, from 0, whose results something else takes or changes; the last layer's needs no mention."""
+        self.layers = list(layers)
+        self.starts = sorted({0, *(end + 1 for end in ends if end + 1 < len(layers))})
+        self.recorder = recorder or Recorder()
+        self._captured: dict[tuple[Any, ...], Captured] = {}
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+
+    def begin(
+        self,
+        hidden: Tensor,
+        segments: int,
+        fill: Callable[[StaticRow], None],
+        runner: Callable[[StaticRow], Run],
+    ) -> Captured | None:
+        """Graphs for a row with hidden states (T, ...) and so many segments, which `fill` writes; None where it has to run without.
+
+        `runner`: how a layer runs on a static row.
+        """
+        if not (self.recorder.takes(hidden) and hidden.requires_grad and torch.is_grad_enabled()):
+            return None
+        size = size_of(len(hidden)), segments_of(segments)
+        key = (*size, *hidden.shape[1:], hidden.dtype)
+        found = self._captured.get(key)
+        if found is None:
+            if len(self._captured) == SIZES:
+                return None
+            row = StaticRow(*size, hidden.device)
+            fill(row)
+            self._captured[key] = found = self._capture(hidden, row, runner)
+        elif found.in_use:
+            return None
+        else:
+            fill(found.row)
+        return found
+
+    def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], Run]) -> Captured:
+        """Graphs of all layers for rows like `hidden`."""
+        with self.recorder.session(hidden.device):
+            states = hidden.new_zeros(row.tokens, *hidden.shape[1:])
+            _warm_up(self.layers, states, runner(row))
+            run = runner(row)
+            pieces = [
+                Piece(self.layers[first:stop], run, self._shared("in", first, states), self.recorder)
+                for first, stop in pairwise([*self.starts, len(self.layers)])
+            ]
+            for first, piece in zip(reversed(self.starts), reversed(pieces), strict=True):
+                piece.capture_backward(self._shared("grad", first, piece.out))
+        return Captured(row, dict(zip(self.starts, pieces, strict=True)))
+
+    def _shared(self, what: str, piece: int, like: Tensor) -> Tensor:
+        """Memory like a tensor (T, ...) that rows of other sizes are written to as well."""
+        room = 1 << (len(like) - 1).bit_length()
+        key = (what, piece, room, *like.shape[1:], like.dtype)
+        if key not in self._buffers:
+            self._buffers[key] = like.new_zeros(room, *like.shape[1:])
+        return self._buffers[key][: len(like)]
+
+
+class Captured:
+    """Graphs of all layers for one size of row."""
+
+    def __init__(self, row: StaticRow, pieces: dict[int, Piece]) -> None:
+        self.row, self._pieces = row, pieces
+        self._pass: weakref.ref[_Pass] | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the backward pass of an earlier row is still to come: its activations are in the graphs' memory."""
+        found = self._pass() if self._pass is not None else None
+        return found is not None and not found.done
+
+    def __call__(self, layer: int, hidden: Tensor) -> Tensor:
+        """What layer number `layer` makes of hidden states (T, ...).
+
+        The first layer of a piece does the work of all of it; the others of it give what they are given.
+        """
+        piece = self._pieces.get(layer)
+        if piece is None:
+            return hidden
+        first = _Pass() if layer == 0 else None  # whose backward pass is the last
+        if first is not None:
+            self._pass = weakref.ref(first)
+        found: Tensor = _Replay.apply(hidden, piece, first)
+        return found
+
+    def go_on(self, layer: int, hidden: Tensor) -> Tensor:
+        """As a call; what it gives leads to these graphs by `captured_of`, where other code calls the layers one by one."""
+        out = self(layer, hidden)
+        out.captured = self  # type: ignore[attr-defined]
+        return out
+
+
+def captured_of(hidden: Tensor) -> Captured | None:
+    """The graphs that gave hidden states by `go_on`; None where they come from elsewhere."""
+    return getattr(hidden, "captured", None)
+
+
+class _Pass:
+    """Lives as long as the backward pass of a row may come."""
+
+    done = False
+
+
+class Piece:
+    """Consecutive layers: a forward graph from `states` to `out`, and a backward graph from `grad_out` to `grad_in`."""
+
+    def __init__(self, layers: Sequence[Any], run: Run, states: Tensor, recorder: Recorder) -> None:
+        """Captures the forward pass."""
+        self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
+        self._kept: list[tuple[Any, Tensor, Tensor]] = []  # each layer, what it took and what it gave
+        self.replay_forward, self.out = recorder.record(self._forward)
+
+    def capture_backward(self, grad_out: Tensor) -> None:
+        """Captures the backward pass."""
+        self.grad_out = grad_out
+        self.replay_backward, self.grad_in = self.recorder.record(self._backward)
+
+    def _forward(self) -> Tensor:
+        states = self.states
+        for layer in self.layers:
+            leaf = states.detach().requires_grad_()
+            with torch.enable_grad():
+                out = self.run(layer, leaf)
+            self._kept.append((layer, leaf, out))
+            states = out.detach()
+        return states
+
+    def _backward(self) -> Tensor:
+        grad = self.grad_out
+        while self._kept:  # a layer's activations go when its gradient is there
+            layer, leaf, out = self._kept.pop()
+            grad = _gradients(layer, out, leaf, grad)
+        return grad
+
+
+class _Replay(Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, piece: Piece, first: _Pass | None) -> Tensor:
+        ctx.piece, ctx.first = piece, first
+        _put(hidden, piece.states)
+        piece.replay_forward()
+        return piece.out[: len(hidden)].detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        piece = ctx.piece
+        _put(grad, piece.grad_out)
+        piece.replay_backward()
+        if ctx.first is not None:
+            ctx.first.done = True
+        return piece.grad_in[: len(grad)].detach(), None, None
+
+
+def _put(x: Tensor, into: Tensor) -> None:
+    """Write x (T, ...) in front of a tensor with more rows, zeros behind."""
+    into[: len(x)].copy_(x)
+    into[len(x) :].zero_()
+
+
+def _warm_up(layers: Sequence[Any], states: Tensor, run: Run) -> None:
+    """Each layer once, with a gradient of zeros, which adds nothing to any weight's."""
+    for layer in layers:
+        leaf = states.detach().requires_grad_()
+        out = run(layer, leaf)
+        _gradients(layer, out, leaf, torch.zeros_like(out))
+
+
+def _gradients(layer: Any, out: Tensor, leaf: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `leaf`; those of the layer's weights go to DDP's buffers, unless a product added them there."""
+    weights = [one for one in layer.parameters() if one.requires_grad]
+    for one in weights:
+        one.grad_added_to_main_grad = False
+    found = torch.autograd.grad(out, (leaf, *weights), grad, allow_unused=True)
+    for one, gradient in zip(weights, found[1:], strict=True):
+        if gradient is not None and not one.grad_added_to_main_grad:
+            one.main_grad.add_(gradient)
+    assert found[0] is not None
+    return found[0].detach()

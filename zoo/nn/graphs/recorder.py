@@ -1,0 +1,46 @@
+"""CUDA graphs of pieces of work that run one after another, in memory of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Recorder:
+    """Records work into one pool of memory.
+
+    What a piece of work leaves alive keeps its memory; the memory of everything else serves later pieces. So graphs are replayed in the
+    order in which they were recorded.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether work on this tensor can be recorded: a GPU's."""
+        return x.is_cuda
+
+    @contextmanager
+    def session(self, device: torch.device) -> Iterator[None]:
+        """Work runs on a stream of its own, and is over at the end."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """What does the work again, and the tensor that its result stands in each time; the work itself has not run yet."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, that load data and watch over the run, may call CUDA meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        out = work()
+        graph.capture_end()
+        return graph.replay, out
