@@ -21,6 +21,7 @@ from torch.autograd.function import Function
 
 from zoo.nn.graphs.recorder import Recorder
 from zoo.nn.graphs.row import StaticRow, segments_of, size_of
+from zoo.nn.graphs.weights import Leaves
 
 SIZES = 32  # the most sizes of rows that are captured; rows of further sizes run as they would without graphs
 
@@ -142,7 +143,9 @@ class Piece:
     def __init__(self, layers: Sequence[Any], run: Run, states: Tensor, recorder: Recorder) -> None:
         """Captures the forward pass."""
         self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
-        self._kept: list[tuple[Any, Tensor, Tensor]] = []  # each layer, what it took and what it gave
+        self._kept: list[
+            tuple[Leaves, Tensor, Tensor]
+        ] = []  # a layer's weights, what it took and what it gave
         self.replay_forward, self.out = recorder.record(self._forward)
 
     def capture_backward(self, grad_out: Tensor) -> None:
@@ -153,18 +156,15 @@ class Piece:
     def _forward(self) -> Tensor:
         states = self.states
         for layer in self.layers:
-            leaf = states.detach().requires_grad_()
-            with torch.enable_grad():
-                out = self.run(layer, leaf)
-            self._kept.append((layer, leaf, out))
-            states = out.detach()
+            self._kept.append(_run(layer, states, self.run))
+            states = self._kept[-1][2].detach()
         return states
 
     def _backward(self) -> Tensor:
         grad = self.grad_out
         while self._kept:  # a layer's activations go when its gradient is there
-            layer, leaf, out = self._kept.pop()
-            grad = _gradients(layer, out, leaf, grad)
+            leaves, taken, given = self._kept.pop()
+            grad = leaves.gradients(given, taken, grad)
         return grad
 
 
@@ -192,22 +192,15 @@ def _put(x: Tensor, into: Tensor) -> None:
     into[len(x) :].zero_()
 
 
+def _run(layer: Any, states: Tensor, run: Run) -> tuple[Leaves, Tensor, Tensor]:
+    """What a layer makes of states (T, ...), with weights and states that gradients of it are taken for."""
+    leaves, taken = Leaves(layer), states.detach().requires_grad_()
+    with torch.enable_grad(), leaves.in_place():
+        return leaves, taken, run(layer, taken)
+
+
 def _warm_up(layers: Sequence[Any], states: Tensor, run: Run) -> None:
     """Each layer once, with a gradient of zeros, which adds nothing to any weight's."""
     for layer in layers:
-        leaf = states.detach().requires_grad_()
-        out = run(layer, leaf)
-        _gradients(layer, out, leaf, torch.zeros_like(out))
-
-
-def _gradients(layer: Any, out: Tensor, leaf: Tensor, grad: Tensor) -> Tensor:
-    """The gradient of `leaf`; those of the layer's weights go to DDP's buffers, unless a product added them there."""
-    weights = [one for one in layer.parameters() if one.requires_grad]
-    for one in weights:
-        one.grad_added_to_main_grad = False
-    found = torch.autograd.grad(out, (leaf, *weights), grad, allow_unused=True)
-    for one, gradient in zip(weights, found[1:], strict=True):
-        if gradient is not None and not one.grad_added_to_main_grad:
-            one.main_grad.add_(gradient)
-    assert found[0] is not None
-    return found[0].detach()
+        leaves, taken, given = _run(layer, states, run)
+        leaves.gradients(given, taken, torch.zeros_like(given))

@@ -19,6 +19,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None  # one for all sessions: libraries keep memory for each stream
 
     def takes(self, x: Tensor) -> bool:
         """Whether work on this tensor can be recorded: a GPU's."""
@@ -28,12 +29,11 @@ class Recorder:
     def session(self, device: torch.device) -> Iterator[None]:
         """Work runs on a stream of its own, and is over at the end."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             yield
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
