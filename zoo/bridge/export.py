@@ -40,7 +40,8 @@ from zoo.bridge.parallel import (
     shard_axis,
     together,
 )
-from zoo.bridge.streams import run
+from zoo.bridge.progress import Progress
+from zoo.bridge.streams import Reader, run, to_hf
 from zoo.config.locate import Place
 from zoo.errors import UserError
 
@@ -98,6 +99,67 @@ def export_hf(
     except BaseException:
         if comm.rank == 0:
             writer.discard()
+        raise
+    return writer.target
+
+
+def export_tensors(
+    reader: Reader,
+    shapes: Mapping[str, tuple[int, ...]],
+    folder: str | Path,
+    bridge: Bridge,
+    dims: Dims,
+    *,
+    expect: Callable[[Sequence[str]], None] = lambda names: None,
+    config: Any = None,
+    source: Place | None = None,
+    processor: Any = None,
+    ends: Sequence[int] = (),
+    card: Callable[[Mapping[str, Any]], str] | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    overwrite: bool | Literal["aside"] = False,
+    progress: Callable[[int], Progress] | None = None,
+) -> Path:
+    """As `export_hf`, of tensors that a reader has under zoo's names, by one process that holds a few of them at a time.
+
+    Args:
+        reader: gives each tensor of `shapes`, whole.
+        shapes: zoo's names, and the shapes that the model has.
+        expect: hears of the names in the order in which they will be read.
+        progress: makes one for so many bytes.
+    """
+    writer = ExportWriter(folder, overwrite=overwrite)
+    parameters = [
+        (name, torch.empty(shape, dtype=reader.dtype(name), device="meta")) for name, shape in shapes.items()
+    ]
+    stated = dtype or (parameters[0][1].dtype if source is None else None)
+    plan = make_plan(bridge, sorted(shapes), dims, config, source, dtype, stated, [])
+    check(plan, parameters, dims, ShardInfo())
+    mine = [
+        (name, tensor) for name, tensor in _by_width(parameters, plan) if plan.entries[name].rule.writes(dims)
+    ]
+    expect([name for name, _ in mine])
+    jobs = [
+        to_hf(plan.entries[name], name, reader, dims, plan.dtype_of(name, tensor)) for name, tensor in mine
+    ]
+    planned = [tensor for job in jobs for tensor in job.planned]
+    try:
+        writer.begin()
+        carried = [tensor for job in plan.copies for tensor in job.planned]
+        writer.check_room(sum(tensor.nbytes for tensor in (*planned, *carried)))
+        counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
+        shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
+        try:
+            run(jobs, shards, counted or (lambda count: None))
+        finally:
+            shards.close()
+        if counted:
+            counted.close()
+        written = [*shards.shards, *_write_copies(plan, writer.partial, shard_bytes)]
+        _commit(writer, written, plan, processor, ends, card)
+    except BaseException:
+        writer.discard()
         raise
     return writer.target
 

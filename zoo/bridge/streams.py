@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ BELOW = (GateUp, Rows)  # transforms that lay tensors one below the other: nothi
 AHEAD = 2  # pieces made before they are written
 
 Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
+
+
+class Info(Protocol):
+    """What a reader says of a tensor."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+class Reader(Protocol):
+    """Tensors by name: a `SafetensorsFolder`, or a run's checkpoint."""
+
+    def info(self, name: str) -> Info: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def dtype(self, name: str) -> torch.dtype: ...
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -135,9 +151,7 @@ def of_expert(
     return [reader.read(name, expert, expert + 1)[0] for name in names]
 
 
-def to_hf(
-    entry: Entry, zoo_name: str, reader: SafetensorsFolder, dims: Dims, dtype: torch.dtype | None
-) -> Job:
+def to_hf(entry: Entry, zoo_name: str, reader: Reader, dims: Dims, dtype: torch.dtype | None) -> Job:
     """The tensors of an entry out of the zoo tensor that the reader has under `zoo_name`."""
     shape, stored = reader.shape(zoo_name), dtype or reader.dtype(zoo_name)
     transform, names = entry.layout.transform, entry.layout.all_names(entry.binding, dims.experts)
@@ -172,14 +186,14 @@ def to_hf(
     return Job(tuple(Planned(name, shapes[name], stored) for name in names), make)
 
 
-def carried(name: str, reader: SafetensorsFolder, published: str, *, to_zoo: bool) -> Job:
+def carried(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:
     """A tensor as it is, under its published name or under that of zoo's own weights."""
     target = f"{CARRIED}{published}" if to_zoo else published
     planned = Planned(target, reader.shape(name), reader.dtype(name))
     return Job((planned,), lambda: iter([(target, rows(reader, name))]))
 
 
-def rows(reader: SafetensorsFolder, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
+def rows(reader: Reader, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
     """Rows `first` to `last` (exclusive) of a tensor, in pieces of about CHUNK bytes."""
     shape, size = reader.shape(name), reader.info(name).nbytes
     if size <= CHUNK or not shape:

@@ -166,6 +166,11 @@ def weights_wanted(modules: Sequence[Any], adapters: Adapters | None, world: Wor
     return [piece for entry in entries for piece in whole(boxes(entry), entry.data.detach())]
 
 
+def cut_of_parameters(modules: Sequence[Any], world: World) -> dict[Tensor, list[Box]]:
+    """How a checkpoint cuts each tensor of this rank's model chunks."""
+    return {entry.data: boxes(entry) for entry in _tensors(modules, None, world)}
+
+
 def objects_wanted(modules: Sequence[Any], world: World) -> list[tuple[Any, str, str]]:
     """What this rank's modules keep beside tensors: module, name there, key in the checkpoint."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject

@@ -117,12 +117,17 @@ def _load_objects(modules: Sequence[Any], index: Index | FormerIndex, world: Wor
             module.load_state_dict({name: value}, strict=False)
 
 
+def open_weights(checkpoint: Path) -> Index | FormerIndex:
+    """The tensors of a checkpoint whose files are there; each block is checked when it is read. Raises Damaged where some are not."""
+    refuse_faults(checkpoint)
+    return open_index(checkpoint, block_sums(checkpoint))
+
+
 def load_weights(
     chunks: Sequence[Any], checkpoint: Path, world: World, without: Collection[str] = ()
 ) -> None:
     """Put a checkpoint's weights alone into model chunks, under whatever parallel layout either has; tensors `without` stay."""
-    refuse_faults(checkpoint)
-    index = open_index(checkpoint, block_sums(checkpoint))
+    index = open_weights(checkpoint)
     with together():
         wanted = [piece for piece in weights_wanted(chunks, None, world) if piece.key not in without]
         fill(wanted, index, direct=world.size == 1)
@@ -131,7 +136,6 @@ def load_weights(
 
 def load_adapters(adapters: Adapters, checkpoint: Path, world: World) -> None:
     """Put a checkpoint's adapters into those of a model, under whatever parallel layout either has."""
-    refuse_faults(checkpoint)
-    index = open_index(checkpoint, block_sums(checkpoint))
+    index = open_weights(checkpoint)
     with together():
         fill(weights_wanted([], adapters, world), index)

@@ -23,7 +23,7 @@ from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
 from zoo.bridge.native import CARRIED, FORMAT, native, read_about, sums_while_reading
-from zoo.bridge.progress import Progress, size
+from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
 from zoo.config.locate import (
     ABOUT,
@@ -119,7 +119,7 @@ def convert(
 
         if allow:
             raise UserError("allow: a run's checkpoint is whole, or it is not loaded; leave it out")
-        export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite)
+        export_run(place, target, dtype=dtype, shard_bytes=shard_bytes, overwrite=overwrite, quiet=quiet)
     elif place.kind == "zoo":
         sums = sums_while_reading(place.folder)
         with ExitStack() as opened:
@@ -256,12 +256,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
     """The folder, whole or not at all."""
     try:
         writer.begin()
-        free = shutil.disk_usage(writer.partial).free
-        if conversion.nbytes > free:
-            raise UserError(
-                f"{writer.target}: {size(conversion.nbytes)} are to be written and {size(free)} are free on the disk; "
-                "make room, or give another folder"
-            )
+        writer.check_room(conversion.nbytes)
         progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
         native_part = conversion.part == WEIGHTS_PART
         shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, sums=native_part)

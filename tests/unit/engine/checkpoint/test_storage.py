@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.stored import described, save, two_halves
 from torch import Tensor
 
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
-from zoo.engine.checkpoint.storage.index import INDEX, Index, RankTable, write_index
+from zoo.engine.checkpoint.storage.index import INDEX, Index
 from zoo.engine.checkpoint.storage.pieces import Piece, boxes, flat, rectangles, whole
 from zoo.engine.checkpoint.storage.reading import fill
 from zoo.errors import UserError
@@ -41,22 +42,6 @@ def test_a_flat_range_is_few_rectangles_in_order(shape: list[int], data: st.Data
         found += part.flatten().tolist()
     assert found == list(range(start, end))
     assert len(list(rectangles(shape, start, end))) <= max(1, 2 * len(shape) - 1)
-
-
-def described(key: str, tensor: Tensor, *cuts: tuple[int, int, int], lead: int = 0) -> Any:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    return ShardedTensor.from_rank_offsets(key, tensor, *cuts, prepend_axis_num=lead)
-
-
-def two_halves(key: str, tensor: Tensor) -> Any:
-    """A factory as the experts and the gated delta net have them: two tensors, cut along the second axis."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    def build(name: str, given: Tensor, replica: Any, _: Any) -> list[Any]:
-        return [described(f"{name}_{i}", part) for i, part in enumerate(given.chunk(2, dim=1))]
-
-    return ShardedTensorFactory(key, tensor, build, lambda parts: torch.cat(parts, dim=1))
 
 
 def test_a_factory_is_asked_without_data() -> None:
@@ -84,20 +69,6 @@ def test_a_factory_that_makes_no_views_is_refused() -> None:
     factory = ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda parts: parts[0])
     with pytest.raises(NotImplementedError, match="w: its tensor w is no rectangle"):
         boxes(factory)
-
-
-def save(folder: Path, by_rank: list[list[Piece]], objects: list[dict[str, bytes]] | None = None) -> Index:
-    """Each rank's pieces written as a run writes them."""
-    folder.mkdir(exist_ok=True)
-    tables, sums = [], {}
-    for rank, pieces in enumerate(by_rank):
-        copied = HostCopy(CPU)
-        copied.take(pieces, objects[rank] if objects else {})
-        files = [(f"rank{rank}_{i}.bin", size) for i, size in enumerate(disk.parts(copied.size))]
-        sums |= disk.write(folder, files, copied.view(), lambda count: None)
-        tables.append(RankTable(files, copied.pieces, copied.objects))
-    write_index(folder, tables)
-    return Index(folder, sums)
 
 
 def grid(tensor: Tensor, key: str, counts: list[int]) -> list[Piece]:

@@ -1,0 +1,124 @@
+"""A checkpoint's tensors as a model on one rank has them, read a few at a time: what an export of a run's checkpoint writes.
+
+They are read in the order in which they will be asked for, in groups, the next group beside the work on this one. So memory holds two
+groups, whatever the checkpoint's size: GROUP bytes each, or one tensor that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import reduce
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from zoo.engine.checkpoint.storage.index import Index
+from zoo.engine.checkpoint.storage.pieces import Box, Shape, whole
+from zoo.engine.checkpoint.storage.reading import check_shapes, fill
+
+GROUP = 2**28  # bytes of tensors that are read at once
+
+
+@dataclass(frozen=True)
+class Info:
+    """A tensor that can be read."""
+
+    shape: Shape
+    dtype: torch.dtype
+    nbytes: int
+
+
+class WholeTensors:
+    """Reads tensors of an index, as `zoo.bridge.SafetensorsFolder` does those of a folder. Use as a context manager."""
+
+    def __init__(self, index: Index, boxes: Mapping[str, tuple[Shape, Sequence[Box]]]) -> None:
+        """`boxes`: of each tensor its shape, and how the checkpoint cuts it.
+
+        Raises:
+            UserError: the checkpoint lacks a tensor, or has it in another shape.
+        """
+        self._index, self._boxes = index, boxes
+        meta = {name: torch.empty(shape, device="meta") for name, (shape, _) in boxes.items()}
+        check_shapes([piece for name, (_, cut) in boxes.items() for piece in whole(cut, meta[name])], index)
+        self._infos = {name: self._info(shape, cut) for name, (shape, cut) in boxes.items()}
+        self._groups: list[list[str]] = []
+        self._group_of: dict[str, int] = {}
+        self._pool = ThreadPoolExecutor(1, "zoo-whole-tensors")
+        self._read: dict[int, Future[dict[str, Tensor]]] = {}
+
+    def _info(self, shape: Shape, cut: Sequence[Box]) -> Info:
+        dtypes = [self._index.tensors[box.key].properties.dtype for box in cut if all(box.sizes)]
+        dtype = reduce(torch.promote_types, dtypes)
+        return Info(shape, dtype, dtype.itemsize * torch.Size(shape).numel())
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._infos)
+
+    def info(self, name: str) -> Info:
+        """Shape, dtype and bytes of a tensor."""
+        return self._infos[name]
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape."""
+        return self._infos[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's dtype, as the checkpoint has it."""
+        return self._infos[name].dtype
+
+    def expect(self, names: Sequence[str]) -> None:
+        """Tensors will be read in this order; each may be read several times before the next."""
+        self._groups = list(self._grouped(names))
+        self._group_of = {name: place for place, group in enumerate(self._groups) for name in group}
+
+    def _grouped(self, names: Sequence[str]) -> Iterator[list[str]]:
+        group: list[str] = []
+        held = 0
+        for name in names:
+            size = self._infos[name].nbytes
+            if group and held + size > GROUP:
+                yield group
+                group, held = [], 0
+            group.append(name)
+            held += size
+        if group:
+            yield group
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor that is expected. Don't write to them.
+
+        Raises:
+            Damaged: bytes that were read are not those that were written.
+        """
+        place = self._group_of[name]
+        for past in [one for one in self._read if one < place]:
+            del self._read[past]
+        for ahead in (place, place + 1):
+            if ahead < len(self._groups) and ahead not in self._read:
+                self._read[ahead] = self._pool.submit(self._load, self._groups[ahead])
+        tensor = self._read[place].result()[name]
+        return tensor if (first, last) == (0, None) else tensor[first:last]
+
+    def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
+        found = {name: torch.empty(self._infos[name].shape, dtype=self._infos[name].dtype) for name in names}
+        fill(
+            [piece for name, tensor in found.items() for piece in whole(self._boxes[name][1], tensor)],
+            self._index,
+            direct=True,
+        )
+        return found
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        self._pool.shutdown(cancel_futures=True)
+        self._read.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
