@@ -53,7 +53,8 @@ def test_graphs_give_the_same_gradients(name: str, here: Any, tmp_path: Path, re
         for parameter in zoo.model.parameters():
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    assert zoo.model.decoder.graphs._captured and zoo.model.vision.blocks[0].graphs._captured
+    inner = zoo.model.module  # type: ignore[union-attr]
+    assert inner.decoder.graphs._captured and inner.vision.blocks[0].graphs._captured  # type: ignore[union-attr]
     del zoo
     gc.collect()
     torch.cuda.empty_cache()

@@ -50,6 +50,7 @@ PLANNED_KEYS = {
     "recompute": ("engine.recompute",),
     "memory": ("train.exp_avg_dtype", "train.exp_avg_sq_dtype"),
     "offload": ("train.optimizer_offload_fraction",),
+    "graphs": ("engine.cuda_graphs",),
     "batch": ("train.global_batch",),
 }
 

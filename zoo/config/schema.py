@@ -71,7 +71,7 @@ class ParallelConfig:
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
     plan: list[str] = field(
         default_factory=list
-    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), offload (their share on the host), batch
+    )  # keys chosen so that the model fits: tp, pp, cp, ep, recompute, memory (AdamW's moments), offload (their share on the host), graphs (engine.cuda_graphs), batch
     planned: list[str] = field(default_factory=list)  # keys that planning has chosen; a run writes it
 
 
@@ -228,7 +228,7 @@ class EngineConfig:
     fp8: bool = False  # linears of attention and dense MLPs in FP8; needs bf16
     fp8_recipe: str = choice("blockwise", "blockwise", "tensorwise")  # blockwise: a scale for 128 values, weight gradients in bf16; on Hopper, without te | tensorwise: a scale for a tensor; needs te
     recompute: str = choice("none", "none", "selective", "full")  # none | selective (MLP, experts) | full: computed again in backward
-    cuda_graphs: bool = False  # layers of dense decoders and vision towers are captured once for each size of row, and replayed
+    cuda_graphs: bool = False  # on a GPU, layers of dense decoders and vision towers are captured once for each size of row, and replayed: for rows so small that the host launches longer than the GPU computes
     threads: int | None = number(None, 1, 1024)  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
     delta_rule: str = choice("auto", "auto", "torch")  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes

@@ -137,9 +137,17 @@ class PackedLayout:
         """The same lengths, with tensors on its device in the place of those that follow from them, by their properties' names, and
         values that callers would otherwise have it keep."""
         memo = Memo()
+        memo.fixed = True
         memo.tensors.update({(name, self.device): x for name, x in tensors.items()})
         memo.values.update({(name, self.device): x for name, x in kept.items()})
         return dataclasses.replace(self, _memo=memo)
+
+    def refuse_fixed(self, what: str) -> None:
+        """RuntimeError where the lengths are not those of the row at hand, but of any row (`with_values`), for what goes by lengths."""
+        if self._memo.fixed:
+            raise RuntimeError(
+                f"{what} goes by the lengths of segments, which differ from row to row; set engine.cuda_graphs=false"
+            )
 
     def without_batch(self) -> PackedLayout:
         """The same packed row, without its place in a padded batch: `unpack` then pads on the right alone.

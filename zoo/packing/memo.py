@@ -21,6 +21,7 @@ class Memo:
         self.tensors: dict[tuple[Name, torch.device], Tensor] = {}
         self.plans: dict[Name, runs.Plan | None] = {}
         self.values: dict[tuple[Name, torch.device], Any] = {}
+        self.fixed = False  # whether the tensors are given, and lengths don't say what is in them
 
     def tensor(self, name: Name, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
         """The named tensor on a device, made once on the host. Callers share it: don't write into it."""

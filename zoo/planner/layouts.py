@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from zoo.config.checks.engine import not_captured
 from zoo.config.checks.layout import check_layout
 from zoo.config.derived import data_parallel, num_experts, stage_layers, text_config
 from zoo.config.schema import Recipe
@@ -100,8 +101,16 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
             continue
         stages = memory(model, candidate.recipe, row, ranks, fused=True)
         if limit is None or max(stage.total for stage in stages) <= limit:
-            return candidate.recipe
+            return _with_graphs(model, candidate.recipe, ranks, row)
     return None
+
+
+def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
+    """The recipe with CUDA graphs or without, where that is planned."""
+    if "graphs" not in recipe.parallel.planned:
+        return recipe
+    pays = not_captured(recipe) is None and Speed(model, row).launches_longer(recipe, ranks)
+    return replace(recipe, engine=replace(recipe.engine, cuda_graphs=pays))
 
 
 def _host_fits(model: Model, recipe: Recipe, ranks: int) -> bool:

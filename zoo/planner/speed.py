@@ -32,6 +32,8 @@ EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages
 READ = 3e12  # bytes/s
+LAUNCH = 4.5e-3  # seconds in which a host launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples)
+TOWER_LAYERS = 24  # of a tower, about
 BEYOND = 0.3  # share for each doubling of tp * cp that leaves a node
 
 
@@ -63,6 +65,13 @@ class Speed:
         busy *= self._widest(recipe)
         busy *= 1 + (parallel.pp - 1) / (micro_batches * parallel.vpp)
         return (busy + self._gradients(recipe, ranks, node) / micro_batches) / replicas
+
+    def launches_longer(self, recipe: Recipe, ranks: int) -> bool:
+        """Whether the host takes longer to launch a row's layers than a GPU to compute them; experts are not counted."""
+        layers = sum(not sparse for sparse in self.sparse) + sum(
+            TOWER_LAYERS for name in self.forward if name not in ("decoder", "head")
+        )
+        return self.seconds(recipe, ranks) * data_parallel(recipe, ranks) < LAUNCH * layers
 
     def _flops(self, recipe: Recipe) -> float:
         """FLOPs of training on a row, the experts' as many as would take their time."""

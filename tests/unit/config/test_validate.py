@@ -394,6 +394,22 @@ def test_adapters_that_cannot_be_trained(changes: dict[str, Any], words: str) ->
 # --- FP8
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("engine.recompute=selective", "engine.recompute=selective"),
+        ("packing.mode=none", "packing.mode=none"),
+        ("engine.precision=fp32", "engine.precision=fp32"),
+        ("run.deterministic=true", "run.deterministic=true"),
+    ],
+)
+def test_layers_are_captured_alone_where_shapes_and_kernels_allow(key: str, said: str) -> None:
+    keys = ["hardware=cpu", "engine.precision=bf16", "engine.cuda_graphs=true"]
+    validate(load_recipe("qwen3_vl_sft", keys), 1)
+    with pytest.raises(ConfigError, match=f"engine.cuda_graphs=true with {said}"):
+        validate(load_recipe("qwen3_vl_sft", [*keys, key]), 1)
+
+
 def test_fp8_by_blocks_is_of_the_torch_backend_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     fp8 = {"engine.fp8": True, "engine.precision": "bf16"}
     assert "what is not in FP8 is in bf16" in error_of(MOE, {"engine.fp8": True})

@@ -1,36 +1,16 @@
 """Layers that are captured for rows of a size: with what is recorded done again each time, on the CPU, as a GPU does it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
+from support.recorded_again import RecordedAgain
 from torch import Tensor
 
 from zoo.nn.graphs.layers import LayerGraphs, Run
-from zoo.nn.graphs.recorder import Recorder
 from zoo.nn.graphs.row import StaticRow, segments_of, size_of
 from zoo.packing import PackedLayout
 
 WIDTH = 8
-
-
-class Again(Recorder):
-    """Does recorded work again, into the memory of the first time."""
-
-    records = 0
-
-    def takes(self, x: Tensor) -> bool:
-        return True
-
-    @contextmanager
-    def session(self, device: torch.device) -> Iterator[None]:
-        yield
-
-    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.records += 1
-        out = work().clone()
-        return lambda: out.copy_(work()), out
 
 
 class Layer(torch.nn.Module):
@@ -86,7 +66,7 @@ def main_grads(layers: list[Layer]) -> list[Tensor]:
 
 
 def test_rows_of_one_size_share_a_recording_and_give_what_the_layers_give() -> None:
-    layers, recorder = stack(4), Again()
+    layers, recorder = stack(4), RecordedAgain()
     graphs = LayerGraphs(layers, ends=[0], recorder=recorder)
     for lengths, recorded in (([30, 50, 7], 4), ([100], 4), ([1, 1, 1, 1], 8), ([128], 8), ([90, 39], 12)):
         x, layout, angle, features = case(lengths, sum(lengths))
@@ -111,7 +91,7 @@ def test_rows_of_one_size_share_a_recording_and_give_what_the_layers_give() -> N
 
 
 def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
-    graphs = LayerGraphs(stack(2), recorder=Again())
+    graphs = LayerGraphs(stack(2), recorder=RecordedAgain())
     first = run_graphs(graphs, *case([40], 1)[:3], [])
     assert first is not None
     assert run_graphs(graphs, *case([50], 2)[:3], []) is None
@@ -123,7 +103,7 @@ def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
 
 
 def test_without_a_gradient_nothing_is_recorded() -> None:
-    graphs, recorder = LayerGraphs(stack(1), recorder=(made := Again())), made
+    graphs, recorder = LayerGraphs(stack(1), recorder=(made := RecordedAgain())), made
     x, layout, angle, _ = case([40], 1)
     assert run_graphs(graphs, x.detach(), layout, angle, []) is None
     with torch.no_grad():

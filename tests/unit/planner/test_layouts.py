@@ -198,6 +198,27 @@ def test_layers_that_stages_do_not_divide() -> None:
     assert planned.parallel.pp == 4 and sum(layers) == 36 and layers[0] < layers[1] and layers[-1] < layers[1]
 
 
+@pytest.mark.parametrize(
+    ("given", "captured"),
+    [
+        (["packing.budget=2400"], True),
+        (["packing.budget=20000"], False),
+        (["packing.budget=2400", "engine.recompute=full"], False),
+        (["packing.budget=2400", "parallel.tp=2"], False),
+    ],
+)
+def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(
+    given: list[str], captured: bool
+) -> None:
+    plan = (
+        "parallel.plan=[recompute,graphs]"
+        if "engine.recompute=full" not in given
+        else "parallel.plan=[graphs]"
+    )
+    chosen = chosen_for("qwen35_vl_sft", "2b", "2xh200", plan, *given)
+    assert chosen.engine.cuda_graphs is captured
+
+
 def test_what_is_given_is_kept() -> None:
     chosen = chosen_for("qwen3_vl_sft", "32b", "8xh200", "parallel.pp=2", "engine.recompute=full")
     assert (chosen.parallel.pp, chosen.engine.recompute) == (2, "full")

@@ -38,6 +38,10 @@ def check_engine(recipe: Recipe) -> None:
         )
     if recipe.engine.fp8:
         _check_fp8(recipe)
+    if recipe.engine.cuda_graphs and (other := not_captured(recipe)):
+        raise ConfigError(
+            f"engine.cuda_graphs=true with {other}: layers are not captured under it; leave one of the two out"
+        )
     if recipe.engine.backend != "te":
         return
     if not gpu_count():
@@ -51,6 +55,25 @@ def check_engine(recipe: Recipe) -> None:
         )
     if recipe.engine.precision == "fp32":
         raise ConfigError(TE_IN_FP32)
+
+
+def not_captured(recipe: Recipe) -> str | None:
+    """The key under which layers are not captured as CUDA graphs, with its value; None where they can be."""
+    engine, parallel = recipe.engine, recipe.parallel
+    others = {
+        "engine.precision=fp32": engine.precision == "fp32",
+        "engine.fp8=true": engine.fp8,
+        "engine.backend=te": uses_transformer_engine(recipe),
+        f"engine.recompute={engine.recompute}": engine.recompute != "none",
+        "engine.delta_rule=torch": engine.delta_rule == "torch",
+        "run.deterministic=true": recipe.run.deterministic,
+        f"parallel.tp={parallel.tp}": parallel.tp > 1,
+        f"parallel.cp={parallel.cp}": parallel.cp > 1,
+        f"parallel.pp={parallel.pp}": parallel.pp > 1,
+        "packing.mode=none": recipe.packing.mode == "none",
+        f"lora.dropout={recipe.lora.dropout}": recipe.lora.rank > 0 and recipe.lora.dropout > 0,
+    }
+    return next((name for name, there in others.items() if there), None)
 
 
 def uses_transformer_engine(recipe: Recipe) -> bool:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from zoo.config.compose import load_recipe
+from zoo.engine.distributed.world import World
 from zoo.engine.megatron import cpu_host
-from zoo.engine.model.meta_model import build_meta_model
+from zoo.engine.model.meta_model import build_meta_model, on_meta
 
 
 @pytest.mark.parametrize("recipe", ["qwen3_vl_sft", "qwen35_vl_moe_sft"])
@@ -22,3 +23,26 @@ def test_a_gpus_generator_is_not_looked_up_by_a_device_without_data(
     monkeypatch.setattr(random, "_set_cuda_rng_state", set_state)
     parameters = build_meta_model(load_recipe(recipe, ["hardware=cpu"]).model.arch).parameters
     assert parameters and all(tensor.is_meta for tensor in parameters.values())
+
+
+def test_triton_looks_for_its_driver_before_the_current_device_is_meta(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It keeps what it finds: a library that asks for it while a model is built would leave kernels without a device."""
+    found = []
+
+    class Driver:
+        @property
+        def active(self) -> Any:
+            found.append(torch.cuda.current_device)
+            raise RuntimeError("0 active drivers")
+
+    import triton.runtime
+
+    cpu_host.install()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    before = torch.cuda.current_device
+    with on_meta(World(0, 1, torch.device("cpu"), 0, 1, 0, 0, 0, 1, None)):
+        assert torch.cuda.current_device is not before
+    assert found == [before]

@@ -283,6 +283,7 @@ def gated_delta_rule_and_state(
         options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
         out, state = chunk_gated_delta_rule(*packed, **options, **kernel_offsets)
         return out[0], state
+    layout.refuse_fixed("the delta rule in plain PyTorch")
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
 
 

@@ -168,6 +168,7 @@ def segment_attention(
         out = varlen_attention(q, k, v, starts, longest, scale, causal=True, window=reach.window)
         seen = layout.kept(("runs", *reach.name), lambda: _RunCall.of(_runs(layout, reach), len(q), q.device))
         return _see_runs(out, q, k, v, seen, scale, reach)
+    layout.refuse_fixed("attention without a varlen kernel")
     if layout.num_segments * max(layout.lengths) <= 2 * layout.total:
         mask = None if reach.plain else _side_by_side_mask(layout, reach, q)
         q, k, v = (layout.unpack(x[None]).transpose(1, 2) for x in (q, k, v))  # (S, H, L, D)

@@ -1,0 +1,83 @@
+"""A decoder whose layers are captured for rows of a size, with what is recorded done again each time: gradients are those of the layers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.engine import Zoo, packed_batch
+from support.recorded_again import RecordedAgain
+from support.text_rows import text_examples
+from support.tiny_gemma3 import write_tiny_gemma3_text
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
+from support.tiny_qwen35 import write_tiny_qwen35
+from support.vision_rows import vision_examples
+
+from zoo.engine.model.graphs import use_graphs
+from zoo.nn.graphs.row import StaticRow
+from zoo.packing import PackedLayout
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {
+    "qwen3_vl": write_tiny_qwen3_vl,
+    "qwen35_vl": lambda folder: write_tiny_qwen35(folder, tied=True),
+    "gemma3_text": lambda folder: write_tiny_gemma3_text(
+        folder, tied=True
+    ),  # layers that see a window, with angles of their own
+}
+
+
+def go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static row whose layout has the lengths of the row that was written last, as operations without a kernel go by them."""
+    fill, lengths = StaticRow.fill, {}
+
+    def filled(self: StaticRow, layout: PackedLayout, by_token: Any) -> None:
+        fill(self, layout, by_token)
+        behind = self.tokens - layout.total
+        lengths[self] = (*layout.padded_lengths, *((behind,) if behind else ()))
+
+    monkeypatch.setattr(StaticRow, "fill", filled)
+    monkeypatch.setattr(StaticRow, "layout", lambda self: PackedLayout.from_lengths(lengths[self]))
+
+
+def loaded(family: str, folder: Path, world: Any) -> tuple[Zoo, list[Any]]:
+    zoo = Zoo.load(FAMILIES[family](folder), world, f"model.family={family}", "train.mtp_loss=0")
+    for parameter in zoo.model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    assert use_graphs([zoo.model]) >= 1
+    zoo.model.decoder.graphs.recorder = RecordedAgain()  # type: ignore[union-attr]
+    examples = text_examples if family == "gemma3_text" else vision_examples
+    return zoo, [example.sample for example in examples(zoo.assembly.processor).values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_decoder_has_the_gradients_of_its_layers(
+    family: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo, samples = loaded(family, tmp_path / "model", cpu_world)
+    go_by_lengths(monkeypatch)
+    graphs = zoo.model.decoder.graphs
+    count = sum(one.num_labels for one in samples)
+    zoo.model.decoder.graphs = None  # type: ignore[assignment, union-attr]
+    loss, wanted = zoo.gradients([packed_batch(samples)], count)
+    zoo.model.decoder.graphs = graphs  # type: ignore[assignment, union-attr]
+    for _ in range(2):  # captured, then replayed
+        found, rest = zoo.gradients([packed_batch(samples)], count)
+        assert found == pytest.approx(loss, rel=1e-6)
+        for name, parameter in zoo.model.named_parameters():
+            if (want := wanted.get(name)) is None:
+                continue
+            own = parameter.main_grad + (0 if rest[name] is None else rest[name])  # type: ignore[attr-defined, operator]
+            torch.testing.assert_close(
+                own, want, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
+            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+    pieces = 2 * len(graphs.starts)  # type: ignore[union-attr, arg-type]
+    assert graphs.recorder.records == pieces  # type: ignore[union-attr]
+
+
+def test_what_goes_by_lengths_is_refused_rather_than_wrong(cpu_world: Any, tmp_path: Path) -> None:
+    zoo, samples = loaded("qwen3_vl", tmp_path / "model", cpu_world)
+    with pytest.raises(RuntimeError, match=r"differ from row to row; set engine\.cuda_graphs=false"):
+        zoo.gradients([packed_batch(samples)], 1)
