@@ -16,6 +16,7 @@ from zoo.doctor.inputs import BOUNDS, row_shape, spans
 from zoo.doctor.measure import Check, Trial
 from zoo.doctor.sequence_checks import DELTA_RULE_BOUNDS, DeltaRuleSizes, delta_rule_trial
 from zoo.nn.decoder.attention import gated_delta_net
+from zoo.nn.decoder.attention.fla_import import import_fla
 from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.attention.varlen import has_flash4, varlen_attention
 from zoo.nn.kernels import widths
@@ -125,8 +126,7 @@ def unrefused() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(patch.object(gated_delta_net, "fla_fault", lambda: None))
     if importlib.util.find_spec("fla") is not None and torch.cuda.is_available():
-        from fla.ops.common import chunk_o
-
+        chunk_o = import_fla("fla.ops.common.chunk_o")
         if hasattr(chunk_o, "TRITON_ABOVE_3_7_1"):
             stack.enter_context(patch.object(chunk_o, "TRITON_ABOVE_3_7_1", True))
     return stack

@@ -8,11 +8,12 @@ itself as before.
 
 from __future__ import annotations
 
-import importlib
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+
+from zoo.nn.decoder.attention.fla_import import import_fla
 
 # By compute capability: kernel -> setting. Found on an H200 with flash-linear-attention 0.6.0 and Triton 3.7.1, bf16,
 # heads of width 128, chunks of 64 tokens.
@@ -55,7 +56,7 @@ def use_shipped_settings() -> int:
 def _use(module: str, kernel: str, setting: dict[str, int]) -> bool:
     """Leave a kernel this one of its settings; returns whether the kernel has it."""
     try:
-        tuner: Any = getattr(importlib.import_module(module), kernel)
+        tuner: Any = getattr(import_fla(module), kernel)
     except (ImportError, AttributeError):  # of another release
         return False
     while not hasattr(tuner, "configs") and hasattr(tuner, "fn"):

@@ -31,6 +31,7 @@ from zoo.errors import UserError
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule_inputs, gates
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
+from zoo.nn.decoder.attention.fla_import import import_fla
 from zoo.nn.decoder.attention.self_attention import uniform_layout
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.graphs.row import CHUNK
@@ -274,14 +275,13 @@ def gated_delta_rule_and_state(
 ) -> tuple[Tensor, Tensor]:
     """As `gated_delta_rule`, and the state (S, G, K, V) fp32 at the end of each segment; without `keep` it may be None."""
     if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
         use_shipped_settings()
         here = layout.to(value.device)
         kernel_offsets = here.kept("delta rule", lambda: _kernel_offsets(here))
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
         options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
-        out, state = chunk_gated_delta_rule(*packed, **options, **kernel_offsets)
+        rule = import_fla("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        out, state = rule(*packed, **options, **kernel_offsets)
         return out[0], state
     layout.refuse_fixed("the delta rule in plain PyTorch")
     return chunked_delta_rule(query, key, value, decay, beta, layout.padded_lengths)
