@@ -80,7 +80,8 @@ def test_the_gradient_is_the_same(
     _, wanted = summed(folder, cpu_world, *overrides, in_place=False)
     assert not made
     count, found = summed(folder, cpu_world, *overrides, in_place=True)
-    of_towers = 0 if "model.freeze=[vision]" in overrides else 14  # of three blocks and a merger, in the one micro-batch with an image
+    # Of three blocks and a merger, in the one micro-batch with an image.
+    of_towers = 0 if "model.freeze=[vision]" in overrides else 14
     assert len(towers) == of_towers
     decoders = count - of_towers
     assert decoders > 10 and len(made) >= 2 * decoders, "each linear, of each micro-batch"

@@ -28,7 +28,8 @@ from zoo.errors import ConfigError
 from zoo.files import expanded
 from zoo.registry import get_family
 
-PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")  # what parallel.plan may name
+# What parallel.plan may name.
+PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
 
 
 def validate(recipe: Recipe, world_size: int) -> Recipe:
