@@ -24,7 +24,8 @@ from torch import Tensor
 from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.bridge.files.record import foreign, write_record
 from zoo.bridge.files.stream import FileStream
-from zoo.errors import UserError, file_error, size
+from zoo.bridge.progress import size
+from zoo.errors import UserError, file_error
 from zoo.files import sync
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
