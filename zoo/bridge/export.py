@@ -8,6 +8,7 @@ names written before the folder gets its name.
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ from zoo.bridge.parallel import (
     shard_axis,
     together,
 )
-from zoo.bridge.progress import Progress
+from zoo.bridge.progress import Progress, size
 from zoo.bridge.streams import Reader, run, to_hf
 from zoo.config.locate import Place
 from zoo.errors import UserError
@@ -147,7 +148,7 @@ def export_tensors(
     try:
         writer.begin()
         carried = [tensor for job in plan.copies for tensor in job.planned]
-        writer.check_room(sum(tensor.nbytes for tensor in (*planned, *carried)))
+        check_room(writer, sum(tensor.nbytes for tensor in (*planned, *carried)))
         counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
         shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
         try:
@@ -162,6 +163,16 @@ def export_tensors(
         writer.discard()
         raise
     return writer.target
+
+
+def check_room(writer: ExportWriter, nbytes: int) -> None:
+    """UserError where the disk of a writer that has begun has not so many bytes left."""
+    free = shutil.disk_usage(writer.partial).free
+    if nbytes > free:
+        raise UserError(
+            f"{writer.target}: {size(nbytes)} are to be written and {size(free)} are free on the disk; "
+            "make room, or give another folder"
+        )
 
 
 def _frozen(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[str]:

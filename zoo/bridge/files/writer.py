@@ -24,7 +24,6 @@ from torch import Tensor
 from zoo.bridge.files.headers import DTYPES, INDEX_NAME, SINGLE_NAME
 from zoo.bridge.files.record import foreign, write_record
 from zoo.bridge.files.stream import FileStream
-from zoo.bridge.progress import size
 from zoo.errors import UserError, file_error
 from zoo.files import sync
 
@@ -195,15 +194,6 @@ class ExportWriter:
                 shutil.rmtree(self.partial)
             self._remove_former()
             self.partial.mkdir(parents=True)
-
-    def check_room(self, nbytes: int) -> None:
-        """UserError where the disk has not so many bytes left."""
-        free = shutil.disk_usage(self.partial).free
-        if nbytes > free:
-            raise UserError(
-                f"{self.target}: {size(nbytes)} are to be written and {size(free)} are free on the disk; "
-                "make room, or give another folder"
-            )
 
     def discard(self) -> None:
         """Remove what was written; nothing where `begin` refused, as it may be another process's."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardInfo, ShardWriter
+from zoo.bridge.export import check_room
 from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
@@ -256,7 +257,7 @@ def _write(conversion: Conversion, writer: ExportWriter, shard_bytes: int, quiet
     """The folder, whole or not at all."""
     try:
         writer.begin()
-        writer.check_room(conversion.nbytes)
+        check_room(writer, conversion.nbytes)
         progress = Progress(f"writing {writer.target.name}", conversion.nbytes)
         native_part = conversion.part == WEIGHTS_PART
         shards = ShardWriter(writer.partial, conversion.planned, shard_bytes=shard_bytes, sums=native_part)
