@@ -26,6 +26,7 @@ from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import accumulate, add_lowrank, gather_rows, sum_rows
+from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -103,6 +104,8 @@ def main() -> dict[str, int | str]:
         both_ways(lambda x, w, a, b, widths=widths: delta_inputs(x, w, a, b, positions, widths), *shapes)
     both_ways(lambda x, w, b: linear_gelu(x, w, b, tanh=True), (TOKENS, 1024), (4096, 1024), (4096,))
     both_ways(gated, *((TOKENS, 2048),) * 2)
+    for width in (1024, 4304):
+        column_sums(torch.zeros(TOKENS, width).bfloat16())
     permutation = Permutation.of(positions[:, None] % 128, 128, TOKENS)
     gather_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.tokens)
     sum_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.places)

@@ -24,6 +24,7 @@ from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
 from zoo.nn.kernels.experts import add_lowrank
+from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
@@ -33,6 +34,11 @@ from zoo.nn.kernels.rotary import rotate, rotate_qkv
 from zoo.nn.kernels.swiglu import swiglu
 
 LENGTHS = (1, 2, 70, 40, 3)  # of segments: one token, fewer than the convolution sees, more than a tile
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    """Largest error of a tensor over its largest value."""
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def error(kernel: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor) -> float:
@@ -219,7 +225,11 @@ def main() -> None:
     cos, sin = angles.cos(), angles.sin()
     targets = torch.randint(0, 20001, (6,))
     rows, weight = torch.randn(70, 3, 40), torch.randn(40)
+    tall = torch.randn(2500, 70)
     errors = {
+        "column_sums, in two steps": relative(column_sums(tall), tall.sum(0)),
+        "column_sums, bf16": relative(column_sums(tall[:300].bfloat16()), tall[:300].bfloat16().float().sum(0)),
+        "column_sums, one row": relative(column_sums(tall[:1, :5]), tall[0, :5]),
         "rms_norm": error(lambda x, w: rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, (40,), w, 1e-6), rows, weight),
         "rms_norm centred, of a slice": error(
             lambda x, w: rms_norm(x[:, :, 2:5, :40], w, 1e-6, True),

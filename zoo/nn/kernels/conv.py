@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.functions import column_sums, sigmoid
 from zoo.nn.kernels.gate import delta_gates, delta_gates_backward
 from zoo.nn.kernels.launch import Launch, cdiv
 
@@ -227,7 +227,8 @@ def _convolve_parts_backward(
         *(grad.contiguous() for grad in grads), x, weight, positions, grad_x, parts, rows, *widths, x.stride(0),
         grad_x.stride(0), TAPS=taps, ROWS=launch.rows, COLUMNS=launch.columns, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
-    return parts.sum(0)[TAPS - taps :].t().to(weight.dtype).contiguous()
+    summed = column_sums(parts.flatten(1)).unflatten(0, (TAPS, every))
+    return summed[TAPS - taps :].t().to(weight.dtype).contiguous()
 
 
 class _Convolution(torch.autograd.Function):

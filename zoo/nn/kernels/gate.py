@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.functions import column_sums, sigmoid
 from zoo.nn.kernels.launch import cdiv, power_of_2
 
 BLOCK = 4096
@@ -135,7 +135,7 @@ def delta_gates_backward(
         of_decay.contiguous(), of_beta.contiguous(), x, a_log, dt_bias, grad, parts, rows, x.stride(0), grad.stride(0),
         HEADS=heads, BLOCK=block, ROWS=tile, num_warps=4,
     )  # fmt: skip
-    of_a_log, of_bias = parts.sum(0).unbind()
+    of_a_log, of_bias = column_sums(parts.flatten(1)).unflatten(0, (2, heads)).unbind()
     return of_a_log.to(a_log.dtype), of_bias.to(dt_bias.dtype)
 
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels import weight_gradient
-from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.functions import column_sums, sigmoid
 from zoo.nn.kernels.launch import Launch, cdiv, steps
 
 
@@ -66,7 +66,7 @@ def _through_gelu(grad: Tensor, before: Tensor, tanh: bool, summed: bool) -> tup
         grad, before, out, parts, rows, WIDTH=width, TANH=tanh, SUMMED=summed, ROWS=launch.rows, COLUMNS=launch.columns,
         STEPS=each, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
-    return out, None if parts is None else parts.sum(0)
+    return out, None if parts is None else column_sums(parts)
 
 
 class _LinearGELU(torch.autograd.Function):

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps, tile_rows
 
 
@@ -117,7 +118,7 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
         grad, residual, x, weight, mean, scale, grad_x, parts, rows, **ctx.shape, RESIDUAL=residual is not None,
         ROWS=launch.rows, STEPS=each, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
-    of_weight, of_bias = parts.sum(0).to(weight.dtype)
+    of_weight, of_bias = column_sums(parts.flatten(1)).to(weight.dtype).unflatten(0, (2, -1))
     return grad_x, of_weight, of_bias
 
 

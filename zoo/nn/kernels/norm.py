@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.functions import sigmoid
+from zoo.nn.kernels.functions import column_sums, sigmoid
 from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps, tile_rows
 
 
@@ -129,7 +129,7 @@ def _gradients(ctx: Any, grad: Tensor, residual: Tensor | None) -> tuple[Tensor,
         grad, residual, x, weight, gate, scale, grad_x, grad_gate, parts, rows, ctx.heads, *ctx.strides, **ctx.shape,
         RESIDUAL=residual is not None, ROWS=launch.rows, STEPS=each, STAGES=launch.stages, num_warps=launch.warps,
     )  # fmt: skip
-    return grad_x, parts.sum(0).to(weight.dtype), grad_gate
+    return grad_x, column_sums(parts).to(weight.dtype), grad_gate
 
 
 class _Norm(torch.autograd.Function):
