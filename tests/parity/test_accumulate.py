@@ -17,14 +17,14 @@ from zoo.nn import kernels, weight_gradients
 from zoo.nn.decoder.experts import grouped
 
 
-@pytest.fixture(scope="module", params=["tied", "untied", "experts"])
+@pytest.fixture(scope="module", params=["tied", "untied", "experts", "tied, one depth"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind = request.param
     return write_tiny_qwen35(
         tmp_path_factory.mktemp(kind),
-        tied=kind == "tied",
+        tied=kind.startswith("tied"),
         moe=kind == "experts",
-        mtp=0 if kind == "experts" else 2,
+        mtp=2 if kind in ("tied", "untied") else 0,
     )
 
 
@@ -75,6 +75,14 @@ def test_the_gradient_is_the_same(
         towers.append(total)
         plain(x, grad, total)
 
+    rows: list[torch.Tensor] = []
+    embed = weight_gradients._Embedding.backward
+
+    def embed_backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows.append(grad)
+        return embed(ctx, grad)
+
+    monkeypatch.setattr(weight_gradients._Embedding, "backward", staticmethod(embed_backward))
     monkeypatch.setattr(kernels, "add_product", tower_product)
     monkeypatch.setattr(weight_gradients._Products, "wgrad_gemm_accum_fp32", staticmethod(product))
     _, wanted = summed(folder, cpu_world, *overrides, in_place=False)
@@ -83,6 +91,7 @@ def test_the_gradient_is_the_same(
     # Of three blocks and a merger, in the one micro-batch with an image.
     of_towers = 0 if "model.freeze=[vision]" in overrides else 14
     assert len(towers) == of_towers
+    assert len(rows) >= 2, "the embedding, in each micro-batch"
     decoders = count - of_towers
     assert decoders > 10 and len(made) >= 2 * decoders, "each linear, of each micro-batch"
     assert wanted.keys() == found.keys()

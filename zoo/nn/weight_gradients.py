@@ -7,13 +7,18 @@ linears, and get a forward pass of zoo's.
 
 from __future__ import annotations
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import layers
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from torch import Tensor
 
 from zoo.nn.decoder.experts.grouped import GroupedExperts
@@ -37,8 +42,8 @@ class _Products:
 def accumulate_in_place(chunks: list[Any]) -> int:
     """Make the trained linears and experts of model chunks under DDP add their gradients in place; returns how many there are.
 
-    Not a head that has its weight from the embedding: two gradients go to that one, and autograd sums them. Nor Transformer
-    Engine's under FP8, where the first micro-batch's gradient would take the place of what is in the buffer.
+    A head that has its weight from the embedding does so where the embedding does, too. Not Transformer Engine's under FP8,
+    where the first micro-batch's gradient would take the place of what is in the buffer.
     """
     module: Any = layers
     if not hasattr(module, "fused_weight_gradient_mlp_cuda"):
@@ -51,6 +56,9 @@ def accumulate_in_place(chunks: list[Any]) -> int:
                 found += linear.accumulates
                 continue
             if not hasattr(getattr(linear, "weight", None), "main_grad"):
+                continue
+            if isinstance(linear, VocabParallelEmbedding):
+                found += _add_rows_in_place(chunk, linear)
                 continue
             if isinstance(linear, ColumnParallelLinear | RowParallelLinear):
                 linear.gradient_accumulation_fusion = True
@@ -65,6 +73,55 @@ def accumulate_in_place(chunks: list[Any]) -> int:
                 continue
             found += 1
     return found
+
+
+def _add_rows_in_place(chunk: Any, embedding: Any) -> int:
+    """Have an embedding add the gradients of its tokens to DDP's buffer, and with it a head that has its weight: returns how many.
+
+    Otherwise it makes a gradient of the whole vocabulary, which the head's is added to. Left as it is where ranks share the
+    vocabulary, and where the buffer is in half precision, in which sums of a frequent token would be rounded at every step.
+    """
+    weight = embedding.weight
+    if embedding.tp_group.size() > 1 or weight.main_grad.dtype != torch.float32:
+        return 0
+    weight.zero_out_wgrad = (
+        False  # megatron-core adds what is returned, and so wants zeros, where a gradient comes otherwise too
+    )
+    heads = [
+        part.output_layer
+        for part in chunk.modules()
+        if getattr(part, "share_embeddings_and_output_weights", False) and hasattr(part, "output_layer")
+    ]
+    sharing = [head for head in heads if head.weight is None]
+    for head in sharing:
+        head.gradient_accumulation_fusion = True
+    # The head says for both that there is a gradient.
+    embedding.forward = MethodType(partial(_embed, silent=bool(sharing)), embedding)
+    return len(sharing)
+
+
+def _embed(self: Any, ids: Tensor, *, silent: bool) -> Tensor:
+    """The forward pass of megatron-core's embedding on one rank, ids (B, T)."""
+    if not torch.is_grad_enabled():
+        return F.embedding(ids, self.weight)
+    out: Tensor = _Embedding.apply(ids, self.weight, silent)
+    return out
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, silent: bool) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.silent = silent
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, None]:
+        ids, weight = ctx.saved_tensors
+        total = weight.main_grad
+        total.index_add_(0, ids.flatten(), grad.reshape(-1, grad.shape[-1]).to(total.dtype))
+        weight.grad_added_to_main_grad = True
+        return None, None if ctx.silent else torch.empty_like(weight), None
 
 
 def _forward(self: Any, x: Tensor) -> Tensor:
