@@ -112,6 +112,7 @@ def export_tensors(
     dims: Dims,
     *,
     expect: Callable[[Sequence[str]], None] = lambda names: None,
+    frozen: Sequence[str] = (),
     config: Any = None,
     source: Place | None = None,
     processor: Any = None,
@@ -128,6 +129,7 @@ def export_tensors(
         reader: gives each tensor of `shapes`, whole.
         shapes: zoo's names, and the shapes that the model has.
         expect: hears of the names in the order in which they will be read.
+        frozen: names of tensors that come from `source`, byte for byte where it has them as they are written.
         progress: makes one for so many bytes.
     """
     writer = ExportWriter(folder, overwrite=overwrite)
@@ -135,7 +137,7 @@ def export_tensors(
         (name, torch.empty(shape, dtype=reader.dtype(name), device="meta")) for name, shape in shapes.items()
     ]
     stated = dtype or (parameters[0][1].dtype if source is None else None)
-    plan = make_plan(bridge, sorted(shapes), dims, config, source, dtype, stated, [])
+    plan = make_plan(bridge, sorted(shapes), dims, config, source, dtype, stated, frozen)
     check(plan, parameters, dims, ShardInfo())
     mine = [
         (name, tensor) for name, tensor in _by_width(parameters, plan) if plan.entries[name].rule.writes(dims)

@@ -9,6 +9,7 @@ from typing import Any
 
 from zoo.bridge import ShardInfo, TorchComm, export_hf
 from zoo.bridge.export import export_tensors
+from zoo.bridge.export_plan import Source
 from zoo.bridge.native import check_sums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
@@ -22,7 +23,8 @@ from zoo.engine.checkpoint.selection import is_reward_model
 from zoo.engine.checkpoint.storage.index import Index
 from zoo.engine.checkpoint.storage.whole_tensors import WholeTensors
 from zoo.engine.distributed.world import World, world
-from zoo.engine.model import build
+from zoo.engine.model import build, lora
+from zoo.engine.model.merged_tensors import MergedTensors
 from zoo.engine.model.meta_model import family_of, on_meta
 from zoo.errors import UserError
 
@@ -67,8 +69,8 @@ def _beginning(source: Place | None, here: World) -> Place | None:
 def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any) -> Path:
     """A run's checkpoint (adapters merged) as a Hugging Face folder, by this process alone; `options`: of `export_hf`.
 
-    Tensors go from file to file, a few at a time. Adapters are merged in a model in memory, and so are checkpoints of
-    earlier zoos read.
+    Tensors go from file to file, a few at a time. Those of earlier zoos' checkpoints, and of reward models with adapters, go
+    through a model in memory.
     """
     origin = sharded.read_origin(run)
     family = family_of(read_arch(run.files)).name
@@ -80,8 +82,19 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe, run)
+        more = {
+            "card": about,
+            **options,
+            "progress": None if quiet else partial(Progress, f"writing {target.name}"),
+        }
         if "lora" not in origin and isinstance(index, Index):
-            return _stream(index, run, target, assembly, recipe, here, quiet, card=about, **options)
+            return _stream(index, run, target, assembly, recipe, here, **more)
+        if "lora" in origin and not loss:
+            settings = {
+                **origin["lora"],
+                "base_dtype": "model",
+            }  # adapters are added to the weights as they are
+            return _stream_merged(run, target, assembly, recipe.replace({"lora": settings}), here, **more)
         chunks = build.build_model(assembly, recipe, here)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
@@ -96,7 +109,6 @@ def _stream(
     assembly: build.Assembly,
     recipe: Recipe,
     here: World,
-    quiet: bool,
     **options: Any,
 ) -> Path:
     """A checkpoint without adapters, without a model in memory."""
@@ -113,13 +125,44 @@ def _stream(
             assembly.family.load("bridge"),
             build.model_dims(assembly),
             expect=reader.expect,
-            progress=None if quiet else partial(Progress, f"writing {target.name}"),
-            config=assembly.config.hf,
             source=source,
-            processor=assembly.processor.hf,
-            ends=[assembly.processor.end_id],
+            **_beside(assembly),
             **options,
         )
+
+
+def _stream_merged(
+    run: Place, target: Path, assembly: build.Assembly, recipe: Recipe, here: World, **options: Any
+) -> Path:
+    """A checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
+    base, bridge, dims = sharded.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
+    assert base is not None
+    with on_meta(here) as nowhere:
+        chunks = build.build_model(assembly, recipe, nowhere)
+    lora.without_memory(chunks)
+    shapes = {name: tuple(one.shape) for name, one in model_parameters(chunks)}
+    adapters = lora.place(chunks, assembly.family, dims, read_arch(base.files), recipe, here)
+    sharded.load_adapters(adapters, run.folder, here)
+    added = {one.target.zoo: one.adapter for one in adapters.held}
+    source = Source.open(base, bridge, sorted(shapes), dims)
+    assert source is not None
+    return export_tensors(
+        MergedTensors(source, shapes, added),
+        shapes,
+        target,
+        bridge,
+        dims,
+        frozen=sorted(shapes.keys() - added.keys()),
+        source=base,
+        **_beside(assembly),
+        **options,
+    )
+
+
+def _beside(assembly: build.Assembly) -> dict[str, Any]:
+    """What an export writes beside the weights."""
+    processor = assembly.processor
+    return {"config": assembly.config.hf, "processor": processor.hf, "ends": [processor.end_id]}
 
 
 def _recipe_of(run: Place) -> Recipe | None:

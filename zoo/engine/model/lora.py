@@ -217,6 +217,15 @@ def place(
     return Adapters(held, modules, stacks, frozen, dims, ShardInfo.from_groups(here.groups), comm, head)
 
 
+def without_memory(chunks: Sequence[Any]) -> None:
+    """Give the parameters of chunks on the meta device a place on the host, one number each: adapters beside them have memory there."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                same = parameter.new_zeros(1, device="cpu").expand(parameter.shape)
+                module.register_parameter(name, torch.nn.Parameter(same, parameter.requires_grad))
+
+
 def quantise_base(chunks: Sequence[Any], recipe: Recipe) -> None:
     """Hold the frozen matrices of the decoder's layers as `lora.base_dtype` says; their weights and adapters are there by now."""
     if recipe.lora.base_dtype != "fp8":

@@ -1,0 +1,70 @@
+"""A model's tensors with adapters merged into them, without the model: each is made when it is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.bridge import ShardInfo
+from zoo.bridge.export_plan import Source
+from zoo.bridge.load import fit_shapes
+from zoo.bridge.streams import to_zoo
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Info:
+    """A tensor that can be read: in fp32, as adapters are added."""
+
+    nbytes: int
+
+
+class MergedTensors:
+    """Reads tensors under zoo's names, as `zoo.bridge.streams.Reader` says, out of the weights that adapters belong to."""
+
+    def __init__(self, base: Source, shapes: Mapping[str, Shape], adapters: Mapping[str, Any]) -> None:
+        """`shapes`: of the model's tensors; `adapters`: by the name of the tensor that each is added to."""
+        self._base, self._shapes, self._adapters = base, shapes, adapters
+        there = [(name, torch.empty(shape, device="meta")) for name, shape in shapes.items()]
+        self._entries = fit_shapes(there, base.resolution, base.reader, base.dims, ShardInfo())
+        self._last: tuple[str, Tensor] | None = None
+
+    def info(self, name: str) -> Info:
+        """Bytes of a tensor."""
+        return Info(4 * math.prod(self._shapes[name]))
+
+    def shape(self, name: str) -> Shape:
+        """A tensor's shape."""
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """That of all tensors."""
+        return torch.float32
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
+        if self._last is None or self._last[0] != name:
+            self._last = None  # its memory goes first
+            self._last = name, self._made(name)
+        tensor = self._last[1]
+        return tensor if (first, last) == (0, None) else tensor[first:last]
+
+    @torch.no_grad()
+    def _made(self, name: str) -> Tensor:
+        base, shape = self._base, self._shapes[name]
+        tensor, at = torch.empty(shape, dtype=torch.float32), 0
+        flat = tensor.view(-1)
+        job = to_zoo(self._entries[name], shape, base.resolution.source, base.reader, base.dims, None)
+        for _, pieces in job.make():
+            for piece in pieces:
+                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+                at += piece.numel()
+        if name in self._adapters:
+            tensor += self._adapters[name].delta()
+        return tensor
