@@ -60,13 +60,15 @@ def run(jobs: Iterable[Job], writer: ShardWriter, wrote: Callable[[int], None] =
     The writer must plan the tensors of `by_width(jobs)`. A thread makes pieces, up to AHEAD before they are
     written, so that reading and writing overlap.
     """
+    jobs = list(jobs)
+    widths = {planned.name: planned.dtype.itemsize for job in jobs for planned in job.planned}
     ahead: Queue[tuple[str, Tensor | None] | BaseException | None] = Queue(AHEAD)
     stop = threading.Event()
     maker = threading.Thread(target=_make, args=(jobs, ahead, stop), name="zoo-convert", daemon=True)
     maker.start()
     try:
         while (first := _next(ahead)) is not None:
-            writer.write(first[0], _pieces(first, ahead, wrote))
+            writer.write(first[0], _pieces(first, ahead, wrote, widths[first[0]]))
     finally:
         stop.set()
         while maker.is_alive():  # it may wait for room
@@ -98,13 +100,13 @@ def _next(ahead: Queue[Any]) -> tuple[str, Tensor | None] | None:
 
 
 def _pieces(
-    first: tuple[str, Tensor | None], ahead: Queue[Any], wrote: Callable[[int], None]
+    first: tuple[str, Tensor | None], ahead: Queue[Any], wrote: Callable[[int], None], width: int
 ) -> Iterator[Tensor]:
-    """The pieces of a tensor, of which the first has been taken already."""
+    """The pieces of a tensor, of which the first has been taken already; `width`: bytes of an element that is written."""
     item: tuple[str, Tensor | None] | None = first
     while item is not None and item[1] is not None:
         yield item[1]
-        wrote(item[1].nbytes)
+        wrote(item[1].numel() * width)
         item = _next(ahead)
 
 

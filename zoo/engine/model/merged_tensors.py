@@ -66,5 +66,5 @@ class MergedTensors:
                 flat[at : at + piece.numel()].copy_(piece.reshape(-1))
                 at += piece.numel()
         if name in self._adapters:
-            tensor += self._adapters[name].delta()
+            self._adapters[name].add_to(tensor)
         return tensor

@@ -97,6 +97,10 @@ class Adapter(torch.nn.Module, ABC):
     def delta(self) -> Tensor:
         """What the adapter adds to this rank's part of the weight, in fp32."""
 
+    def add_to(self, weight: Tensor) -> None:
+        """Add it to this rank's part of the weight, in fp32."""
+        weight += self.delta()
+
     def sharded(self, prefix: str) -> dict[str, Any]:
         """Both parameters as megatron-core's checkpoints take them, under names that no parallel layout changes."""
         return {f"{prefix}{name}": self._sharded(name, f"{prefix}{name}") for name in ("a", "b")}
@@ -237,6 +241,11 @@ class ExpertAdapter(Adapter):
     def delta(self) -> Tensor:
         """(E, out, in) of this rank."""
         return self.lowrank.scale * (self.b.float() @ self.a.float())
+
+    def add_to(self, weight: Tensor) -> None:
+        """Expert by expert, as all of them would take as much memory again."""
+        for one, a, b in zip(weight, self.a, self.b, strict=True):
+            one += self.lowrank.scale * (b.float() @ a.float())
 
     def _offsets(self) -> list[tuple[int, int, int]]:
         return [(0, self.ep_group.rank(), self.ep_group.size())]
