@@ -95,6 +95,7 @@ def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
     first = run_graphs(graphs, *case([40], 1)[:3], [])
     assert first is not None
     assert run_graphs(graphs, *case([50], 2)[:3], []) is None
+    assert run_graphs(graphs, *case([500], 2)[:3], []) is None, "of another size: activations share memory"
     first.sum().backward()
     second = run_graphs(graphs, *case([50], 2)[:3], [])
     assert second is not None

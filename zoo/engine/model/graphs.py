@@ -17,7 +17,7 @@ def use_graphs(chunks: Sequence[Any]) -> int:
         decoder = chunk.decoder
         if not any(
             hasattr(layer.mlp, "router") for layer in decoder.layers
-        ):  # shapes follow from the number of tokens
+        ):  # whose shapes the router decides
             deepstack = max(chunk.deepstack_layers.values(), default=0)
             decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
             found += 1

@@ -40,6 +40,7 @@ class LayerGraphs:
         self.recorder = recorder or Recorder()
         self._captured: dict[tuple[Any, ...], Captured] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._pass: weakref.ref[Pass] | None = None
 
     def begin(
         self,
@@ -54,6 +55,8 @@ class LayerGraphs:
         """
         if not (self.recorder.takes(hidden) and hidden.requires_grad and torch.is_grad_enabled()):
             return None
+        if self.in_use:
+            return None
         size = size_of(len(hidden)), segments_of(segments)
         key = (*size, *hidden.shape[1:], hidden.dtype)
         found = self._captured.get(key)
@@ -63,11 +66,21 @@ class LayerGraphs:
             row = StaticRow(*size, hidden.device)
             fill(row)
             self._captured[key] = found = self._capture(hidden, row, runner)
-        elif found.in_use:
-            return None
         else:
             fill(found.row)
         return found
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the backward pass of an earlier row is still to come: its activations are in the memory of all graphs."""
+        found = self._pass() if self._pass is not None else None
+        return found is not None and not found.done
+
+    def enter(self) -> Pass:
+        """A row enters the first layer; what is returned ends with its backward pass, or when that can't come any more."""
+        made = Pass()
+        self._pass = weakref.ref(made)
+        return made
 
     def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], Run]) -> Captured:
         """Graphs of all layers for rows like `hidden`."""
@@ -81,7 +94,7 @@ class LayerGraphs:
             ]
             for first, piece in zip(reversed(self.starts), reversed(pieces), strict=True):
                 piece.capture_backward(self._shared("grad", first, piece.out))
-        return Captured(row, dict(zip(self.starts, pieces, strict=True)))
+        return Captured(self, row, dict(zip(self.starts, pieces, strict=True)))
 
     def _shared(self, what: str, piece: int, like: Tensor) -> Tensor:
         """Memory like a tensor (T, ...) that rows of other sizes are written to as well."""
@@ -95,15 +108,8 @@ class LayerGraphs:
 class Captured:
     """Graphs of all layers for one size of row."""
 
-    def __init__(self, row: StaticRow, pieces: dict[int, Piece]) -> None:
-        self.row, self._pieces = row, pieces
-        self._pass: weakref.ref[_Pass] | None = None
-
-    @property
-    def in_use(self) -> bool:
-        """Whether the backward pass of an earlier row is still to come: its activations are in the graphs' memory."""
-        found = self._pass() if self._pass is not None else None
-        return found is not None and not found.done
+    def __init__(self, stack: LayerGraphs, row: StaticRow, pieces: dict[int, Piece]) -> None:
+        self.row, self._stack, self._pieces = row, stack, pieces
 
     def __call__(self, layer: int, hidden: Tensor) -> Tensor:
         """What layer number `layer` makes of hidden states (T, ...).
@@ -113,9 +119,7 @@ class Captured:
         piece = self._pieces.get(layer)
         if piece is None:
             return hidden
-        first = _Pass() if layer == 0 else None  # whose backward pass is the last
-        if first is not None:
-            self._pass = weakref.ref(first)
+        first = self._stack.enter() if layer == 0 else None  # whose backward pass is the last
         found: Tensor = _Replay.apply(hidden, piece, first)
         return found
 
@@ -131,7 +135,7 @@ def captured_of(hidden: Tensor) -> Captured | None:
     return getattr(hidden, "captured", None)
 
 
-class _Pass:
+class Pass:
     """Lives as long as the backward pass of a row may come."""
 
     done = False
@@ -170,7 +174,7 @@ class Piece:
 
 class _Replay(Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, piece: Piece, first: _Pass | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, piece: Piece, first: Pass | None) -> Tensor:
         ctx.piece, ctx.first = piece, first
         _put(hidden, piece.states)
         piece.replay_forward()
