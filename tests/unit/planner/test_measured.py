@@ -45,7 +45,8 @@ def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
         line["number"],
         model_of(recipe),
     )
-    copies = 2.0 * model.parameters.trained  # bytes: these runs held whole fp32 copies of bf16 weights
+    # Bytes: earlier runs held whole fp32 copies of bf16 weights.
+    copies = 2.0 * model.parameters.trained if result["date"] < "2026-11-24" else 0.0
     planned = []
     for first in range(0, len(samples), number):
         some = samples[first : first + number]
@@ -53,4 +54,6 @@ def test_peak_of_a_step(result: dict[str, Any], line: dict[str, Any]) -> None:
         patches = [float(grid.prod()) for sample in some for grid in sample.media["image_grid_thw"]]
         row = Row(tuple(sample.length for sample in some), labels, {"vision": tuple(patches)})
         planned.append((memory(model, recipe, row, 1, fused=True)[0].total + copies) / 2**30)
-    assert max(planned) == pytest.approx(line["peak_gib"], rel=0.1)
+    # What CUDA graphs keep activations in counts as reserved, not as in use.
+    graphs = "engine.cuda_graphs=true" in result["overrides"]
+    assert max(planned) == pytest.approx(line["reserved_gib" if graphs else "peak_gib"], rel=0.1)
