@@ -12,6 +12,7 @@ from support.on_gpu import ON_GPU
 from support.stacks import STACKS
 from torch import Tensor
 
+# Without a GPU there are no graphs; tests/parity/test_graphs.py does the recorded work again on the CPU.
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs are a GPU's")
 DENSE = [name for name, stack in STACKS.items() if stack.recipe in ("qwen35_vl_sft", "qwen3_vl_sft")]
 APART = 1e-2  # of gradients in bf16, as one vector: attention's backward pass sums in another order each time

@@ -88,7 +88,7 @@ def test_the_gradient_is_the_same(
     _, wanted = summed(folder, cpu_world, *overrides, in_place=False)
     assert not made
     count, found = summed(folder, cpu_world, *overrides, in_place=True)
-    # Of three blocks and a merger, in the one micro-batch with an image.
+    # The tower has three blocks and a merger, and runs in one micro-batch alone.
     of_towers = 0 if "model.freeze=[vision]" in overrides else 14
     assert len(towers) == of_towers
     assert len(rows) >= 2, "the embedding, in each micro-batch"

@@ -6,6 +6,7 @@ where it is copied as it is. So memory holds one tensor (of one expert), whateve
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -30,17 +31,9 @@ AHEAD = 2  # pieces made before they are written
 Made = Iterator[tuple[str, Iterable[Tensor]]]  # name and pieces of each planned tensor, in order
 
 
-class Info(Protocol):
-    """What a reader says of a tensor."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-
 class Reader(Protocol):
     """Tensors by name: a `SafetensorsFolder`, or a run's checkpoint."""
 
-    def info(self, name: str) -> Info: ...
     def shape(self, name: str) -> tuple[int, ...]: ...
     def dtype(self, name: str) -> torch.dtype: ...
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor: ...
@@ -197,7 +190,8 @@ def carried(name: str, reader: Reader, published: str, *, to_zoo: bool) -> Job:
 
 def rows(reader: Reader, name: str, first: int = 0, last: int | None = None) -> Iterator[Tensor]:
     """Rows `first` to `last` (exclusive) of a tensor, in pieces of about CHUNK bytes."""
-    shape, size = reader.shape(name), reader.info(name).nbytes
+    shape = reader.shape(name)
+    size = math.prod(shape) * reader.dtype(name).itemsize
     if size <= CHUNK or not shape:
         yield reader.read(name, first, last)
         return

@@ -84,9 +84,8 @@ def _add_rows_in_place(chunk: Any, embedding: Any) -> int:
     weight = embedding.weight
     if embedding.tp_group.size() > 1 or weight.main_grad.dtype != torch.float32:
         return 0
-    weight.zero_out_wgrad = (
-        False  # megatron-core adds what is returned, and so wants zeros, where a gradient comes otherwise too
-    )
+    # megatron-core sets it where a weight is used twice, and then adds what autograd brings: all of it is in the buffer already.
+    weight.zero_out_wgrad = False
     heads = [
         part.output_layer
         for part in chunk.modules()

@@ -72,13 +72,14 @@ def test_a_kernel_with_a_setting_is_launched_without_its_tuner(
     configs = [triton.Config({"BT": size}, num_warps=4, num_stages=3, pre_hook=hook) for size in (8, 16)]
     tuner = SimpleNamespace(configs=configs, fn=Kernel(), run=lambda **_: "tuned")
     module = SimpleNamespace(kernel=SimpleNamespace(fn=tuner))  # heuristics around the tuner
-    monkeypatch.setitem(sys.modules, "library_of_kernels", module)
-    assert _use("library_of_kernels", "kernel", {"BT": 16, "num_warps": 4})
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.kernels", module)
+    assert _use("fla.kernels", "kernel", {"BT": 16, "num_warps": 4})
     assert tuner.configs == configs[1:]
     assert tuner.run(1, grid=(2,)) == "launched" if not hooked else tuner.run(grid=(2,)) == "tuned"
     if not hooked:
         assert calls == [((1,), {"grid": (2,), "BT": 16, "num_warps": 4, "num_ctas": 1, "num_stages": 3})]
-    assert not _use("library_of_kernels", "kernel", {"BT": 8}) and not _use("library_of_kernels", "other", {})
+    assert not _use("fla.kernels", "kernel", {"BT": 8}) and not _use("fla.kernels", "other", {})
 
 
 @needs_triton

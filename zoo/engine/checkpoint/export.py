@@ -78,7 +78,6 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
     recipe = recipe_for_weights(str(run.folder), family, keys)
     about = partial(model_card.trained, _recipe_of(run), step_of(run.folder), sharded.started_from(run))
-    index = sharded.open_weights(run.folder)
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
         assembly = build.assemble(recipe, run)
@@ -87,7 +86,7 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
             **options,
             "progress": None if quiet else partial(Progress, f"writing {target.name}"),
         }
-        if "lora" not in origin and isinstance(index, Index):
+        if "lora" not in origin and isinstance(index := sharded.open_weights(run.folder), Index):
             return _stream(index, run, target, assembly, recipe, here, **more)
         if "lora" in origin and not loss:
             settings = {

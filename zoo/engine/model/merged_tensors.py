@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +16,6 @@ from zoo.bridge.streams import to_zoo
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Info:
-    """A tensor that can be read: in fp32, as adapters are added."""
-
-    nbytes: int
-
-
 class MergedTensors:
     """Reads tensors under zoo's names, as `zoo.bridge.streams.Reader` says, out of the weights that adapters belong to."""
 
@@ -35,16 +26,12 @@ class MergedTensors:
         self._entries = fit_shapes(there, base.resolution, base.reader, base.dims, ShardInfo())
         self._last: tuple[str, Tensor] | None = None
 
-    def info(self, name: str) -> Info:
-        """Bytes of a tensor."""
-        return Info(4 * math.prod(self._shapes[name]))
-
     def shape(self, name: str) -> Shape:
         """A tensor's shape."""
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """That of all tensors."""
+        """That of all tensors: adapters are added in it."""
         return torch.float32
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:

@@ -30,7 +30,7 @@ def tensors() -> dict[str, Tensor]:
 
 @pytest.fixture
 def reader(tensors: dict[str, Tensor], tmp_path: Path) -> WholeTensors:
-    """Of a checkpoint whose three ranks wrote a range of each tensor."""
+    """Three ranks wrote the checkpoint, a range of each tensor each."""
     cut = {name: boxes(entry) for name, entry in entries(tensors).items()}
     by_rank = []
     for rank in range(3):
@@ -53,11 +53,9 @@ def test_tensors_are_those_that_were_written(
     with reader:
         for name in order:
             assert (reader.shape(name), reader.dtype(name)) == (SIZES[name], torch.bfloat16)
-            assert reader.info(name).nbytes == tensors[name].nbytes
             assert torch.equal(reader.read(name), tensors[name])
             assert torch.equal(reader.read(name, 1, 3), tensors[name][1:3])
             assert len(reader._read) <= 2
-    assert reader.names() == sorted(SIZES)
 
 
 def test_damage_is_found_when_it_is_read(reader: WholeTensors, tmp_path: Path) -> None:

@@ -6,9 +6,9 @@ groups, whatever the checkpoint's size: GROUP bytes each, or one tensor that is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import reduce
 from typing import Self
 
@@ -20,15 +20,6 @@ from zoo.engine.checkpoint.storage.pieces import Box, Shape, whole
 from zoo.engine.checkpoint.storage.reading import check_shapes, fill
 
 GROUP = 2**28  # bytes of tensors that are read at once
-
-
-@dataclass(frozen=True)
-class Info:
-    """A tensor that can be read."""
-
-    shape: Shape
-    dtype: torch.dtype
-    nbytes: int
 
 
 class WholeTensors:
@@ -43,32 +34,23 @@ class WholeTensors:
         self._index, self._boxes = index, boxes
         meta = {name: torch.empty(shape, device="meta") for name, (shape, _) in boxes.items()}
         check_shapes([piece for name, (_, cut) in boxes.items() for piece in whole(cut, meta[name])], index)
-        self._infos = {name: self._info(shape, cut) for name, (shape, cut) in boxes.items()}
+        self._dtypes = {name: self._stored(cut) for name, (_, cut) in boxes.items()}
         self._groups: list[list[str]] = []
         self._group_of: dict[str, int] = {}
         self._pool = ThreadPoolExecutor(1, "zoo-whole-tensors")
         self._read: dict[int, Future[dict[str, Tensor]]] = {}
 
-    def _info(self, shape: Shape, cut: Sequence[Box]) -> Info:
+    def _stored(self, cut: Sequence[Box]) -> torch.dtype:
         dtypes = [self._index.tensors[box.key].properties.dtype for box in cut if all(box.sizes)]
-        dtype = reduce(torch.promote_types, dtypes)
-        return Info(shape, dtype, dtype.itemsize * torch.Size(shape).numel())
-
-    def names(self) -> list[str]:
-        """All names, sorted."""
-        return sorted(self._infos)
-
-    def info(self, name: str) -> Info:
-        """Shape, dtype and bytes of a tensor."""
-        return self._infos[name]
+        return reduce(torch.promote_types, dtypes)
 
     def shape(self, name: str) -> Shape:
         """A tensor's shape."""
-        return self._infos[name].shape
+        return self._boxes[name][0]
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's dtype, as the checkpoint has it."""
-        return self._infos[name].dtype
+        return self._dtypes[name]
 
     def expect(self, names: Sequence[str]) -> None:
         """Tensors will be read in this order; each may be read several times before the next."""
@@ -79,7 +61,7 @@ class WholeTensors:
         group: list[str] = []
         held = 0
         for name in names:
-            size = self._infos[name].nbytes
+            size = math.prod(self.shape(name)) * self.dtype(name).itemsize
             if group and held + size > GROUP:
                 yield group
                 group, held = [], 0
@@ -104,7 +86,7 @@ class WholeTensors:
         return tensor if (first, last) == (0, None) else tensor[first:last]
 
     def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        found = {name: torch.empty(self._infos[name].shape, dtype=self._infos[name].dtype) for name in names}
+        found = {name: torch.empty(self.shape(name), dtype=self.dtype(name)) for name in names}
         fill(
             [piece for name, tensor in found.items() for piece in whole(self._boxes[name][1], tensor)],
             self._index,

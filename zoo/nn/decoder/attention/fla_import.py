@@ -21,11 +21,11 @@ DISTRIBUTIONS = ("flash-linear-attention", "fla-core")
 
 def import_fla(name: str) -> Any:
     """A module of flash-linear-attention, imported as any other where something else has imported the library before."""
-    if name in sys.modules or "fla" in sys.modules:
+    if "fla" in sys.modules:
         return importlib.import_module(name)
-    for package in PACKAGES:
-        _without_code(package)
     try:
+        for package in PACKAGES:
+            _without_code(package)
         return importlib.import_module(name)
     except (ImportError, AttributeError):  # of a release that is laid out otherwise
         for module in [one for one in sys.modules if one.partition(".")[0] == "fla"]:
@@ -48,7 +48,8 @@ class _Package(ModuleType):
 def _without_code(name: str) -> ModuleType:
     """The package, put among the imported modules without running it."""
     spec = find_spec(name)
-    assert spec is not None
+    if spec is None:
+        raise ImportError(name)
     module = module_from_spec(spec)
     module.__class__ = _Package
     module.__path__ = pkgutil.extend_path(module.__path__, name)

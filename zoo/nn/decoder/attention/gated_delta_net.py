@@ -276,8 +276,7 @@ def gated_delta_rule_and_state(
     """As `gated_delta_rule`, and the state (S, G, K, V) fp32 at the end of each segment; without `keep` it may be None."""
     if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
         use_shipped_settings()
-        here = layout.to(value.device)
-        kernel_offsets = here.kept("delta rule", lambda: _kernel_offsets(here))
+        kernel_offsets = layout.kept("delta rule", lambda: _kernel_offsets(layout))
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
         options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}
         rule = import_fla("fla.ops.gated_delta_rule").chunk_gated_delta_rule
