@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def test_graphs_give_the_same_gradients(name: str, here: Any, tmp_path: Path, re
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     accumulate_in_place([zoo.model])
-    assert use_graphs([zoo.model]) == 2
+    odd = name.endswith(" odd")  # heads of 20 in the decoder, which no kernel for packed rows takes
+    with pytest.warns(UserWarning, match="the decoder run without.* heads of 20") if odd else nullcontext():
+        assert use_graphs([zoo.model]) == 2 - odd
     for row, (loss, wanted) in zip(rows, plain, strict=True):
         found, rest = zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row))
         gradients = {
@@ -55,7 +58,8 @@ def test_graphs_give_the_same_gradients(name: str, here: Any, tmp_path: Path, re
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     inner = zoo.model.module  # type: ignore[union-attr]
-    assert inner.decoder.graphs._captured and inner.vision.blocks[0].graphs._captured  # type: ignore[union-attr]
+    assert inner.vision.blocks[0].graphs._captured  # type: ignore[union-attr]
+    assert inner.decoder.graphs is None if odd else inner.decoder.graphs._captured  # type: ignore[union-attr]
     del zoo
     gc.collect()
     torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.vision_rows import vision_examples
 
+import zoo.engine.model.graphs as graphs_of_models
 from zoo.engine.model.graphs import use_graphs
 from zoo.nn.graphs.row import StaticRow
 from zoo.packing import PackedLayout
@@ -81,3 +82,18 @@ def test_what_goes_by_lengths_is_refused_rather_than_wrong(cpu_world: Any, tmp_p
     zoo, samples = loaded("qwen3_vl", tmp_path / "model", cpu_world)
     with pytest.raises(RuntimeError, match=r"differ from row to row; set engine\.cuda_graphs=false"):
         zoo.gradients([packed_batch(samples)], 1)
+
+
+def test_a_stack_without_a_kernel_for_packed_rows_is_left_out_and_said(
+    cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_qwen3_vl(tmp_path / "model")
+    zoo = Zoo.load(folder, cpu_world, "model.family=qwen3_vl", "train.mtp_loss=0")
+    weight = torch.empty(0, dtype=torch.bfloat16)
+    assert graphs_of_models._missing_attention(weight, 20) == (
+        "no attention kernel for packed rows takes heads of 20 in torch.bfloat16"
+    )
+    monkeypatch.setattr(graphs_of_models, "_missing_in_decoder", lambda decoder: "heads of 20")
+    with pytest.warns(UserWarning, match="layers of the decoder run without: heads of 20"):
+        assert use_graphs([zoo.model]) == 1
+    assert zoo.model.decoder.graphs is None  # type: ignore[union-attr]

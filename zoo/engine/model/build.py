@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
@@ -86,11 +88,11 @@ def assembly_of_arch(recipe: Recipe) -> Assembly:
     return Assembly(family, family.load("config").from_arch(recipe.model.arch), None, None)
 
 
-class _Undrawn(TorchFunctionMode):
-    """Leaves tensors as they are where they would get random values, which takes minutes for billions of weights on a CPU."""
+class _Draws(TorchFunctionMode):
+    """How tensors get random values while a model is built; on a CPU that takes minutes for billions of weights."""
 
     # By name: PyTorch has each of them as a function and as a method, transformers wraps the functions.
-    draws = frozenset(
+    names = frozenset(
         (
             "normal_",
             "trunc_normal_",
@@ -103,9 +105,40 @@ class _Undrawn(TorchFunctionMode):
     )
 
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", None) in self.draws:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", None) not in self.names:
+            return func(*args, **kwargs)
+        tensor, *args = args or (kwargs.pop("tensor"),)
+        return self.draw(func, tensor, args, kwargs)
+
+    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        raise NotImplementedError
+
+
+class _Undrawn(_Draws):
+    """Leaves tensors as they are."""
+
+    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        return tensor
+
+
+class _DrawnOn(_Draws):
+    """Draws values for tensors of the CPU on another device: a tower's, which transformers builds there.
+
+    The random numbers are this object's own, so ranks draw the same ones whatever else they drew.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        super().__init__()
+        self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
+
+    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        if tensor.device.type != "cpu" or kwargs.get("generator") is not None:
+            return func(tensor, *args, **kwargs)
+        there = torch.empty_like(tensor, device=self.device)
+        with torch.no_grad():
+            tensor.copy_(func(there, *args, **(kwargs | {"generator": self.generator})))
+        return tensor
 
 
 def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[Any]:
@@ -125,11 +158,15 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
-        with _Undrawn() if undrawn else nullcontext():
+        with _Undrawn() if undrawn else _drawn_on(world.device, recipe.run.seed):
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
     if recipe.engine.precision == "bf16":
         return [Float16Module(chunk.config, chunk) for chunk in chunks]
     return chunks
+
+
+def _drawn_on(device: torch.device, seed: int) -> AbstractContextManager[Any]:
+    return _DrawnOn(device, seed) if device.type == "cuda" else nullcontext()
 
 
 def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:

@@ -2,31 +2,70 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, delta_rule_kernel
+from zoo.nn.decoder.attention.varlen import has_flash
 from zoo.nn.graphs.layers import LayerGraphs
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import is_block
 
 
 def use_graphs(chunks: Sequence[Any]) -> int:
-    """Have the decoders and vision towers of model chunks, under DDP, captured as rows come; returns how many stacks there are."""
+    """Have the decoders and vision towers of model chunks, under DDP, captured as rows come; returns how many stacks there are.
+
+    Warns of a stack on a GPU that has no kernel for packed rows: what stands in for it goes by a row's lengths, which a graph can't.
+    """
     found = 0
     for chunk in (part for one in chunks for part in one.modules() if isinstance(part, MultimodalModel)):
         decoder = chunk.decoder
         if not any(
             hasattr(layer.mlp, "router") for layer in decoder.layers
         ):  # whose shapes the router decides
-            deepstack = max(chunk.deepstack_layers.values(), default=0)
-            decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
-            found += 1
+            if _captured("decoder", _missing_in_decoder(decoder)):
+                deepstack = max(chunk.deepstack_layers.values(), default=0)
+                decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
+                found += 1
         for name in chunk.tower_names():
             tower = getattr(chunk, name, None)
             blocks = getattr(tower, "blocks", None)
             if blocks is not None and all(is_block(block) for block in blocks):
+                if not _captured(name, _missing_in_tower(blocks[0])):
+                    continue
                 graphs = LayerGraphs(blocks, getattr(tower, "deepstack_visual_indexes", ()))
                 for place, block in enumerate(blocks):
                     block.graphs, block.place = graphs, place
                 found += 1
     return found
+
+
+def _captured(name: str, missing: str | None) -> bool:
+    if missing is not None:
+        warnings.warn(f"engine.cuda_graphs: layers of the {name} run without: {missing}", stacklevel=3)
+    return missing is None
+
+
+def _missing_in_decoder(decoder: Any) -> str | None:
+    """The kernel for packed rows that a decoder on a GPU has to do without."""
+    config = decoder.config
+    weight = next(decoder.parameters())
+    if not weight.is_cuda:
+        return None
+    rules = [isinstance(layer.self_attention, GatedDeltaNet) for layer in decoder.layers]
+    if any(rules):
+        value = weight.new_empty(0, config.linear_value_head_dim)
+        if delta_rule_kernel(value, config.delta_rule, config.linear_key_head_dim) != "fla":
+            return "its delta rule is plain PyTorch's (flash-linear-attention is missing, or does not take its widths)"
+    return None if all(rules) else _missing_attention(weight, config.kv_channels)
+
+
+def _missing_in_tower(block: Any) -> str | None:
+    weight = block.norm1.weight
+    return _missing_attention(weight, len(weight) // block.attn.num_heads) if weight.is_cuda else None
+
+
+def _missing_attention(weight: Any, head: int) -> str | None:
+    takes = has_flash(weight.new_empty(0, head))
+    return None if takes else f"no attention kernel for packed rows takes heads of {head} in {weight.dtype}"

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
+import sys
 import time
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from zoo.cli.main import main
-from zoo.engine.report.startup_time import STARTED, Startup, process_start
+from zoo.engine.report.startup_time import STARTED, Startup, _compiled_anew, process_start
 
 
 def test_a_process_began_before_now_and_not_long_ago() -> None:
@@ -24,6 +28,26 @@ def test_phases_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
     assert startup.stages["imports"] == pytest.approx(2.0, abs=0.1)
     assert 0.04 < startup.stages["weights"] < 0.5 and 0.2 < startup.rates["weights"] < 2.5
     assert startup.seconds == pytest.approx(sum(startup.stages.values()), abs=0.05)
+
+
+def test_a_start_without_bytecode_is_told_what_costs_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert _compiled_anew() is None or sys.dont_write_bytecode
+    for number in range(300):
+        module = ModuleType(f"made_{number}")
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        module.__spec__.cached = str(tmp_path / f"{number}.pyc")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    assert re.search(
+        r"compiled [\d,]+ Python files.*PYTHONDONTWRITEBYTECODE is set; unset", _compiled_anew() or ""
+    )
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert "PYTHONPYCACHEPREFIX" in (_compiled_anew() or "")
+    for number in range(300):
+        (tmp_path / f"{number}.pyc").touch()
+    assert _compiled_anew() is None or os.environ.get("PYTHONDONTWRITEBYTECODE")
 
 
 def test_a_run_says_where_its_first_seconds_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Weights that are loaded are not drawn before."""
+"""Random weights: none where weights are loaded, and towers' drawn on the GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,3 +35,23 @@ def test_a_model_whose_weights_are_loaded_draws_none(name: str, tmp_path: Path) 
     for key, want in wanted.items():
         if torch.is_tensor(want):
             assert torch.equal(found[key], want), key
+
+
+def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was_drawn_before() -> None:
+    def built(seed: int) -> list[torch.Tensor]:
+        torch.rand(seed)
+        with build._DrawnOn(torch.device("cpu"), seed):
+            linear = torch.nn.Linear(400, 300)
+            torch.nn.init.trunc_normal_(linear.bias, std=0.5)
+            return [linear.weight, linear.bias, torch.empty(500, 400).normal_(mean=1.0, std=0.02)]
+
+    linear = torch.nn.Linear(400, 300).weight.std()
+    first, again, other = built(1), built(1), built(2)
+    for x, same, apart in zip(first, again, other, strict=True):
+        assert torch.equal(x, same) and not torch.equal(x, apart)
+    weight, bias, embedding = first
+    assert weight.requires_grad and weight.std().item() == pytest.approx(linear.item(), rel=0.02)
+    assert bias.std().item() == pytest.approx(0.5, rel=0.15)
+    assert embedding.mean().item() == pytest.approx(
+        1.0, abs=1e-3
+    ) and embedding.std().item() == pytest.approx(0.02, rel=0.02)
