@@ -21,13 +21,11 @@ def use_graphs(chunks: Sequence[Any]) -> int:
     found = 0
     for chunk in (part for one in chunks for part in one.modules() if isinstance(part, MultimodalModel)):
         decoder = chunk.decoder
-        if not any(
-            hasattr(layer.mlp, "router") for layer in decoder.layers
-        ):  # whose shapes the router decides
-            if _captured("decoder", _missing_in_decoder(decoder)):
-                deepstack = max(chunk.deepstack_layers.values(), default=0)
-                decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
-                found += 1
+        dense = not any(hasattr(layer.mlp, "router") for layer in decoder.layers)  # a router decides shapes
+        if dense and _captured("decoder", _missing_in_decoder(decoder)):
+            deepstack = max(chunk.deepstack_layers.values(), default=0)
+            decoder.graphs = LayerGraphs(decoder.layers, range(deepstack))
+            found += 1
         for name in chunk.tower_names():
             tower = getattr(chunk, name, None)
             blocks = getattr(tower, "blocks", None)
