@@ -11,6 +11,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +43,7 @@ from zoo.bridge.parallel import (
     together,
 )
 from zoo.bridge.progress import Progress, size
-from zoo.bridge.streams import Reader, run, to_hf
+from zoo.bridge.streams import Job, Reader, run, to_hf
 from zoo.config.locate import Place
 from zoo.errors import UserError
 
@@ -104,17 +105,50 @@ def export_hf(
     return writer.target
 
 
+@dataclass(frozen=True)
+class HeldTensors:
+    """Tensors that are exported without a model: what a reader has under zoo's names.
+
+    Attributes:
+        reader: gives each tensor of `shapes`, whole.
+        shapes: zoo's names, and the shapes that the model has.
+        expect: hears of the names in the order in which they will be read.
+        frozen: names of tensors that come from `source`, byte for byte where it has them as they are written.
+        config: as `export_hf` takes it, and `source` too.
+    """
+
+    reader: Reader
+    shapes: Mapping[str, tuple[int, ...]]
+    bridge: Bridge
+    dims: Dims
+    config: Any
+    source: Place | None
+    expect: Callable[[Sequence[str]], None] = lambda names: None
+    frozen: Sequence[str] = ()
+
+    def plan(self, dtype: torch.dtype | None = None) -> tuple[Plan, dict[str, Job]]:
+        """What an export of them writes, and how each tensor by zoo's name, in the order in which it is written, is made."""
+        parameters = [
+            (name, torch.empty(shape, dtype=self.reader.dtype(name), device="meta"))
+            for name, shape in self.shapes.items()
+        ]
+        dims, source = self.dims, self.source
+        stated = dtype or (parameters[0][1].dtype if source is None else None)
+        plan = make_plan(
+            self.bridge, sorted(self.shapes), dims, self.config, source, dtype, stated, self.frozen
+        )
+        check(plan, parameters, dims, ShardInfo())
+        return plan, {
+            name: to_hf(plan.entries[name], name, self.reader, dims, plan.dtype_of(name, tensor))
+            for name, tensor in _by_width(parameters, plan)
+            if plan.entries[name].rule.writes(dims)
+        }
+
+
 def export_tensors(
-    reader: Reader,
-    shapes: Mapping[str, tuple[int, ...]],
+    held: HeldTensors,
     folder: str | Path,
-    bridge: Bridge,
-    dims: Dims,
     *,
-    expect: Callable[[Sequence[str]], None] = lambda names: None,
-    frozen: Sequence[str] = (),
-    config: Any = None,
-    source: Place | None = None,
     processor: Any = None,
     ends: Sequence[int] = (),
     card: Callable[[Mapping[str, Any]], str] | None = None,
@@ -123,30 +157,14 @@ def export_tensors(
     overwrite: bool | Literal["aside"] = False,
     progress: Callable[[int], Progress] | None = None,
 ) -> Path:
-    """As `export_hf`, of tensors that a reader has under zoo's names, by one process that holds a few of them at a time.
+    """As `export_hf`, of tensors that a reader has, by one process that holds a few of them at a time.
 
-    Args:
-        reader: gives each tensor of `shapes`, whole.
-        shapes: zoo's names, and the shapes that the model has.
-        expect: hears of the names in the order in which they will be read.
-        frozen: names of tensors that come from `source`, byte for byte where it has them as they are written.
-        progress: makes one for so many bytes.
+    `progress` makes one for so many bytes.
     """
     writer = ExportWriter(folder, overwrite=overwrite)
-    parameters = [
-        (name, torch.empty(shape, dtype=reader.dtype(name), device="meta")) for name, shape in shapes.items()
-    ]
-    stated = dtype or (parameters[0][1].dtype if source is None else None)
-    plan = make_plan(bridge, sorted(shapes), dims, config, source, dtype, stated, frozen)
-    check(plan, parameters, dims, ShardInfo())
-    mine = [
-        (name, tensor) for name, tensor in _by_width(parameters, plan) if plan.entries[name].rule.writes(dims)
-    ]
-    expect([name for name, _ in mine])
-    jobs = [
-        to_hf(plan.entries[name], name, reader, dims, plan.dtype_of(name, tensor)) for name, tensor in mine
-    ]
-    planned = [tensor for job in jobs for tensor in job.planned]
+    plan, jobs = held.plan(dtype)
+    held.expect(list(jobs))
+    planned = [tensor for job in jobs.values() for tensor in job.planned]
     try:
         writer.begin()
         carried = [tensor for job in plan.copies for tensor in job.planned]
@@ -154,7 +172,7 @@ def export_tensors(
         counted = progress(sum(tensor.nbytes for tensor in planned)) if progress else None
         shards = ShardWriter(writer.partial, planned, shard_bytes=shard_bytes)
         try:
-            run(jobs, shards, counted or (lambda count: None))
+            run(jobs.values(), shards, counted or (lambda count: None))
         finally:
             shards.close()
         if counted:

@@ -27,6 +27,7 @@ from zoo.bridge.parallel import (
     put,
     together,
 )
+from zoo.bridge.streams import Folder
 
 
 def load_hf(
@@ -114,7 +115,7 @@ def pass_over(resolution: Resolution, reader: SafetensorsFolder, allow: Sequence
     return problems
 
 
-def unequal(resolution: Resolution, reader: SafetensorsFolder) -> list[str]:
+def unequal(resolution: Resolution, reader: Folder) -> list[str]:
     """Published names of a tied model's stored heads that differ from the embedding they are tied to."""
     source = resolution.source
     return [
@@ -122,7 +123,7 @@ def unequal(resolution: Resolution, reader: SafetensorsFolder) -> list[str]:
     ]
 
 
-def _equal(reader: SafetensorsFolder, one: str, other: str) -> bool:
+def _equal(reader: Folder, one: str, other: str) -> bool:
     if reader.dtype(one) != reader.dtype(other) or reader.shape(one) != reader.shape(other):
         return False
     return torch.equal(reader.get(one), reader.get(other))

@@ -39,6 +39,13 @@ class Reader(Protocol):
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor: ...
 
 
+class Folder(Reader, Protocol):
+    """The same, with all their names: a `SafetensorsFolder`, or what an export would write."""
+
+    def names(self) -> list[str]: ...
+    def get(self, name: str, first: int = 0, last: int | None = None) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What is written of one tensor; `make` gives the planned tensors in their order, all of one dtype."""
@@ -136,9 +143,7 @@ def to_zoo(
     return Job((Planned(entry.zoo, shape, stored),), lambda: iter([(entry.zoo, pieces())]))
 
 
-def of_expert(
-    entry: Entry, expert: int, source: Mapping[str, str], reader: SafetensorsFolder
-) -> list[Tensor]:
+def of_expert(entry: Entry, expert: int, source: Mapping[str, str], reader: Reader) -> list[Tensor]:
     """The tensors of one expert, of a file that has them one by one or stacked."""
     names = [source[name] for name in entry.hf_names(expert)]
     if entry.layout.per_expert:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from zoo.bridge import ShardInfo, TorchComm, export_hf
-from zoo.bridge.export import export_tensors
+from zoo.bridge.export import HeldTensors, export_tensors
 from zoo.bridge.export_plan import Source
+from zoo.bridge.exported import ExportedTensors
 from zoo.bridge.native import check_sums
 from zoo.bridge.parallel import model_parameters
 from zoo.bridge.progress import Progress
@@ -72,28 +74,14 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
     Tensors go from file to file, a few at a time. Those of earlier zoos' checkpoints, and of reward models with adapters, go
     through a model in memory.
     """
-    origin = sharded.read_origin(run)
-    family = family_of(read_arch(run.files)).name
-    loss = ["train.loss=reward"] if is_reward_model(run) else []
-    keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
-    recipe = recipe_for_weights(str(run.folder), family, keys)
     about = partial(model_card.trained, _recipe_of(run), step_of(run.folder), sharded.started_from(run))
-    with world(recipe) as here:
-        recipe = validate(recipe, here.size)
-        assembly = build.assemble(recipe, run)
-        more = {
-            "card": about,
-            **options,
-            "progress": None if quiet else partial(Progress, f"writing {target.name}"),
-        }
-        if "lora" not in origin and isinstance(index := sharded.open_weights(run.folder), Index):
-            return _stream(index, run, target, assembly, recipe, here, **more)
-        if "lora" in origin and not loss:
-            settings = {
-                **origin["lora"],
-                "base_dtype": "model",
-            }  # adapters are added to the weights as they are
-            return _stream_merged(run, target, assembly, recipe.replace({"lora": settings}), here, **more)
+    with _opened(run) as (assembly, recipe, here):
+        with _held(run, assembly, recipe, here) as held:
+            if held is not None:
+                progress = None if quiet else partial(Progress, f"writing {target.name}")
+                processor = assembly.processor
+                files = {"processor": processor.hf, "ends": [processor.end_id], "card": about}
+                return export_tensors(held, target, **{**files, **options}, progress=progress)
         chunks = build.build_model(assembly, recipe, here)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
         if adapters is not None:
@@ -101,39 +89,62 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
         return export(chunks, target, assembly, here, run, card=about, **options)
 
 
-def _stream(
-    index: Index,
-    run: Place,
-    target: Path,
-    assembly: build.Assembly,
-    recipe: Recipe,
-    here: World,
-    **options: Any,
-) -> Path:
-    """A checkpoint without adapters, without a model in memory."""
+@contextmanager
+def exported_tensors(run: Place) -> Iterator[ExportedTensors | None]:
+    """What `export_run` would write, to be read tensor by tensor; None where it goes through a model in memory."""
+    with ExitStack() as readers:
+        with _opened(run) as (assembly, recipe, here):
+            held = readers.enter_context(_held(run, assembly, recipe, here))
+            tensors = None if held is None else readers.enter_context(ExportedTensors(held))
+        yield tensors
+
+
+@contextmanager
+def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
+    """A run's checkpoint for an export: its model before any weight, and a world of this process."""
+    origin = sharded.read_origin(run)
+    family = family_of(read_arch(run.files)).name
+    loss = ["train.loss=reward"] if is_reward_model(run) else []
+    keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
+    recipe = recipe_for_weights(str(run.folder), family, keys)
+    with world(recipe) as here:
+        recipe = validate(recipe, here.size)
+        yield build.assemble(recipe, run), recipe, here
+
+
+@contextmanager
+def _held(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> Iterator[HeldTensors | None]:
+    """A run's tensors, read from its files; None of earlier zoos' checkpoints, and of reward models with adapters."""
+    origin = sharded.read_origin(run)
+    if "lora" not in origin and isinstance(index := sharded.open_weights(run.folder), Index):
+        with _whole(index, run, assembly, recipe, here) as held:
+            yield held
+    elif "lora" in origin and not is_reward_model(run):
+        # Adapters are added to the weights as they are.
+        settings = {**origin["lora"], "base_dtype": "model"}
+        yield _merged(run, assembly, recipe.replace({"lora": settings}), here)
+    else:
+        yield None
+
+
+@contextmanager
+def _whole(
+    index: Index, run: Place, assembly: build.Assembly, recipe: Recipe, here: World
+) -> Iterator[HeldTensors]:
+    """Those of a checkpoint without adapters."""
     with on_meta(here) as nowhere:
         chunks = build.build_model(assembly, recipe, nowhere)
         cut = cut_of_parameters(chunks, nowhere)
         boxes = {name: (tuple(one.shape), cut[one]) for name, one in model_parameters(chunks)}
     source = _beginning(run, here)
+    shapes = {name: shape for name, (shape, _) in boxes.items()}
+    bridge, dims = assembly.family.load("bridge"), build.model_dims(assembly)
     with WholeTensors(index, boxes) as reader:
-        return export_tensors(
-            reader,
-            {name: reader.shape(name) for name in boxes},
-            target,
-            assembly.family.load("bridge"),
-            build.model_dims(assembly),
-            expect=reader.expect,
-            source=source,
-            **_beside(assembly),
-            **options,
-        )
+        yield HeldTensors(reader, shapes, bridge, dims, assembly.config.hf, source, reader.expect)
 
 
-def _stream_merged(
-    run: Place, target: Path, assembly: build.Assembly, recipe: Recipe, here: World, **options: Any
-) -> Path:
-    """A checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
+def _merged(run: Place, assembly: build.Assembly, recipe: Recipe, here: World) -> HeldTensors:
+    """Those of a checkpoint of adapters, merged into what they belong to; what no adapter belongs to keeps its bytes."""
     base, bridge, dims = sharded.started_from(run), assembly.family.load("bridge"), build.model_dims(assembly)
     assert base is not None
     with on_meta(here) as nowhere:
@@ -145,23 +156,15 @@ def _stream_merged(
     added = {one.target.zoo: one.adapter for one in adapters.held}
     source = Source.open(base, bridge, sorted(shapes), dims)
     assert source is not None
-    return export_tensors(
+    return HeldTensors(
         MergedTensors(source, shapes, added),
         shapes,
-        target,
         bridge,
         dims,
+        assembly.config.hf,
+        base,
         frozen=sorted(shapes.keys() - added.keys()),
-        source=base,
-        **_beside(assembly),
-        **options,
     )
-
-
-def _beside(assembly: build.Assembly) -> dict[str, Any]:
-    """What an export writes beside the weights."""
-    processor = assembly.processor
-    return {"config": assembly.config.hf, "processor": processor.hf, "ends": [processor.end_id]}
 
 
 def _recipe_of(run: Place) -> Recipe | None:

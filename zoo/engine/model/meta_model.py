@@ -13,10 +13,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from zoo.bridge import Bridge, Dims, SafetensorsFolder
+from zoo.bridge import Bridge, Dims
 from zoo.bridge.mapping.table import SCORE
 from zoo.bridge.native import CARRIED
 from zoo.bridge.parallel import model_parameters
+from zoo.bridge.streams import Folder
 from zoo.config.schema import Recipe
 from zoo.engine.distributed.world import World, world
 from zoo.engine.megatron import private
@@ -58,7 +59,7 @@ def family_of(arch: Mapping[str, Any]) -> ModelFamily:
     )
 
 
-def published_names(reader: SafetensorsFolder, arch: Mapping[str, Any]) -> list[str]:
+def published_names(reader: Folder, arch: Mapping[str, Any]) -> list[str]:
     """Hugging Face's names of zoo's own weights, one for each tensor, as far as they are known without a model."""
     bridge: Bridge = family_of(arch).load("bridge")
     names = [name for name in reader.names() if not name.startswith(CARRIED)]

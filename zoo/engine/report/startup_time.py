@@ -22,7 +22,7 @@ _NEXT = {
     "optimizer": "first step",
 }
 STARTED = "ZOO_STARTED"  # environment variable: the time of the command, in seconds since 1970
-_MANY = 200  # imported files without bytecode that are worth a word; a run imports some 4,000
+_MANY = 1000  # imported files without bytecode that are worth a word; a run imports some 4,000
 
 
 class Startup:

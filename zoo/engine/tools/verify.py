@@ -23,12 +23,13 @@ from zoo.bridge.load import unequal
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, check_sums, native
-from zoo.bridge.streams import of_expert
+from zoo.bridge.streams import Folder, of_expert
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, locate, quantisation, read_arch
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
+from zoo.engine.checkpoint.export import exported_tensors
 from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model import build
@@ -114,19 +115,31 @@ def verify(
     if rows is not None:
         locate_rows(str(rows), "rows")
     given = [locate(str(path)) for path in (a, b)]
-    with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
-        places = [_readable(place, Path(folder) / side) for place, side in zip(given, "ab", strict=True)]
-        with _Side.open(places[0]) as left, _Side.open(places[1]) as right:
-            if left.family != right.family:
-                raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
-            tensors = list(_compare(left, right))
+    with _side(given[0]) as left, _side(given[1]) as right:
+        if left.family != right.family:
+            raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
+        tensors = list(_compare(left, right))
     found = [] if rows is None else _compare_rows(given, rows, overrides, here)
     return Verification(tensors, found, tolerance)
 
 
-def _readable(place: Place, folder: Path) -> Place:
-    """The place, or a run's checkpoint as a Hugging Face folder."""
-    return locate(str(convert(place.folder, folder, quiet=True))) if place.kind == "run" else place
+@contextmanager
+def _side(place: Place) -> Iterator[_Side]:
+    """A checkpoint's tensors; those of a run as its export has them, which is written to a disk only where it needs a model."""
+    if place.kind != "run":
+        with SafetensorsFolder(place.weights) as reader:
+            if place.kind == "zoo":
+                check_sums(place.folder, Comm())
+            yield _Side.of(reader, read_arch(place.files), own=place.kind == "zoo")
+        return
+    with exported_tensors(place) as tensors:
+        if tensors is not None:
+            yield _Side.of(tensors, tensors.config)
+            return
+    with tempfile.TemporaryDirectory(prefix="zoo-verify-") as folder:
+        written = locate(str(convert(place.folder, Path(folder) / "export", quiet=True)))
+        with SafetensorsFolder(written.weights) as reader:
+            yield _Side.of(reader, read_arch(written.files))
 
 
 @dataclass(frozen=True)
@@ -134,20 +147,15 @@ class _Side:
     """A checkpoint's tensors by zoo's names; those that zoo does not train, and those nobody knows, as they are."""
 
     family: str
-    reader: SafetensorsFolder
+    reader: Folder
     entries: Mapping[str, Entry]
     source: Mapping[str, str]  # name in the table -> name in the files
     others: Mapping[str, str]  # published name -> name in the files
     dims: Dims
 
     @classmethod
-    def open(cls, place: Place) -> Self:
-        """Everything that is there, whether or not it makes a whole model."""
-        arch = read_arch(place.files)
-        reader = SafetensorsFolder(place.weights)
-        own = place.kind == "zoo"
-        if own:
-            check_sums(place.folder, Comm())
+    def of(cls, reader: Folder, arch: dict[str, Any], own: bool = False) -> Self:
+        """Everything that is there, whether or not it makes a whole model; `own`: under zoo's names."""
         names = published_names(reader, arch) if own else reader.names()
         plan = build_meta_model(arch, names)
         table: Bridge = native(plan.bridge) if own else plan.bridge
@@ -171,12 +179,6 @@ class _Side:
         fitted = {name: _fitting(entry, resolution.source, reader, plan) for name, entry in entries.items()}
         return cls(plan.family.name, reader, fitted, resolution.source, others, plan.dims)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.reader.close()
-
     def parts(self, name: str) -> Iterator[Tensor]:
         """A zoo tensor, expert by expert where it stacks them."""
         entry = self.entries[name]
@@ -189,7 +191,7 @@ class _Side:
             yield transform.to_zoo(of_expert(entry, expert, self.source, self.reader), self.dims)
 
 
-def _fitting(entry: Entry, source: Mapping[str, str], reader: SafetensorsFolder, plan: Any) -> Entry:
+def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any) -> Entry:
     """The entry in the layout that the shapes are of; the first where none fits."""
     shape = tuple(plan.parameters[entry.zoo].shape)
     for variant in entry.variants(plan.dims):

@@ -34,7 +34,7 @@ def test_a_start_without_bytecode_is_told_what_costs_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert _compiled_anew() is None or sys.dont_write_bytecode
-    for number in range(300):
+    for number in range(1200):
         module = ModuleType(f"made_{number}")
         module.__spec__ = ModuleSpec(module.__name__, None)
         module.__spec__.cached = str(tmp_path / f"{number}.pyc")
@@ -45,7 +45,7 @@ def test_a_start_without_bytecode_is_told_what_costs_it(
     )
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert "PYTHONPYCACHEPREFIX" in (_compiled_anew() or "")
-    for number in range(300):
+    for number in range(1200):
         (tmp_path / f"{number}.pyc").touch()
     assert _compiled_anew() is None or os.environ.get("PYTHONDONTWRITEBYTECODE")
 

@@ -12,6 +12,8 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.files import recipe_names
+from zoo.engine.tools import verify as verify_module
+from zoo.engine.tools.convert import convert
 from zoo.engine.tools.verify import transformers_class, verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
@@ -33,6 +35,32 @@ def test_a_tied_head_that_differs_is_found(tmp_path: Path) -> None:
         found = verify(a, b)
         assert not found.equal
         assert [(one.name, one.status) for one in found.tensors if one.status != "equal"] == [(HEAD, status)]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters"])
+def test_a_run_is_compared_as_its_export_has_it_and_nothing_is_written(
+    lora: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, folder = tmp_path / "run", write_tiny_qwen3_vl(tmp_path / "hf", moe=True)
+    keys = [
+        "recipe=qwen3_vl_moe_sft", f"model.init={folder}", "hardware=cpu", "nproc=1", "train.steps=1", "train.global_batch=2",
+        "train.lr=1e-2", "train.min_lr=0", "train.warmup_steps=0", "train.optimizer=adamw", "export=false",
+        "data.eval=none", "log.tensorboard=false", "log.predictions=0", f"run.dir={run}", *(["lora.rank=2"] if lora else []),
+    ]  # fmt: skip
+    assert main(["train", *keys]) == 0
+    export = convert(run, tmp_path / "export", quiet=True)
+    monkeypatch.setattr(verify_module, "convert", None)
+    assert verify(run, export).equal and verify(export, run / "checkpoints" / "iter_1").equal
+    found = verify(run, folder)
+    assert found.counts["differs"] > 10 and found.counts.keys() <= {"equal", "differs"}
+    assert verify(run, run).equal
+    shard = next(export.glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = max(name for name in tensors if "experts" in name)
+    tensors[name][1, 2, 3] += 1.0
+    save_file(tensors, shard, metadata={"format": "pt"})
+    changed = [one for one in verify(run, export).tensors if one.status != "equal"]
+    assert [one.status for one in changed] == ["differs"] and "experts" in changed[0].name
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["Qwen3VLModel"], ["BertModel", "GPT2Model"]])

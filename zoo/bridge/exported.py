@@ -1,0 +1,80 @@
+"""What an export would write, tensor by tensor, for who only reads it: nothing goes to a disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from zoo.bridge.export import HeldTensors
+from zoo.bridge.files.writer import Planned
+from zoo.bridge.streams import Job
+
+
+class ExportedTensors:
+    """Reads tensors under their published names, as `zoo.bridge.SafetensorsFolder` does those of a folder that was written.
+
+    A tensor is made when it is read, together with those that come of the same tensor of zoo's; these are held until another one's
+    are asked for. Use as a context manager.
+
+    Attributes:
+        config: the config.json that the export would write.
+    """
+
+    def __init__(self, held: HeldTensors) -> None:
+        """Raises BridgeError for tensors that do not fit, UserError where the source is broken."""
+        plan, jobs = held.plan()
+        self.config: dict[str, Any] = plan.config
+        held.expect(sorted(jobs))  # as zoo's names are gone through
+        self._source = plan.source
+        self._of: dict[str, tuple[Job, Planned]] = {
+            planned.name: (job, planned) for job in (*jobs.values(), *plan.copies) for planned in job.planned
+        }
+        self._made: dict[str, Tensor] = {}
+
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return sorted(self._of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self._of[name][1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that a tensor is written in."""
+        return self._of[name][1].dtype
+
+    def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows `first` to `last` (exclusive) of a tensor. Don't write to them."""
+        if name not in self._made:
+            self._made.clear()  # their memory goes first
+            self._made.update(self._make(self._of[name][0]))
+        tensor = self._made[name]
+        return tensor if (first, last) == (0, None) else tensor[first:last]
+
+    get = read
+
+    def _make(self, job: Job) -> Iterator[tuple[str, Tensor]]:
+        """As a `ShardWriter` would write them: pieces one after another, in the planned dtype."""
+        for name, pieces in job.make():
+            planned = self._of[name][1]
+            tensor = torch.empty(planned.shape, dtype=planned.dtype)
+            flat, at = tensor.view(-1), 0
+            for piece in pieces:
+                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+                at += piece.numel()
+            yield name, tensor
+
+    def close(self) -> None:
+        """Let go of what was made, and of the files of what it came from."""
+        self._made.clear()
+        if self._source is not None:
+            self._source.reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
