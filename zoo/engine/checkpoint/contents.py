@@ -236,7 +236,7 @@ def _state_wanted(
         known = all(pieces(name, moment.values) for name, moment in moments.items())
         for name, moment in moments.items():
             yield _moment_wanted(moment, partial(pieces, name) if known else lambda _: [])
-        yield _master_wanted(mine, pieces)
+        yield _master_wanted(mine, pieces, there)
 
 
 def _moment_wanted(
@@ -253,7 +253,7 @@ def _moment_wanted(
 
 
 def _master_wanted(
-    mine: _Range, pieces: Callable[[str, Tensor], list[Piece]]
+    mine: _Range, pieces: Callable[[str, Tensor], list[Piece]], there: Mapping[str, Any]
 ) -> tuple[list[Piece], Callable[[], None] | None]:
     part = mine.part.detach()
     half = part.dtype == torch.bfloat16
@@ -262,6 +262,11 @@ def _master_wanted(
         return found, None if half else lambda: mine.complete(rest)
     if not half:
         return pieces(_MAIN, part), None
+    if not pieces(_MAIN, rest) and all(
+        there[piece.key].properties.dtype == part.dtype for piece in pieces("", part)
+    ):
+        rest.zero_()  # all that it has of them are bf16 weights, which are loaded by now
+        return [], None
     target = torch.zeros_like(part, dtype=torch.float32)  # padding is in no checkpoint
     return pieces(_MAIN, target) or pieces("", target), lambda: mine.optimizer.set_scaled_state(
         mine.part, MASTER, target
