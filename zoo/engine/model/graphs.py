@@ -47,16 +47,16 @@ def _captured(name: str, missing: str | None) -> bool:
 
 def _missing_in_decoder(decoder: Any) -> str | None:
     """The kernel for packed rows that a decoder on a GPU has to do without."""
-    config = decoder.config
-    weight = next(decoder.parameters())
+    config, weight = decoder.config, next(decoder.parameters())
     if not weight.is_cuda:
         return None
-    rules = [isinstance(layer.self_attention, GatedDeltaNet) for layer in decoder.layers]
-    if any(rules):
+    mixers = [layer.self_attention for layer in decoder.layers]
+    if any(isinstance(mixer, GatedDeltaNet) for mixer in mixers):
         value = weight.new_empty(0, config.linear_value_head_dim)
         if delta_rule_kernel(value, config.delta_rule, config.linear_key_head_dim) != "fla":
             return "its delta rule is plain PyTorch's (flash-linear-attention is missing, or does not take its widths)"
-    return None if all(rules) else _missing_attention(weight, config.kv_channels)
+    heads = {m.hidden_size_per_attention_head for m in mixers if not isinstance(m, GatedDeltaNet)}
+    return next(filter(None, (_missing_attention(weight, head) for head in sorted(heads))), None)
 
 
 def _missing_in_tower(block: Any) -> str | None:
