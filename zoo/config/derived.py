@@ -102,3 +102,11 @@ def stage_folder(recipe: Recipe) -> Path | None:
     run_dir = expanded(run_folder(recipe)).resolve()
     place = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
     return expanded(recipe.run.stage) / f"{run_dir.name}-{place}"
+
+
+def saves_at_once(recipe: Recipe, most: int) -> int:
+    """Checkpoints that a run has written at once, where there are `most` at most: one at its end, where it saves at no other time."""
+    train = recipe.train
+    if not (train.save_every or train.save_minutes):
+        return 1
+    return min(train.steps // train.save_every + 1, most) if train.steps and train.save_every else most

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from zoo.config.derived import STAGED, data_parallel
+from zoo.config.derived import STAGED, data_parallel, saves_at_once
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.planner.activations import Row
@@ -74,7 +74,7 @@ class Plan:
     @property
     def checkpoint(self) -> dict[str, int]:
         """Bytes of a save: of all ranks, of one (on the disk, and as its copy in the host's memory), of all that are kept."""
-        kept = self.recipe.train.keep + 1  # and the one that is being written
+        kept = saves_at_once(self.recipe, self.recipe.train.keep + 1)
         return {
             "all": self.saved,
             "rank": -(-self.saved // self.ranks),
@@ -223,7 +223,7 @@ def table(plan: Plan) -> str:
         save = plan.checkpoint
         lines.append(
             f"  a save {save['all'] / size:.2f} {unit}: {save['rank'] / size:.2f} a rank, and as much of the host's memory; "
-            f"train.keep={plan.recipe.train.keep} and the one being written take {(save['disk'] - save['export']) / size:.2f} of the disk"
+            f"{_kept(plan.recipe)} {(save['disk'] - save['export']) / size:.2f} of the disk"
             + (f", the export {save['export'] / size:.2f}" if save["export"] else "")
             + (
                 f", {STAGED} in run.stage {save['stage'] / size:.2f} of the local ones"
@@ -289,3 +289,10 @@ def _count(number: float) -> str:
         if number >= size:
             return f"{number / size:.2f} {unit}"
     return f"{number:.0f}"
+
+
+def _kept(recipe: Recipe) -> str:
+    """The checkpoints that are there at once, in words."""
+    if saves_at_once(recipe, recipe.train.keep + 1) == 1:
+        return "the one at the run's end takes"
+    return f"train.keep={recipe.train.keep} and the one being written take"

@@ -34,6 +34,15 @@ def test_a_plan_for_hardware_that_is_not_here(capsys: pytest.CaptureFixture[str]
     assert save["rank"] == save["host_memory_of_rank"] == -(-save["all"] // 8)
 
 
+def test_a_run_that_saves_at_its_end_alone_has_one_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["train.save_every=0", "train.save=weights", "export=false"]
+    assert main([*BIG, *more]) == 0
+    assert "the one at the run's end takes 62.14 of the disk" in capsys.readouterr().out
+    assert main([*BIG, *more, "--json"]) == 0
+    save = json.loads(capsys.readouterr().out)["checkpoint_bytes"]
+    assert save["disk"] == save["all"] == 2 * 31_070_754_032
+
+
 def test_a_plan_says_nothing_else() -> None:
     """No library's warnings: those of transformers about the keys of published configs, say."""
     command = [sys.executable, "-m", "zoo", "plan", "qwen3_omni_sft", "size=30b-a3b", "hardware=8xh200"]

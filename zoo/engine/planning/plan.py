@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from zoo.config.derived import STAGED, stage_folder, teacher_on_disk
+from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
 from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.hub import asking_the_hub
 from zoo.config.locate import is_hub_id, locate, read_arch
@@ -140,7 +140,7 @@ def _refuse_small_host(copy: float, beside: float, local_ranks: int, state: floa
 def _refuse_small_disk(recipe: Recipe, one: int, export: int = 0) -> None:
     """A disk that can't hold the checkpoints that are to be kept, the one that is written beside them, and the export."""
     train, folder = recipe.train, Path(recipe.run.dir or ".")
-    count, free = _saves(recipe, train.keep + 1), _free(folder)
+    count, free = saves_at_once(recipe, train.keep + 1), _free(folder)
     if free is not None and count * one + export > free + _held(folder):
         raise ConfigError(
             f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
@@ -156,23 +156,15 @@ def _refuse_small_stage(recipe: Recipe, here: int) -> None:
     free = None if folder is None else _free(folder)
     if folder is None or free is None:
         return
-    count, run_dir = _saves(recipe, STAGED), Path(recipe.run.dir or ".")
+    count, run_dir = saves_at_once(recipe, STAGED), Path(recipe.run.dir or ".")
     shared = _device(folder) == _device(run_dir)
-    beside = max(0, _saves(recipe, recipe.train.keep + 1) * here - _held(run_dir)) if shared else 0
+    beside = max(0, saves_at_once(recipe, recipe.train.keep + 1) * here - _held(run_dir)) if shared else 0
     if count * here + beside > free + _held(folder):
         raise ConfigError(
             f"run.stage={recipe.run.stage}: this node's part of a checkpoint takes about {size(here)}, {count} of them are there at "
             f"once, {'beside those of run.dir on the same disk, ' if shared else ''}and the disk has {size(free)} left; free some, "
             "take train.save=weights, or another run.stage"
         )
-
-
-def _saves(recipe: Recipe, most: int) -> int:
-    """Checkpoints that are there at once where there is room for `most`."""
-    train = recipe.train
-    if not (train.save_every or train.save_minutes):
-        return 1
-    return min(train.steps // train.save_every + 1, most) if train.steps and train.save_every else most
 
 
 def _place(folder: Path) -> Path | None:
