@@ -105,7 +105,7 @@ def stage_folder(recipe: Recipe) -> Path | None:
 
 
 def saves_at_once(recipe: Recipe, most: int) -> int:
-    """Checkpoints that a run has written at once, where there are `most` at most: one at its end, where it saves at no other time."""
+    """Checkpoints of a run that are there at once: `most` at most, and one where it saves at its end alone."""
     train = recipe.train
     if not (train.save_every or train.save_minutes):
         return 1

@@ -30,6 +30,7 @@ from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
 from zoo.engine.checkpoint.export import exported_tensors
+from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model import build
@@ -132,6 +133,7 @@ def _side(place: Place) -> Iterator[_Side]:
                 check_sums(place.folder, Comm())
             yield _Side.of(reader, read_arch(place.files), own=place.kind == "zoo")
         return
+    check_beside_weights(place)
     with exported_tensors(place) as tensors:
         if tensors is not None:
             yield _Side.of(tensors, tensors.config)
