@@ -23,7 +23,7 @@ from zoo.data.sample import IGNORE, Sample, collate_padded
 from zoo.engine.model import build
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
-from zoo.engine.tools.verify import transformers_class
+from zoo.engine.tools.hf_score import transformers_class
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.flops import model_cost
 

@@ -48,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
 
     a, b = places
     tolerance = _number(own["tolerance"]) if "tolerance" in own else LOGPROBS
-    found = verify(a, b, rows=own.get("rows"), overrides=overrides, tolerance=tolerance, here=True)
+    rows = own.get("rows")
+    found = verify(a, b, rows=rows, overrides=overrides, tolerance=tolerance, here=True, quiet=False)
     print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
     return 0 if found.equal else 1
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,19 +26,16 @@ from zoo.bridge.load import unequal
 from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, check_sums, native
+from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Folder, of_expert
-from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import Place, locate, quantisation, read_arch
+from zoo.config.locate import Place, locate, read_arch
 from zoo.data.sources.lines import locate as locate_rows
-from zoo.data.sources.row_set import foreign_media
-from zoo.data.sources.rows import read_rows
 from zoo.engine.checkpoint.export import exported_tensors
 from zoo.engine.checkpoint.selection import check_beside_weights
-from zoo.engine.distributed.determinism import plain_fp32
 from zoo.engine.distributed.process_state import untouched
-from zoo.engine.model import build
-from zoo.engine.model.meta_model import build_meta_model, family_of, published_names
+from zoo.engine.model.meta_model import build_meta_model, published_names
 from zoo.engine.tools.convert import convert
+from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score
 from zoo.errors import UserError
 
@@ -99,6 +99,7 @@ def verify(
     overrides: Sequence[str] = (),
     tolerance: float = LOGPROBS,
     here: bool = False,
+    quiet: bool = True,
 ) -> Verification:
     """Compare two checkpoints of one family.
 
@@ -109,6 +110,7 @@ def verify(
         overrides: of the recipe under which zoo computes them, such as `packing.mode=none`.
         tolerance: largest difference of two log-probabilities (natural) that still counts as equal.
         here: zoo's own log-probabilities are computed in this process, as for the command `zoo verify`.
+        quiet: no progress on stderr.
 
     Raises:
         UserError: a checkpoint does not exist, or the two belong to different families.
@@ -119,7 +121,10 @@ def verify(
     with _side(given[0]) as left, _side(given[1]) as right:
         if left.family != right.family:
             raise UserError(f"{a} is of {left.family}, {b} of {right.family}: nothing can be compared")
-        tensors = list(_compare(left, right))
+        progress = None if quiet else Progress("comparing", left.nbytes)
+        tensors = list(_compare(left, right, progress or (lambda count: None)))
+        if progress is not None:
+            progress.close()
     found = [] if rows is None else _compare_rows(given, rows, overrides, here)
     return Verification(tensors, found, tolerance)
 
@@ -181,6 +186,16 @@ class _Side:
         fitted = {name: _fitting(entry, resolution.source, reader, plan) for name, entry in entries.items()}
         return cls(plan.family.name, reader, fitted, resolution.source, others, plan.dims)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that zoo trains."""
+        names = (
+            self.source[part]
+            for entry in self.entries.values()
+            for part in entry.layout.all_names(entry.binding, self.dims.experts)
+        )
+        return sum(prod(self.reader.shape(name)) * self.reader.dtype(name).itemsize for name in names)
+
     def parts(self, name: str) -> Iterator[Tensor]:
         """A zoo tensor, expert by expert where it stacks them."""
         entry = self.entries[name]
@@ -206,19 +221,44 @@ def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any)
     return entry
 
 
-def _compare(left: _Side, right: _Side) -> Iterator[Compared]:
-    for name in sorted({*left.entries, *right.entries}):
-        if name not in left.entries or name not in right.entries:
-            yield Compared(name, "missing in A" if name not in left.entries else "missing in B")
-            continue
-        yield _joined(
-            name, [_difference(name, x, y) for x, y in zip(left.parts(name), right.parts(name), strict=True)]
-        )
+def _compare(left: _Side, right: _Side, compared: Callable[[int], None]) -> Iterator[Compared]:
+    """All tensors; `compared` hears of the bytes of each part on the left."""
+    found = [
+        Compared(name, "missing in A" if name not in left.entries else "missing in B")
+        for name in left.entries.keys() ^ right.entries.keys()
+    ]
+    for name, pairs in groupby(_pairs(left, right), key=lambda pair: pair[0]):
+        parts = []
+        for _, x, y in pairs:
+            parts.append(_difference(name, x, y))
+            compared(x.nbytes)
+        found.append(_joined(name, parts))
+    yield from sorted(found, key=lambda one: one.name)
     for name in sorted({*left.others, *right.others}):
         if name not in left.others or name not in right.others:
             yield Compared(name, "missing in A" if name not in left.others else "missing in B")
             continue
         yield _difference(name, left.reader.read(left.others[name]), right.reader.read(right.others[name]))
+
+
+def _pairs(left: _Side, right: _Side) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The parts of tensors that both sides have, by name; a thread of each side reads the next while two are compared."""
+    names = sorted(left.entries.keys() & right.entries.keys())
+    with ThreadPoolExecutor(1, "zoo-verify-a") as a, ThreadPoolExecutor(1, "zoo-verify-b") as b:
+        sides = [(pool, _parts(side, names)) for pool, side in ((a, left), (b, right))]
+        ahead = [pool.submit(next, parts, None) for pool, parts in sides]
+        while True:
+            x, y = (future.result() for future in ahead)
+            if x is None or y is None:
+                assert x is y, "as many parts on both sides"
+                return
+            ahead = [pool.submit(next, parts, None) for pool, parts in sides]
+            assert x[0] == y[0], "as many experts on both sides"
+            yield x[0], x[1], y[1]
+
+
+def _parts(side: _Side, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, part) for name in names for part in side.parts(name))
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Compared:
@@ -278,83 +318,3 @@ def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bo
     if place.kind == "hf":
         return hf_logprobs(place, rows)
     return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)
-
-
-def transformers_class(arch: Mapping[str, Any]) -> Any:
-    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
-
-    Of a whole model that is the thinker, which its class loads alone. Not so in FP8: there the thinker's class would
-    leave every scale out, as transformers looks for them under the thinker's own names.
-    """
-    import transformers
-
-    config = transformers.CONFIG_MAPPING[arch["model_type"]]
-    if not quantisation(arch):
-        config = getattr(config, "sub_configs", {}).get("thinker_config", config)
-    name = config.__name__.removesuffix("Config")
-    text = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
-    return getattr(transformers, f"{name}ForConditionalGeneration", text)
-
-
-@contextmanager
-def _without_bars() -> Iterator[None]:
-    """transformers draws no progress bars; as before at the end."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@plain_fp32()
-@torch.no_grad()
-def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
-    """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one."""
-    import transformers
-
-    arch = read_arch(place.files)
-    recipe = recipe_for_weights(str(place.folder), family_of(arch).name)
-    processor = build.assemble(recipe).processor
-    kind = transformers_class(arch)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = {
-        "dtype": torch.float32,
-        "experts_implementation": "eager",  # grouped products refuse narrow experts
-        "use_safetensors": True,  # no pickle
-        "trust_remote_code": False,
-    }
-    if quantisation(arch):  # what such a folder holds is of bf16
-        how = transformers.FineGrainedFP8Config(dequantize=True)
-        options |= {"dtype": torch.bfloat16, "quantization_config": how}
-    with _without_bars():
-        whole = kind.from_pretrained(place.folder, **options)
-    model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
-    found = []
-    for row in read_rows(str(rows)):
-        if foreign_media(row, processor.modalities):
-            continue
-        sample, inputs = processor.encode_both(
-            row, video_fps=recipe.data.video_fps, max_frames=recipe.data.max_frames
-        )
-        moved = {
-            key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()
-        }
-        logits = model(**moved).logits[0, :-1].float()
-        targets = sample.input_ids[1:].to(device)
-        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
-        labels = sample.labels.clone()
-        labels[0] = -100
-        found.append(
-            {
-                "source": row.source,
-                "skipped": processor.incomparable(sample),
-                "token_ids": sample.input_ids.tolist(),
-                "labels": labels.tolist(),
-                "logprobs": [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()],
-            }
-        )
-    return found

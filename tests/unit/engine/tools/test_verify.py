@@ -14,7 +14,8 @@ from zoo.config.compose import load_recipe
 from zoo.config.files import recipe_names
 from zoo.engine.tools import verify as verify_module
 from zoo.engine.tools.convert import convert
-from zoo.engine.tools.verify import transformers_class, verify
+from zoo.engine.tools.hf_score import transformers_class
+from zoo.engine.tools.verify import verify
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 

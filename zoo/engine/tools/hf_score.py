@@ -1,0 +1,99 @@
+"""Log-probabilities of a Hugging Face folder by transformers: what zoo's own are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.config.compose import recipe_for_weights
+from zoo.config.locate import Place, quantisation, read_arch
+from zoo.data.sources.row_set import foreign_media
+from zoo.data.sources.rows import read_rows
+from zoo.engine.distributed.determinism import plain_fp32
+from zoo.engine.model import build
+from zoo.engine.model.meta_model import family_of
+
+
+def transformers_class(arch: Mapping[str, Any]) -> Any:
+    """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
+
+    Of a whole model that is the thinker, which its class loads alone. Not so in FP8: there the thinker's class would
+    leave every scale out, as transformers looks for them under the thinker's own names.
+    """
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[arch["model_type"]]
+    if not quantisation(arch):
+        config = getattr(config, "sub_configs", {}).get("thinker_config", config)
+    name = config.__name__.removesuffix("Config")
+    text = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM", None)
+    return getattr(transformers, f"{name}ForConditionalGeneration", text)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws no progress bars; as before at the end."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@plain_fp32()
+@torch.no_grad()
+def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
+    """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one."""
+    import transformers
+
+    arch = read_arch(place.files)
+    recipe = recipe_for_weights(str(place.folder), family_of(arch).name)
+    processor = build.assemble(recipe).processor
+    kind = transformers_class(arch)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = {
+        "dtype": torch.float32,
+        "experts_implementation": "eager",  # grouped products refuse narrow experts
+        "use_safetensors": True,  # no pickle
+        "trust_remote_code": False,
+    }
+    if quantisation(arch):  # what such a folder holds is of bf16
+        how = transformers.FineGrainedFP8Config(dequantize=True)
+        options |= {"dtype": torch.bfloat16, "quantization_config": how}
+    with _without_bars():
+        whole = kind.from_pretrained(place.folder, **options)
+    model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
+    found = []
+    for row in read_rows(str(rows)):
+        if foreign_media(row, processor.modalities):
+            continue
+        sample, inputs = processor.encode_both(
+            row, video_fps=recipe.data.video_fps, max_frames=recipe.data.max_frames
+        )
+        moved = {
+            key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()
+        }
+        logits = model(**moved).logits[0, :-1].float()
+        targets = sample.input_ids[1:].to(device)
+        logprobs = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu()
+        labels = sample.labels.clone()
+        labels[0] = -100
+        found.append(
+            {
+                "source": row.source,
+                "skipped": processor.incomparable(sample),
+                "token_ids": sample.input_ids.tolist(),
+                "labels": labels.tolist(),
+                "logprobs": [0.0, *logprobs.masked_fill(labels[1:] == -100, 0.0).tolist()],
+            }
+        )
+    return found
