@@ -55,7 +55,18 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
     wanted = {"loss", "grad_norm", "lr", "real_tokens", "pad_fraction", "step_ms", "moe_load_balancing_loss"}
     assert all(wanted <= record.keys() for record in steps)
-    wanted_lines = ["start", "step", "startup", *["step"] * (STEPS - 1), "save", "eval", "export", "end"]
+    wanted_lines = [
+        "start",
+        "step",
+        "startup",
+        "step",
+        "memory",
+        *["step"] * (STEPS - 2),
+        "save",
+        "eval",
+        "export",
+        "end",
+    ]
     assert events(folder) == wanted_lines
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["best", f"iter_{STEPS}"]
     assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
@@ -67,6 +78,7 @@ def test_what_a_run_leaves(finished: tuple[Path, Ended]) -> None:
     assert json.loads((folder / "env.json").read_text())["packages"]["megatron-core"]
     ended = summary(folder)
     assert (ended["steps"], ended["total_steps"], ended["interrupted"]) == (STEPS, STEPS, False)
+    assert ended["memory"]["host_gib"] > 0.1 and ended["memory"]["peak_gib"] is None
     assert ended["skipped_rows"] == {} and ended["final_loss"] == steps[-1]["loss"] < steps[0]["loss"]
     assert ended["metrics"]["by_kind"].keys() == {"image", "text"}
 

@@ -17,10 +17,11 @@ from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import with_pixels
 from zoo.bench.training.rows import Example, collate, examples
 from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
-from zoo.bench.training.steps import kernels, memory
+from zoo.bench.training.steps import kernels
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, Sample, collate_padded
 from zoo.engine.model import build
+from zoo.engine.report.memory_use import memory
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.tools.hf_score import transformers_class

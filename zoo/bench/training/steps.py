@@ -6,7 +6,6 @@ in the place of the loader. They lie in pinned memory, as the loader has them on
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from zoo.data.sample import MicroBatch
 from zoo.engine.distributed.signals import Interrupts, interrupts
 from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
+from zoo.engine.report.memory_use import memory
 from zoo.engine.report.run_log import environment
 from zoo.engine.report.startup_time import Startup
 from zoo.engine.train.run import Run
@@ -232,20 +232,6 @@ class BenchRun(LoadedRun):
 
     def _is_timed(self, warm: int) -> bool:
         return self.done >= warm + self.timed
-
-
-def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
-    """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since the first step (None without a GPU)."""
-    names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
-    if on_gpu:
-        names += ["peak_gib", "reserved_gib"]
-        peaks += [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
-    if world is not None and world.size > 1:
-        largest = torch.tensor(peaks, dtype=torch.float64, device=world.device)
-        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
-        peaks = largest.tolist()
-    found = dict(zip(names, (round(peak / 2**30, 2) for peak in peaks), strict=True))
-    return {"peak_gib": None, "reserved_gib": None, **found}
 
 
 def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:

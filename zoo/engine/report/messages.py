@@ -103,6 +103,13 @@ def at_end(summary: dict[str, Any], losses: Sequence[float], folder: Path, bad_s
         yield f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {done} steps; plot: {plot}"
 
 
+def reason(interrupted: bool, preempted: bool, finished: bool, stopped: bool) -> str:
+    """Why a run ends, in a word or three."""
+    if interrupted:
+        return "preempted" if preempted else "interrupted"
+    return "finished" if finished else "stopped" if stopped else "out of time"
+
+
 def at_finished(folder: Path, done: int, total: int, early: str | None) -> str:
     """That a run is finished, and how it would train on; `early`: why it ended before its last step."""
     if early is not None and done < total:

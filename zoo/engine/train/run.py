@@ -29,6 +29,7 @@ from zoo.engine.generate.predictions import predict
 from zoo.engine.model import build, lora
 from zoo.engine.optimizer import adamw, muon
 from zoo.engine.report import messages
+from zoo.engine.report.memory_use import MemoryUse
 from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
 from zoo.engine.report.row_counts import RowCounts
 from zoo.engine.report.run_log import RunLog
@@ -76,7 +77,7 @@ class Run:
         self.interrupted = self.preempted = self.stopped = False  # stopped: by a callback
         self.evaluated: tuple[int, dict[str, Any]] = (-1, {})  # step and metrics of the last evaluation
         self.row_counts = RowCounts(recipe.packing.budget)
-        self.times = StepTimes(world.device, recipe.log.slow_step)
+        self.times, self.memory = StepTimes(world.device, recipe.log.slow_step), MemoryUse(world)
         self.startup.mark("data")
 
     def _choose(self, known: Mapping[str, dict[str, str]] | None = None) -> None:
@@ -254,6 +255,7 @@ class Run:
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
             self.saver.prepare(self.trainable)
+        self.memory.note(self.log, self.done)
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""
@@ -413,18 +415,16 @@ class Run:
             "skipped_rows": dict(self.data.left_out),
             "shrunk_rows": self.data.shrunk,
             "skipped_steps": dict(self.detector.counts),
+            "memory": self.memory.most(),
             "metrics": self.evaluated[1],
         }
-        self.callbacks.end(self.done, self.saved, self._reason())
-        self.log.finish(summary, self._reason(), why)
+        reason = messages.reason(
+            self.interrupted, self.preempted, self.done >= self.total_steps, self.stopped
+        )
+        self.callbacks.end(self.done, self.saved, reason)
+        self.log.finish(summary, reason, why)
         for line in messages.at_end(summary, self.losses, self.folder, self.folder / bad_step_records.FOLDER):
             self.log.say(line)
         names = ("steps", "checkpoint", "metrics", "interrupted", "preempted", "stopped")
         told = {name: summary[name] for name in names}
         return TrainResult(losses=self.losses, run_dir=str(self.folder), **told)
-
-    def _reason(self) -> str:
-        """Why the run ends here."""
-        if self.interrupted:
-            return "preempted" if self.preempted else "interrupted"
-        return "finished" if self.done >= self.total_steps else "stopped" if self.stopped else "out of time"
