@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,7 +41,8 @@ class MemoryUse:
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
     """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since the first step (None without a GPU)."""
-    names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0]
+    unit = 1.0 if sys.platform == "darwin" else 1024.0
+    names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]
     if on_gpu:
         names += ["peak_gib", "reserved_gib"]
         peaks += [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
