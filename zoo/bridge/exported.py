@@ -1,4 +1,4 @@
-"""What an export would write, tensor by tensor, for who only reads it: nothing goes to a disk."""
+"""An export that is read, tensor by tensor, and not written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zoo.bridge.export import HeldTensors
 from zoo.bridge.files.writer import Planned
-from zoo.bridge.streams import Job
+from zoo.bridge.streams import Job, joined
 
 
 class ExportedTensors:
@@ -35,7 +35,7 @@ class ExportedTensors:
         self._made: dict[str, Tensor] = {}
 
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """All published names, sorted."""
         return sorted(self._of)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -57,15 +57,10 @@ class ExportedTensors:
     get = read
 
     def _make(self, job: Job) -> Iterator[tuple[str, Tensor]]:
-        """As a `ShardWriter` would write them: pieces one after another, in the planned dtype."""
+        """What a `ShardWriter` would write of a job, by name."""
         for name, pieces in job.make():
             planned = self._of[name][1]
-            tensor = torch.empty(planned.shape, dtype=planned.dtype)
-            flat, at = tensor.view(-1), 0
-            for piece in pieces:
-                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-                at += piece.numel()
-            yield name, tensor
+            yield name, joined(pieces, planned.shape, planned.dtype)
 
     def close(self) -> None:
         """Let go of what was made, and of the files of what it came from."""

@@ -110,6 +110,16 @@ def _pieces(
         item = _next(ahead)
 
 
+def joined(pieces: Iterable[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The tensor of that shape, in that dtype, whose pieces these are, one behind the other."""
+    tensor = torch.empty(shape, dtype=dtype)
+    flat, at = tensor.view(-1), 0
+    for piece in pieces:
+        flat[at : at + piece.numel()].copy_(piece.reshape(-1))
+        at += piece.numel()
+    return tensor
+
+
 def by_width(jobs: Iterable[Job]) -> list[Job]:
     """The jobs as a ShardWriter wants their tensors: those of wide dtypes first."""
     return sorted(jobs, key=lambda job: -job.planned[0].dtype.itemsize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,8 +88,12 @@ def assembly_of_arch(recipe: Recipe) -> Assembly:
     return Assembly(family, family.load("config").from_arch(recipe.model.arch), None, None)
 
 
+# A function of PyTorch that draws, the tensor it writes to, and its further arguments; gives the tensor.
+Draw = Callable[[Any, Tensor, Sequence[Any], Mapping[str, Any]], Tensor]
+
+
 class _Draws(TorchFunctionMode):
-    """How tensors get random values while a model is built; on a CPU that takes minutes for billions of weights."""
+    """Has `draw` give tensors their random values while a model is built; on a CPU that takes minutes for billions of weights."""
 
     # By name: PyTorch has each of them as a function and as a method, transformers wraps the functions.
     names = frozenset(
@@ -104,6 +108,10 @@ class _Draws(TorchFunctionMode):
         )
     )
 
+    def __init__(self, draw: Draw) -> None:
+        super().__init__()
+        self.draw = draw
+
     def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if getattr(func, "__name__", None) not in self.names:
@@ -111,34 +119,28 @@ class _Draws(TorchFunctionMode):
         tensor, *args = args or (kwargs.pop("tensor"),)
         return self.draw(func, tensor, args, kwargs)
 
-    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        raise NotImplementedError
+
+def _undrawn(func: Any, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """The tensor as it is."""
+    return tensor
 
 
-class _Undrawn(_Draws):
-    """Leaves tensors as they are."""
-
-    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-        return tensor
-
-
-class _DrawnOn(_Draws):
+def drawn_on(device: torch.device, seed: int) -> Draw:
     """Draws values for tensors of the CPU on another device: a tower's, which transformers builds there.
 
-    The random numbers are this object's own, so ranks draw the same ones whatever else they drew.
+    The random numbers are of a generator of its own, so ranks draw the same ones whatever else they drew.
     """
+    generator = torch.Generator(device).manual_seed(seed)
 
-    def __init__(self, device: torch.device, seed: int) -> None:
-        super().__init__()
-        self.device, self.generator = device, torch.Generator(device).manual_seed(seed)
-
-    def draw(self, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def draw(func: Any, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         if tensor.device.type != "cpu" or kwargs.get("generator") is not None:
             return func(tensor, *args, **kwargs)
-        there = torch.empty_like(tensor, device=self.device)
+        there = torch.empty_like(tensor, device=device)
         with torch.no_grad():
-            tensor.copy_(func(there, *args, **(kwargs | {"generator": self.generator})))
+            tensor.copy_(func(there, *args, **{**kwargs, "generator": generator}))
         return tensor
+
+    return draw
 
 
 def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: bool = False) -> list[Any]:
@@ -158,15 +160,18 @@ def build_model(assembly: Assembly, recipe: Recipe, world: World, *, loaded: boo
             last=world.pp_rank == world.pp_size - 1 and index == recipe.parallel.vpp - 1,
             vp_stage=index if recipe.parallel.vpp > 1 else None,
         )
-        with _Undrawn() if undrawn else _drawn_on(world.device, recipe.run.seed):
+        with _drawing(undrawn, world.device, recipe.run.seed):
             chunks.append(assembly.family.load("model")(assembly.config, recipe, stage).to(world.device))
     if recipe.engine.precision == "bf16":
         return [Float16Module(chunk.config, chunk) for chunk in chunks]
     return chunks
 
 
-def _drawn_on(device: torch.device, seed: int) -> AbstractContextManager[Any]:
-    return _DrawnOn(device, seed) if device.type == "cuda" else nullcontext()
+def _drawing(loaded: bool, device: torch.device, seed: int) -> AbstractContextManager[Any]:
+    """How weights are drawn: not at all where they are loaded, on a GPU where there is one."""
+    if loaded:
+        return _Draws(_undrawn)
+    return _Draws(drawn_on(device, seed)) if device.type == "cuda" else nullcontext()
 
 
 def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:

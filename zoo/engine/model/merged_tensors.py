@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.bridge import ShardInfo
 from zoo.bridge.export_plan import Source
 from zoo.bridge.load import fit_shapes
-from zoo.bridge.streams import to_zoo
+from zoo.bridge.streams import joined, to_zoo
 
 Shape = tuple[int, ...]
 
@@ -45,13 +45,9 @@ class MergedTensors:
     @torch.no_grad()
     def _made(self, name: str) -> Tensor:
         base, shape = self._base, self._shapes[name]
-        tensor, at = torch.empty(shape, dtype=torch.float32), 0
-        flat = tensor.view(-1)
         job = to_zoo(self._entries[name], shape, base.resolution.source, base.reader, base.dims, None)
-        for _, pieces in job.make():
-            for piece in pieces:
-                flat[at : at + piece.numel()].copy_(piece.reshape(-1))
-                at += piece.numel()
+        ((_, pieces),) = job.make()
+        tensor = joined(pieces, shape, self.dtype(name))
         if name in self._adapters:
             self._adapters[name].add_to(tensor)
         return tensor

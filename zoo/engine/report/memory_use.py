@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from zoo.engine.distributed.world import World
     from zoo.engine.report.run_log import RunLog
 
-_STEPS = 2  # of a process, after which its memory is told: the second one has activations beside the optimizer's state
+_STEPS = (
+    2  # a process tells its memory after so many: the second has activations beside the optimizer's state
+)
 
 
 class MemoryUse:
@@ -40,7 +42,7 @@ class MemoryUse:
 
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
-    """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since the first step (None without a GPU)."""
+    """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since its peaks were last reset (None without a GPU)."""
     unit = 1.0 if sys.platform == "darwin" else 1024.0
     names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]
     if on_gpu:

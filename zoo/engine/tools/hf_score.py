@@ -22,8 +22,8 @@ from zoo.engine.model.meta_model import family_of
 def transformers_class(arch: Mapping[str, Any]) -> Any:
     """The model of transformers that has the logits of a config's model_type; what `architectures` says is not read.
 
-    Of a whole model that is the thinker, which its class loads alone. Not so in FP8: there the thinker's class would
-    leave every scale out, as transformers looks for them under the thinker's own names.
+    The thinker's class loads the thinker alone out of a whole model's folder. In FP8 the whole model's class is taken: the thinker's
+    would leave every scale out, as transformers looks for them under the thinker's own names.
     """
     import transformers
 

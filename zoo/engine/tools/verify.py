@@ -10,10 +10,8 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -223,42 +221,20 @@ def _fitting(entry: Entry, source: Mapping[str, str], reader: Folder, plan: Any)
 
 def _compare(left: _Side, right: _Side, compared: Callable[[int], None]) -> Iterator[Compared]:
     """All tensors; `compared` hears of the bytes of each part on the left."""
-    found = [
-        Compared(name, "missing in A" if name not in left.entries else "missing in B")
-        for name in left.entries.keys() ^ right.entries.keys()
-    ]
-    for name, pairs in groupby(_pairs(left, right), key=lambda pair: pair[0]):
+    for name in sorted({*left.entries, *right.entries}):
+        if name not in left.entries or name not in right.entries:
+            yield Compared(name, "missing in A" if name not in left.entries else "missing in B")
+            continue
         parts = []
-        for _, x, y in pairs:
+        for x, y in zip(left.parts(name), right.parts(name), strict=True):
             parts.append(_difference(name, x, y))
             compared(x.nbytes)
-        found.append(_joined(name, parts))
-    yield from sorted(found, key=lambda one: one.name)
+        yield _joined(name, parts)
     for name in sorted({*left.others, *right.others}):
         if name not in left.others or name not in right.others:
             yield Compared(name, "missing in A" if name not in left.others else "missing in B")
             continue
         yield _difference(name, left.reader.read(left.others[name]), right.reader.read(right.others[name]))
-
-
-def _pairs(left: _Side, right: _Side) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The parts of tensors that both sides have, by name; a thread of each side reads the next while two are compared."""
-    names = sorted(left.entries.keys() & right.entries.keys())
-    with ThreadPoolExecutor(1, "zoo-verify-a") as a, ThreadPoolExecutor(1, "zoo-verify-b") as b:
-        sides = [(pool, _parts(side, names)) for pool, side in ((a, left), (b, right))]
-        ahead = [pool.submit(next, parts, None) for pool, parts in sides]
-        while True:
-            x, y = (future.result() for future in ahead)
-            if x is None or y is None:
-                assert x is y, "as many parts on both sides"
-                return
-            ahead = [pool.submit(next, parts, None) for pool, parts in sides]
-            assert x[0] == y[0], "as many experts on both sides"
-            yield x[0], x[1], y[1]
-
-
-def _parts(side: _Side, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, part) for name in names for part in side.parts(name))
 
 
 def _difference(name: str, a: Tensor, b: Tensor) -> Compared:

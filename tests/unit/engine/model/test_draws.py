@@ -40,7 +40,7 @@ def test_a_model_whose_weights_are_loaded_draws_none(name: str, tmp_path: Path) 
 def test_draws_on_another_device_have_their_spread_and_are_the_same_whatever_was_drawn_before() -> None:
     def built(seed: int) -> list[torch.Tensor]:
         torch.rand(seed)
-        with build._DrawnOn(torch.device("cpu"), seed):
+        with build._Draws(build.drawn_on(torch.device("cpu"), seed)):
             linear = torch.nn.Linear(400, 300)
             torch.nn.init.trunc_normal_(linear.bias, std=0.5)
             return [linear.weight, linear.bias, torch.empty(500, 400).normal_(mean=1.0, std=0.02)]
