@@ -62,7 +62,10 @@ class Cuda:
 
         def noted(self: Tensor, other: Tensor, non_blocking: bool = False) -> Tensor:
             cuda.said.append(f"{cuda.streams[-1]} copies {other.numel()}, {non_blocking}")
-            return copy(self, other)
+            with (
+                torch._C.DisableTorchFunction()
+            ):  # what a world on the CPU has installed would call this again
+                return copy(self, other)
 
         monkeypatch.setattr(Tensor, "copy_", noted)
 
