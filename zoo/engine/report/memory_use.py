@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,21 @@ class MemoryUse:
     def __init__(self, world: World) -> None:
         self._world, self._steps = world, 0
 
-    def note(self, log: RunLog, step: int) -> None:
-        """After a step of this process: in the log, and on a GPU for people too."""
+    def flags(self) -> list[float]:
+        """Most bytes of every rank where they are told after this step: this rank's own, 0 for the others', to be summed up."""
+        if self._steps != _STEPS - 1:
+            return []
+        own = _most_bytes(self._on_gpu)
+        return [size * (rank == self._world.rank) for rank in range(self._world.size) for size in own]
+
+    def note(self, log: RunLog, step: int, sums: Sequence[float]) -> None:
+        """After a step of this process: in the log, and on a GPU for people too. `sums`: begin with those of the ranks' `flags`."""
         self._steps += 1
         if self._steps != _STEPS:
             return
-        found = self.most()
+        kinds = len(_KINDS) if self._on_gpu else 1
+        told = sums[: kinds * self._world.size]
+        found = _in_gib([max(told[kind::kinds]) for kind in range(kinds)])
         log.event("memory", step, **found)
         if found["peak_gib"] is not None:
             log.say(
@@ -38,19 +48,35 @@ class MemoryUse:
 
     def most(self) -> dict[str, float | None]:
         """`memory` of all ranks."""
-        return memory(self._world.device.type == "cuda", self._world)
+        return memory(self._on_gpu, self._world)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self._world.device.type == "cuda"
+
+
+_KINDS = ("host_gib", "peak_gib", "reserved_gib")
 
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
     """Most GiB of any rank: of the host's memory, and in use and taken from a GPU since its peaks were last reset (None without a GPU)."""
-    unit = 1.0 if sys.platform == "darwin" else 1024.0
-    names, peaks = ["host_gib"], [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]
-    if on_gpu:
-        names += ["peak_gib", "reserved_gib"]
-        peaks += [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
+    peaks = _most_bytes(on_gpu)
     if world is not None and world.size > 1:
         largest = torch.tensor(peaks, dtype=torch.float64, device=world.device)
         torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
         peaks = largest.tolist()
-    found = dict(zip(names, (round(peak / 2**30, 2) for peak in peaks), strict=True))
-    return {"peak_gib": None, "reserved_gib": None, **found}
+    return _in_gib(peaks)
+
+
+def _most_bytes(on_gpu: bool) -> list[float]:
+    """By kind; without a GPU the host's alone."""
+    unit = 1.0 if sys.platform == "darwin" else 1024.0
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if not on_gpu:
+        return [host]
+    return [host, float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())]
+
+
+def _in_gib(peaks: Sequence[float]) -> dict[str, float | None]:
+    found: dict[str, float | None] = dict.fromkeys(_KINDS)
+    return found | {name: round(peak / 2**30, 2) for name, peak in zip(_KINDS, peaks, strict=False)}

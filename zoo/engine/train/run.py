@@ -42,9 +42,8 @@ from zoo.engine.train.dataloader import RowCounter, open_data, total_steps
 from zoo.engine.train.evaluation import evaluate
 from zoo.engine.train.preference.reference import Reference
 from zoo.engine.train.step_metrics import step_record
-from zoo.engine.train.train_step import StepResult, TrainStep, flags_of
+from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.engine.watchdog.progress import Progress
-
 
 class Run:
     """One run on one rank: built once, then `run()`."""
@@ -227,16 +226,16 @@ class Run:
                 self._save()
 
     def _flags(self) -> list[float]:
-        """Whether this rank was interrupted, by a cluster, is out of time, is due to save or has a callback that stops; its saves'."""
+        """Whether this rank was interrupted, by a cluster, is out of time, is due to save or has a callback that stops; its memory, its saves'."""
         due_at = self.saved_at + 60 * (self.recipe.train.save_minutes or math.inf)
         own = flags_of(self.stop, self.time_is_up_at, due_at, stops=self.callbacks.stops)
-        return [*own, *self.saver.flags()]
+        return [*own, *self.memory.flags(), *self.saver.flags()]
 
     def _ends(self, flags: Sequence[float] | None = None) -> bool:
         """Whether any rank was interrupted, is out of time or has a callback that stops; without `flags`, asks now."""
         if flags is None:
             flags = self._flags() if self.world.size == 1 else self.world.sum(self._flags())
-        asked, preempted, late, due, stops = (flag > 0 for flag in flags[:5])
+        asked, preempted, late, due, stops = (flag > 0 for flag in flags[:FLAGS_OF_RUN])
         self.interrupted, self.preempted, self.save_due, self.stopped = asked, preempted, due, stops
         return asked or late or stops
 
@@ -255,7 +254,7 @@ class Run:
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
             self.saver.prepare(self.trainable)
-        self.memory.note(self.log, self.done)
+        self.memory.note(self.log, self.done, self.flags[FLAGS_OF_RUN:])
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
         """Write down a bad step; where it is one too many, save and end the run."""

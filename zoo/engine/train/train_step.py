@@ -47,6 +47,9 @@ class StepResult:
     seconds: float
 
 
+FLAGS_OF_RUN = 5  # values of `flags_of`
+
+
 def flags_of(stop: Interrupts, ends_at: float, due_at: float, *, stops: bool) -> list[float]:
     """Whether this rank was interrupted, by a cluster, is out of time, is due to save, and `stops` by a callback."""
     now = time.monotonic()
