@@ -45,6 +45,7 @@ from zoo.engine.train.step_metrics import step_record
 from zoo.engine.train.train_step import FLAGS_OF_RUN, StepResult, TrainStep, flags_of
 from zoo.engine.watchdog.progress import Progress
 
+
 class Run:
     """One run on one rank: built once, then `run()`."""
 
