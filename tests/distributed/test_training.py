@@ -160,3 +160,27 @@ def test_a_process_can_train_again_with_all_its_memory(pool: Pool, tmp_path: Pat
     for first, second in pool.run(2, rank_tasks.train_twice, list(COMMON), folders, ports, timeout=300.0):
         assert first[0] == second[0] == 0
         assert second[1] <= first[1] < 8  # a run makes some twenty groups
+
+
+@pytest.mark.parametrize(
+    ("recipe", "orders"),
+    [
+        ("qwen3_vl_sft", (["data", "model"], ["data", "model", "checkpoint"])),
+        ("qwen3_vl_dpo", (["model", "reference", "data"], ["model", "checkpoint", "reference", "data"])),
+    ],
+)
+def test_the_first_step_s_rows_are_read_while_the_model_is_built(
+    recipe: str, orders: tuple[list[str], ...], pool: Pool, tmp_path: Path
+) -> None:
+    """At a start and where a checkpoint is resumed from; where a loss needs figures of the reference, once these are there."""
+    given = (
+        "train.global_batch=1",
+        "train.save_every=1",
+        "export=false",
+        "train.eval_rows=0",
+        "data.lookahead=8",
+    )
+    for steps, order in zip((1, 2), orders, strict=True):
+        about = [*given, f"train.steps={steps}", "train.warmup_steps=0", f"run.dir={tmp_path}"]
+        (found,) = pool.run(1, rank_tasks.order_of_the_start, about, recipe, "tiny", timeout=300.0)
+        assert found == order

@@ -58,6 +58,35 @@ def train_twice(
     return left
 
 
+def order_of_the_start(
+    rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
+) -> list[str]:
+    """`train`; the order in which data (when a loader begins), model, checkpoint and reference come in `Run._build`."""
+    from zoo.data.loading.loader import BatchLoader
+    from zoo.engine.checkpoint import sharded
+    from zoo.engine.model import build
+    from zoo.engine.train.preference.reference import Reference
+    from zoo.engine.train.run import Run
+
+    found: list[str] = []
+    build_all = Run._build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "_build", lambda run: (found.clear(), build_all(run)))
+        for owner, name, stage in (
+            (BatchLoader, "begin", "data"), (build, "build_model", "model"), (sharded, "load", "checkpoint"),
+            (Reference, "give", "reference"),
+        ):  # fmt: skip
+            called = getattr(owner, name)
+
+            def noted(*given: Any, called: Any = called, stage: str = stage, **options: Any) -> Any:
+                found.append(stage)
+                return called(*given, **options)
+
+            patch.setattr(owner, name, noted)
+        train(rank, size, overrides, recipe_name, model_size)
+    return list(dict.fromkeys(found))
+
+
 def train_in_the_former_format(
     rank: int, size: int, overrides: Sequence[str], recipe_name: str, model_size: str
 ) -> dict[str, Any]:

@@ -224,6 +224,9 @@ class BenchRun(LoadedRun):
         self.warm += -self.warm % len(mine)
         self.recipe = replace(recipe, train=replace(recipe.train, steps=self.warm + self.timed))
 
+    def _begin_data(self) -> None:
+        """Nothing: the batches are there."""
+
     def close(self) -> None:
         """Nothing: there is no loader."""
 

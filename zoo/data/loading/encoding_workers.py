@@ -4,13 +4,14 @@ Each has the Hugging Face processor of the run and a decoding worker of its own 
 ever. Samples come back through shared memory: their tensors lie in it and are not copied. A sample is the same whoever made
 it; a row that no worker has made, because it is being started, has ended or was not told in time, is encoded by the caller.
 
-One process is started, imports what is needed and forks the workers off, so N of them take the time and little more than the memory of one.
+One process is started (`zoo.data.loading.worker_processes`), imports what is needed and forks the workers off, so N of them take the time and little more than the memory of one.
 A worker ends when its socket is closed, however the rank ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import mmap
 import os
@@ -32,11 +33,11 @@ import torch
 from torch import Tensor
 
 from zoo.data.errors import RowError
+from zoo.data.loading import worker_processes
 from zoo.data.media.decoder import HERE
-from zoo.subprocesses import find_users_modules, module_command
+from zoo.subprocesses import find_users_modules
 
 if TYPE_CHECKING:
-    from zoo.config.schema import DataConfig
     from zoo.data.loading.row_encoder import RowEncoder
     from zoo.data.processors.augment import Augment
     from zoo.data.sample import Sample
@@ -46,6 +47,13 @@ HEAD = struct.Struct("<QQ")  # bytes of the message that follows, and of the sha
 AHEAD = 2  # rows that a worker is given at a time, so that it never waits for the next one
 ALIGN = 64  # bytes, at which tensors begin
 POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # all pages at once; one by one they cost more than reading them
+# What the processors of transformers are made of, which takes most of the time that importing one takes.
+_OF_PROCESSORS = (
+    "transformers.processing_utils",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.image_processing_backends",
+    "transformers.video_processing_utils",
+)
 GRACE = 60.0  # seconds beyond `data.row_seconds` after which a worker that hangs ends itself
 
 
@@ -55,17 +63,6 @@ class RowToEncode(NamedTuple):
     key: int
     row: Row
     augment: Augment | None
-
-
-def count_for(data: DataConfig, ranks: int) -> int:
-    """Encoding workers of a rank, of as many on this machine: `data.workers`; none under data.encode_in_workers=false.
-
-    Where there is no GPU the cores are those that train, and nothing is gained: by default there are none.
-    """
-    from zoo.data.media.decoding_workers import worker_count
-
-    wanted = torch.cuda.is_available() if data.encode_in_workers is None else data.encode_in_workers
-    return worker_count(data, ranks) if wanted and hasattr(socket, "send_fds") else 0
 
 
 class EncodingWorkers:
@@ -94,6 +91,8 @@ class EncodingWorkers:
         wanted = {row.key: row for row in rows}
         with self._changed:
             if self._closed or (not wanted and self._process is None):
+                if alone:
+                    worker_processes.end_ahead()
                 return
             if self._process is None:
                 self._start()
@@ -148,26 +147,8 @@ class EncodingWorkers:
                 self._woken.send(b"x")
 
     def _start(self) -> None:
-        pairs = [socket.socketpair() for _ in range(self.count)]
-        ends = [theirs.fileno() for _, theirs in pairs]
-        self._process = subprocess.Popen(
-            module_command("zoo.data.loading.encoding_workers", *map(str, ends)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=ends,
-            start_new_session=True,  # Ctrl-C is for the run, which ends its workers
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "OPENBLAS_NUM_THREADS": "1",
-                "CUDA_VISIBLE_DEVICES": "",
-                "TOKENIZERS_PARALLELISM": "false",
-            },
-        )
-        for _, theirs in pairs:
-            theirs.close()
-        self._starting = {ours for ours, _ in pairs}
+        self._process, sockets = worker_processes.take(self.count)
+        self._starting = set(sockets)
         data = replace(self.encoder.data, train=[], eval=[])  # which may be rows, and are not read there
         about = pickle.dumps(replace(self.encoder, data=data, decoder=HERE), protocol=5)
         self._woken, woken = socket.socketpair()
@@ -295,6 +276,9 @@ def serve(ends: list[int]) -> None:
     """Fork a worker for each socket, and wait for them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    for name in _OF_PROCESSORS:  # while the rank imports as well
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     encoder = pickle.loads(sys.stdin.buffer.read())
     for end in ends:
         if os.fork() == 0:

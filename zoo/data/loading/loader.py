@@ -122,6 +122,16 @@ class BatchLoader:
         # Rows of a stream are let go of once they are in a bin, so none can be planned anew.
         self._plans = STEPS_AHEAD if source.workers is not None and not source.rows.has_stream else 1
 
+    @property
+    def begun(self) -> bool:
+        """Whether the next step is being prepared."""
+        return self._ahead is not None
+
+    def begin(self) -> None:
+        """Prepare the next step from now on, before it is asked for; without `prefetch` nothing is."""
+        if self._executor is not None and self._ahead is None:
+            self._ahead = self._executor.submit(self._produce)
+
     def next_step(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next optimizer step (in pinned memory where there is a GPU).
 
@@ -130,8 +140,8 @@ class BatchLoader:
             UserError: no usable row is left.
         """
         batches, state = self._ahead.result() if self._ahead is not None else self._produce()
-        self._state, self.step = state, self.step + 1
-        self._ahead = None if self._executor is None else self._executor.submit(self._produce)
+        self._state, self.step, self._ahead = state, self.step + 1, None
+        self.begin()
         return batches
 
     def state_dict(self) -> dict[str, Any]:

@@ -303,6 +303,10 @@ class SampleSource:
             if self.workers is not None:
                 self.workers.begin(begun, alone=alone)
 
+    def abandon(self) -> None:
+        """Have whoever encodes in another thread fail at the next row."""
+        self._tick = _abandoned
+
     def close(self) -> None:
         """End the encoding workers."""
         if self.workers is not None:
@@ -352,6 +356,10 @@ class SampleSource:
         if not self.encoder.labelled:
             return row
         return with_other_answer(row, answer_before(self.rows, sample_id % self._rows))
+
+
+def _abandoned() -> None:
+    raise RuntimeError("the run has ended, and its rows are no longer read")
 
 
 def _is_for_workers(row: Row) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from zoo.config.compose import save_recipe
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.loading import worker_processes
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.processes import end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, LOST, PREEMPTED, Preempted
@@ -43,6 +44,7 @@ class WorkerError(RuntimeError):
 
 
 @untouched()
+@worker_processes.ended()
 def launch(
     recipe: Recipe,
     *,
@@ -79,6 +81,8 @@ def launch(
 
         def start(ranks: int) -> None:
             """Import what a rank needs, if this process plans while another one could; or start those that do so."""
+            if under_torchrun() or (ranks == 1 and here):
+                worker_processes.start_ahead(recipe.data)
             if under_torchrun():
                 import_core()
             elif ranks > 1 or not here:

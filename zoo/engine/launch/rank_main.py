@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zoo.data.loading import worker_processes
 from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import FAILURE_LOG, end_with, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
@@ -64,21 +65,24 @@ def _ended(work: Callable[[], int]) -> int:
         return 1
 
 
+@worker_processes.ended()
 def _train(path: str, files: Mapping[str, str]) -> int:
     """Train; the exit code."""
     with importing(own=True):
-        _import_for(files.get("--asked", path))
+        _import_for(files.get("--asked", path), encodes=True)
         from zoo.engine.train.trainer import train
     recipe = _planned(Path(path))
     with live_terminal():
         return train(recipe, _callbacks(files.get("--callbacks"))).code
 
 
-def _import_for(path: str) -> Recipe:
-    """Import what a run of the recipe in that file needs; the recipe."""
+def _import_for(path: str, *, encodes: bool = False) -> Recipe:
+    """Import what a run of the recipe in that file needs; the recipe. `encodes`: with workers, which import meanwhile."""
     from zoo.config.compose import load_recipe
 
     recipe = load_recipe(path)
+    if encodes:
+        worker_processes.start_ahead(recipe.data)
     leave_out_transformer_engine(recipe)
     import_core()
     return recipe

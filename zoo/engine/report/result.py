@@ -63,6 +63,15 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
+def was_completed(run_dir: str | Path, steps: int, export: bool) -> bool:
+    """Whether a run has ended after so many steps, by itself and, where it is to `export`, with the weights exported."""
+    summary = read_summary(run_dir)
+    if summary is None:
+        return False
+    exported = summary.get("export") or not export
+    return bool(exported) and not summary.get("interrupted") and summary.get("steps") == steps
+
+
 def losses_by_step(run_dir: str | Path) -> dict[int, float]:
     """Step -> training loss from `train.jsonl`, nan where it was not finite; the later line of a step that was repeated."""
     by_step = {

@@ -14,7 +14,7 @@ import torch
 from zoo.config.checks.schedule import check_schedule
 from zoo.config.derived import teacher_on_disk
 from zoo.config.schema import DataConfig, Recipe, TrainConfig
-from zoo.data.loading import encoding_workers
+from zoo.data.loading import worker_processes
 from zoo.data.loading.defaults import with_defaults
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.loader import LENGTH_PROBES, BatchLoader
@@ -65,6 +65,10 @@ class RunData:
     def shrunk(self) -> int:
         """Rows whose images or videos were made smaller to fit (data.overlong=shrink)."""
         return self.source.shrunk + (self.held_out.shrunk if self.held_out else 0)
+
+    def abandon(self) -> None:
+        """Have the loader's thread leave off at the next row: a run that has failed need not wait until a step is prepared."""
+        self.source.abandon()
 
     def close(self) -> None:
         """End the threads and processes of loader and decoder."""
@@ -130,7 +134,7 @@ def open_data(
         augment=settings.augment,
         blank=settings.blank_answers,
         seed=recipe.run.seed,
-        workers=encoding_workers.count_for(settings, ranks_here),
+        workers=worker_processes.count_for(settings, ranks_here),
         **options,
     )
     if teacher_on_disk(recipe):

@@ -155,13 +155,23 @@ def first_rows(data: RunData, world: World) -> Rows:
     return Rows(known_rows(data) if world.is_main else {})
 
 
-def place_loader(loader: BatchLoader, saved: Mapping[str, Any], rows: Rows, done: int) -> None:
-    """Put a loader where the checkpoint's was; `saved`: its state, `done`: steps that the run has behind it."""
-    if rows.anew:
+def begin_loader(
+    loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int
+) -> None:
+    """Have a loader prepare the next step, behind the checkpoint's place; nothing where it does so already.
+
+    Args:
+        checkpoint: the state that is resumed from.
+        done: steps that the run has behind it.
+    """
+    if loader.begun:
+        return
+    if checkpoint is not None and rows.anew:
         loader.begin_anew(done)
-    else:
+    elif checkpoint is not None:
         void: dict[str, Any] = {"corrected": []} if rows.others else {}
-        loader.load_state_dict({**saved, **void}, rows.sizes)
+        loader.load_state_dict({**checkpoint["data"], **void}, rows.sizes)
+    loader.begin()
 
 
 def log_differences(

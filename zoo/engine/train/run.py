@@ -30,7 +30,7 @@ from zoo.engine.model import build, lora
 from zoo.engine.optimizer import adamw, muon
 from zoo.engine.report import messages
 from zoo.engine.report.memory_use import MemoryUse
-from zoo.engine.report.result import TrainResult, losses_by_step, read_summary
+from zoo.engine.report.result import TrainResult, losses_by_step, was_completed
 from zoo.engine.report.row_counts import RowCounts
 from zoo.engine.report.run_log import RunLog
 from zoo.engine.report.startup_time import Startup
@@ -104,12 +104,17 @@ class Run:
         else:
             self.rows = resume.check_rows(self.resume_from, self.state, self.data, self.recipe, self.changes)
 
+    def _begin_data(self) -> None:
+        resume.begin_loader(self.loader, self.state, self.rows, self.done)
+
     def _build(self) -> None:
         """Model, weights, optimizer and step; with a checkpoint, all as it was saved."""
         recipe, world = self.recipe, self.world
         reference = Reference.of(recipe, self.assembly, world, self.folder)
         anew = reference is not None and not reference.read(self.data, self.rows, self.progress.tick)
         fresh = anew or self.resume_from is None  # weights that no checkpoint has
+        if reference is None:
+            self._begin_data()  # while the model is built
         chunks = build.build_model(self.assembly, recipe, world, loaded=not (fresh or recipe.lora.rank))
         self.startup.mark("model")
         if recipe.lora.rank:
@@ -132,6 +137,7 @@ class Run:
                 self._resume(self.resume_from)
         if reference is not None:
             reference.give(self.data)
+        self._begin_data()
         complete = completion(recipe, self.assembly, self.adapters, self.step, wrapped, world)
         parts = (self.loader, self.detector, self.progress, self.times, self.saver.before_update, complete)
         self.train_step = TrainStep(recipe, world, self.step, self.trainable, *parts, self._flags)
@@ -147,7 +153,6 @@ class Run:
             self._choose({checkpoint.name: damaged.faults})
             assert self.resume_from is not None and self.state is not None
             sharded.load(self.trainable, self.resume_from, self.world, self.state["ranks"])
-        resume.place_loader(self.loader, self.state["data"], self.rows, self.done)
 
     def _adapt(self, chunks: list[Any], *, fresh: bool) -> None:
         """Load the weights that adapters belong to, and put new adapters (or those of lora.init) beside them."""
@@ -159,7 +164,8 @@ class Run:
 
     def run(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
-        if agreed(self._was_completed):
+        ended = self.done >= self.total_steps or self.callbacks.finished is not None
+        if agreed(lambda: ended and was_completed(self.folder, self.done, self.recipe.export)):
             return self._leave_as_it_is()
         self._build()
         with self.stop.deferred(), self.saver:
@@ -192,17 +198,11 @@ class Run:
 
     def release(self) -> None:
         """Free the model and the optimizer's state, which megatron-core would keep. The run can't be used any more."""
+        if "data" in self.__dict__:
+            self.data.abandon()
         if (trainable := self.__dict__.pop("trainable", None)) is not None:
             optimization.release_ddp([*trainable.chunks])
         self.__dict__.pop("train_step", None)  # not there where the build failed behind the optimizer
-
-    def _was_completed(self) -> bool:
-        """Whether an earlier start has done all steps, the evaluation and the export, as this rank sees it."""
-        summary = read_summary(self.folder)
-        if summary is None or (self.done < self.total_steps and self.callbacks.finished is None):
-            return False
-        exported = summary.get("export") or not self.recipe.export
-        return bool(exported) and not summary.get("interrupted") and summary.get("steps") == self.done
 
     def _leave_as_it_is(self) -> TrainResult:
         if self.world.is_main:

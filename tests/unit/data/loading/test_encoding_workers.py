@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
-from zoo.data.loading import encoding_workers
+from zoo.data.loading import encoding_workers, worker_processes
 from zoo.data.loading.encoding_workers import RowToEncode
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
@@ -78,9 +78,12 @@ def wanted(rows: Path, processor: Any) -> list[list[MicroBatch]]:
 
 @pytest.fixture
 def working(rows: Path, processor: Any) -> Iterator[BatchLoader]:
-    """A loader whose workers are up, with a step behind it."""
+    """A loader whose workers are up, with a step behind it; their process was started ahead."""
+    worker_processes.start_ahead(DataConfig(workers=COUNT, encode_in_workers=True))
+    (ahead,) = worker_processes._ahead
     made = loader(rows, processor, COUNT)
     assert made.next_step() and made.source.workers is not None  # encoded here: no worker is up so early
+    assert made.source.workers._process is ahead.process and not worker_processes._ahead
     started(made.source.workers)
     yield made
     made.close()
@@ -167,12 +170,12 @@ def test_random_changes_are_those_of_the_row(rows: Path, processor: Any) -> None
 def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default as many as decode, where there is a GPU."""
     data = DataConfig(workers=3)
-    assert encoding_workers.count_for(data, 1) == 0
-    assert encoding_workers.count_for(replace(data, encode_in_workers=True), 1) == 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert encoding_workers.count_for(data, 1) == 3
-    assert encoding_workers.count_for(replace(data, encode_in_workers=False), 1) == 0
-    assert encoding_workers.count_for(replace(data, workers=0), 1) == 0
+    assert worker_processes.count_for(data, 1) == 0
+    assert worker_processes.count_for(replace(data, encode_in_workers=True), 1) == 3
+    monkeypatch.setattr(worker_processes, "gpu_count", lambda: 1)
+    assert worker_processes.count_for(data, 1) == 3
+    assert worker_processes.count_for(replace(data, encode_in_workers=False), 1) == 0
+    assert worker_processes.count_for(replace(data, workers=0), 1) == 0
 
 
 def test_towers_inputs_in_half_precision(rows: Path, processor: Any) -> None:

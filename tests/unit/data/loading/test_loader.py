@@ -1,4 +1,5 @@
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,48 @@ def make_loader(source=None, config=None, **options) -> BatchLoader:
 
 def stream(loader: BatchLoader, steps: int) -> list:
     return [[batch.sources for batch in loader.next_step()] for _ in range(steps)]
+
+
+def test_the_first_step_is_prepared_once_it_is_begun() -> None:
+    """It is the one that comes without; a place that is loaded afterwards holds; and a run that has failed does not wait for it."""
+    begun, plain = make_loader(), make_loader()
+    assert not begun.begun
+    begun.begin()
+    assert begun.begun and begun._ahead is not None
+    begun._ahead.result(timeout=20)
+    begun.begin()  # a second time: nothing
+    assert stream(begun, 3) == stream(plain, 3)
+    state, following = plain.state_dict(), stream(plain, 1)
+    again = make_loader()
+    again.begin()
+    again.load_state_dict(state)
+    assert not again.begun
+    again.begin()
+    assert stream(again, 1) == following
+    for loader in (begun, plain, again):
+        loader.close()
+
+
+def test_a_run_that_has_failed_does_not_wait_for_its_rows() -> None:
+    source, asked = make_source(), []
+    reached, goes_on = threading.Event(), threading.Event()
+
+    def tick() -> None:
+        asked.append(1)
+        reached.set()
+        goes_on.wait(20)
+
+    source._tick = tick
+    loader = make_loader(source)
+    loader.begin()
+    assert reached.wait(20)
+    source.abandon()
+    goes_on.set()
+    assert loader._ahead is not None
+    with pytest.raises(RuntimeError, match="the run has ended"):
+        loader._ahead.result(timeout=20)
+    assert len(asked) == 1
+    loader.close()
 
 
 # ---------------------------------------------------------------- collate
