@@ -363,10 +363,10 @@ def _abandoned() -> None:
 
 
 def _is_for_workers(row: Row) -> bool:
-    """Whether an encoding worker is to encode it: it has media, neither zoo's own nor to be downloaded."""
+    """Whether an encoding worker is to encode it: it has media, which need not be downloaded."""
     media = [*row.images, *row.videos, *row.audios]
     far = any(isinstance(medium, str) and medium.startswith(("http://", "https://")) for medium in media)
-    return bool(media) and not far and not row.trusted
+    return bool(media) and not far
 
 
 def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:
