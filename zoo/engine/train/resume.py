@@ -155,9 +155,7 @@ def first_rows(data: RunData, world: World) -> Rows:
     return Rows(known_rows(data) if world.is_main else {})
 
 
-def begin_loader(
-    loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int
-) -> None:
+def begin_loader(loader: BatchLoader, checkpoint: Mapping[str, Any] | None, rows: Rows, done: int) -> None:
     """Have a loader prepare the next step, behind the checkpoint's place; nothing where it does so already.
 
     Args:
