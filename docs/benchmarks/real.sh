@@ -1,0 +1,154 @@
+#!/usr/bin/env bash
+# Real files and whole models on one and two GPUs, as docs/benchmarks.md has them, in parts of minutes:
+#
+#   docs/benchmarks/real.sh start                  Qwen3.5-VL 2B on pages: three starts, the first without compiled kernels
+#   docs/benchmarks/real.sh pages                  Qwen3.5-VL and Qwen3-VL 2B on pages, with all cores and with four
+#   docs/benchmarks/real.sh mixture                Qwen2.5-Omni 3B on pages, 720p videos and speech, likewise
+#   docs/benchmarks/real.sh whole RECIPE SIZE      two GPUs, EP 2: all weights of a model with experts on pages and videos; ends after
+#                                                  $STEPS (22) steps, with an evaluation at step 20
+#   docs/benchmarks/real.sh adapters RECIPE SIZE   two GPUs, EP 2: its adapters on the same files
+#   docs/benchmarks/real.sh layouts                Qwen3.5-VL 2B under TP 2 and CP 2, and on one GPU
+#
+# Keys with a dot behind the part go to every command of it. Results are written to $OUT (./real), rows to $ROWS ($OUT/rows). Weights are
+# random. --dry-run runs the same commands for real on the CPU, with tiny models.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-python}
+part=${1:-}
+shift || true
+dry=
+words=()
+more=()
+for word in "$@"; do
+    case "$word" in
+    --dry-run) dry=yes ;;
+    *.*=*) more+=("$word") ;;
+    *) words+=("$word") ;;
+    esac
+done
+out=${OUT:-real}
+rows=${ROWS:-$out/rows}
+steps=${STEPS:-22}
+mkdir -p "$out"
+
+if [ -n "$dry" ]; then
+    export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+    dense=tiny omni=tiny row=4096 wide=4096 small=4096 pages=24 videos=2 clips=4 samples=12 few=4 evaluated=2
+    steps=${STEPS:-3} whole=() more+=(engine.threads=1)
+else
+    dense=2b omni=3b row=16384 wide=32768 small=8192 pages=600 videos=40 clips=100 samples=300 few=32 evaluated=20
+    whole=(train.exp_avg_dtype=fp8 train.exp_avg_sq_dtype=fp8 train.main_grads_dtype=bf16 train.optimizer_offload_fraction=0.4 machine.host_memory_gb=250)
+fi
+
+zoo() { "$python" -m zoo "$@"; }
+
+# bench NAME KEY=VALUE...: into $OUT/NAME.json
+bench() {
+    local name=$1
+    shift
+    zoo bench train out="$out/$name.json" backends=torch passes=1 engine.doctor=false "$@" ${more[@]+"${more[@]}"}
+}
+
+# files NAME KIND=COUNT...: rows of such files in $ROWS/NAME
+files() {
+    local name=$1
+    shift
+    [ -e "$rows/$name/rows.jsonl" ] || "$python" "$here/rows.py" "$rows/$name" "$@"
+}
+
+# train RUN KEY=VALUE...
+train() {
+    local name=$1
+    shift
+    zoo train model.init=random parallel.plan=[] run.dir="$out/$name" export=false log.tensorboard=false "$@" ${more[@]+"${more[@]}"}
+}
+
+start() {
+    files pages pages="$pages"
+    export XDG_CACHE_HOME="$out/caches" TRITON_CACHE_DIR="$out/caches/triton"
+    for number in 1 2 3; do
+        train "start-$number" recipe=qwen35_vl_sft size="$dense" nproc=1 data.train=["$rows/pages/rows.jsonl"] data.eval=none \
+            packing.budget="$row" train.global_batch=1 train.steps=3 train.save=weights
+        rm -rf "$out/start-$number/checkpoints"
+        grep '"startup"' "$out/start-$number/train.jsonl"
+    done
+    cp "$XDG_CACHE_HOME"/zoo/doctor/*.json "$out/" 2>/dev/null || echo "no kernels were checked"
+}
+
+pages() {
+    files pages pages="$pages"
+    local keys=(data="$rows/pages/rows.jsonl" samples="$samples" size="$dense")
+    bench pages "${keys[@]}" recipe=qwen35_vl_sft settings="row:$row"
+    on_four bench pages-4-cores "${keys[@]}" recipe=qwen35_vl_sft settings="row:$row"
+    bench pages-qwen3 "${keys[@]}" recipe=qwen3_vl_sft settings="row:$wide"
+}
+
+mixture() {
+    files mixture pages="$pages" videos="$videos" clips="$clips"
+    local keys=(data="$rows/mixture/rows.jsonl" samples="$samples" size="$omni" recipe=qwen25_omni_sft settings="row:$row")
+    bench mixture "${keys[@]}"
+    on_four bench mixture-4-cores "${keys[@]}"
+}
+
+# on_four COMMAND: with four cores, where there are more
+on_four() {
+    local old=$python
+    python=$(mktemp)
+    printf '#!/bin/sh\nexec taskset -c %s %s "$@"\n' "$(taskset -cp $$ | sed 's/.*: //' | "$old" -c '
+import sys
+cores = []
+for piece in sys.stdin.read().strip().split(","):
+    first, _, last = piece.partition("-")
+    cores += range(int(first), int(last or first) + 1)
+print(",".join(map(str, cores[:4])))')" "$old" >"$python"
+    chmod +x "$python"
+    "$@"
+    rm "$python"
+    python=$old
+}
+
+# The run is killed at its last step: what is measured are steps, an evaluation and memory.
+whole() {
+    files vision pages="$pages" videos="$videos"
+    local recipe=${words[0]:?a recipe is wanted} size=${words[1]:?a size is wanted} shell
+    train "whole-$recipe" recipe="$recipe" size="$size" nproc=2 parallel.ep=2 data.train=["$rows/vision/rows.jsonl"] \
+        data.eval=["$rows/vision/held.jsonl"] packing.budget="$small" train.global_batch=2 train.steps=100000 train.eval_every="$evaluated" \
+        train.save=weights train.keep_best=null engine.recompute=full engine.doctor=false ${whole[@]+"${whole[@]}"} &
+    shell=$!
+    until grep -qs "\"step\": $steps," "$out/whole-$recipe/train.jsonl"; do
+        kill -0 "$shell" || { echo "real.sh: the run has ended before step $steps" >&2; exit 1; }
+        sleep 0.5
+    done
+    kill -KILL $(descendants "$shell")
+    wait "$shell" || true
+    grep -h '"startup"\|"memory"\|"eval' "$out/whole-$recipe/train.jsonl"
+    tail -n 1 "$out/whole-$recipe/train.jsonl"
+}
+
+descendants() {
+    local child
+    for child in $(cat /proc/"$1"/task/*/children); do descendants "$child"; done
+    echo "$1"
+}
+
+adapters() {
+    files vision pages="$pages" videos="$videos"
+    local recipe=${words[0]:?a recipe is wanted} size=${words[1]:?a size is wanted}
+    bench "adapters-$recipe" recipe="$recipe" size="$size" nproc=2 parallel.ep=2 engine.recompute=selective settings="row:$row" \
+        data="$rows/vision/rows.jsonl" samples="$samples"
+}
+
+layouts() {
+    local keys=(size="$dense")
+    bench layouts-1 "${keys[@]}" nproc=1 settings="row:$row" samples="$few"
+    bench layouts-tp2 "${keys[@]}" nproc=2 settings="row:$small" samples="$few" parallel.tp=2 parallel.sp=true --profile
+    bench layouts-cp2 "${keys[@]}" nproc=2 settings="row:$wide" samples=$((2 * few)) parallel.cp=2
+}
+
+case "$part" in
+start | pages | mixture | whole | adapters | layouts) "$part" ;;
+*)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 2
+    ;;
+esac
