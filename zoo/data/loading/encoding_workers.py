@@ -4,8 +4,8 @@ Each has the Hugging Face processor of the run and a decoding worker of its own 
 ever. Samples come back through shared memory: their tensors lie in it and are not copied. A sample is the same whoever made
 it; a row that no worker has made, because it is being started, has ended or was not told in time, is encoded by the caller.
 
-One process is started (`zoo.data.loading.worker_processes`), imports what is needed and forks the workers off, so N of them take the time and little more than the memory of one.
-A worker ends when its socket is closed, however the rank ends.
+One process is started (`zoo.data.loading.worker_processes`), imports what is needed and forks the workers off, so N of them take the
+time and little more than the memory of one. A worker ends when its socket is closed, however the rank ends.
 """
 
 from __future__ import annotations

@@ -304,8 +304,9 @@ class SampleSource:
                 self.workers.begin(begun, alone=alone)
 
     def abandon(self) -> None:
-        """Have whoever encodes in another thread fail at the next row."""
+        """End the encoding workers, and have whoever encodes in another thread fail at the next row."""
         self._tick = _abandoned
+        self.close()
 
     def close(self) -> None:
         """End the encoding workers."""

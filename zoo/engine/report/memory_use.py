@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zoo.engine.distributed.world import World
     from zoo.engine.report.run_log import RunLog
 
+_KINDS = ("host_gib", "peak_gib", "reserved_gib")
 _STEPS = (
     2  # a process tells its memory after so many: the second has activations beside the optimizer's state
 )
@@ -53,9 +54,6 @@ class MemoryUse:
     @property
     def _on_gpu(self) -> bool:
         return self._world.device.type == "cuda"
-
-
-_KINDS = ("host_gib", "peak_gib", "reserved_gib")
 
 
 def memory(on_gpu: bool, world: World | None = None) -> dict[str, float | None]:
