@@ -6,32 +6,17 @@ from typing import Any
 import pytest
 import torch
 from support.engine import Zoo, packed_batch
-from support.recorded_again import RecordedAgain
+from support.recorded_again import RecordedAgain, go_by_lengths
 from support.stacks import TINY
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 import zoo.engine.model.graphs as graphs_of_models
 from zoo.config.files import read_recipe
 from zoo.engine.model.graphs import use_graphs
-from zoo.nn.graphs.row import StaticRow
-from zoo.packing import PackedLayout
 
 # Decoders without experts. A row of gemma3 or gemma4 with an image, whose tokens see one another both ways, is not captured.
 DENSE = ("qwen3_vl", "qwen35_vl", "llava onevision", "internvl", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4")  # fmt: skip
 BOTH_WAYS = ("gemma3", "gemma4")
-
-
-def go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A static row whose layout has the lengths of the row that was written last, as operations without a kernel go by them."""
-    fill, lengths = StaticRow.fill, {}
-
-    def filled(self: StaticRow, layout: PackedLayout, by_token: Any) -> None:
-        fill(self, layout, by_token)
-        behind = self.tokens - layout.total
-        lengths[self] = (*layout.padded_lengths, *((behind,) if behind else ()))
-
-    monkeypatch.setattr(StaticRow, "fill", filled)
-    monkeypatch.setattr(StaticRow, "layout", lambda self: PackedLayout.from_lengths(lengths[self]))
 
 
 def loaded(name: str, folder: Path, world: Any) -> tuple[Zoo, list[Any]]:

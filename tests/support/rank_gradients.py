@@ -84,6 +84,25 @@ def run_overlapped(rank: int, size: int, plan: Plan, bucket: int) -> list[Held]:
         return run_layouts(rank, size, plan)
 
 
+def run_captured(rank: int, size: int, plan: Plan) -> tuple[list[Held], list[int]]:
+    """`run_layouts` with the layers of decoders captured, recorded work done again; and how much was recorded by each."""
+    from support.recorded_again import RecordedAgain, go_by_lengths
+    from zoo.engine.distributed.world import world
+    from zoo.engine.model.graphs import use_graphs
+
+    with world(_recipe(plan, plan.layouts[0], size)) as here, pytest.MonkeyPatch.context() as patch:
+        go_by_lengths(patch)
+        built = _Built(_recipe(plan, plan.layouts[0], size), here)
+        use_graphs(built.wrapped)
+        stacks = [
+            one.graphs for chunk in built.wrapped for one in chunk.modules() if hasattr(one, "last_layer")
+        ]
+        for stack in stacks:
+            stack.recorder = RecordedAgain()
+        held = [built.run(_recipe(plan, layout, size), plan, layout) for layout in plan.layouts]
+        return held, [stack.recorder.records for stack in stacks]
+
+
 @contextmanager
 def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
     """Models wrapped meanwhile reduce gradients during the backward pass, so many at once.

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from zoo.nn.graphs.recorder import Recorder
+from zoo.nn.graphs.row import StaticRow
+from zoo.packing import PackedLayout
 
 
 class RecordedAgain(Recorder):
@@ -25,3 +29,16 @@ class RecordedAgain(Recorder):
         self.records += 1
         out = work().clone()
         return lambda: out.copy_(work()), out
+
+
+def go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A static row whose layout has the lengths of the row that was written last, as operations without a kernel go by them."""
+    fill, lengths = StaticRow.fill, {}
+
+    def filled(self: StaticRow, layout: PackedLayout, by_token: Any) -> None:
+        fill(self, layout, by_token)
+        behind = self.tokens - layout.total
+        lengths[self] = (*layout.padded_lengths, *((behind,) if behind else ()))
+
+    monkeypatch.setattr(StaticRow, "fill", filled)
+    monkeypatch.setattr(StaticRow, "layout", lambda self: PackedLayout.from_lengths(lengths[self]))

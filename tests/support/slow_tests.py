@@ -319,6 +319,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_values_come_by_rank": 3,
     },
     "distributed/test_foreign_loop.py": {"*": 0},
+    "distributed/test_graphs.py": {"*": 0},
     "distributed/test_golden.py": {"*": 0},
     "distributed/test_lora.py": {"*": 0, "test_gradients_of_adapters": 100},
     "distributed/test_lora_runs.py": {"*": 0},
