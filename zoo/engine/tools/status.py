@@ -16,6 +16,7 @@ from zoo.engine.checkpoint.progress import saving
 from zoo.engine.report.progress_line import clock
 from zoo.engine.report.result import read_summary, records
 from zoo.engine.watchdog.health import read_health
+from zoo.engine.watchdog.run_lock import held_since
 from zoo.errors import UserError
 
 _RECENT = 50  # steps that speed and loss are taken over
@@ -79,7 +80,7 @@ def read_status(path: str | Path) -> RunStatus:
     recent = recent[1:] if 1 < len(recent) < _RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     health, summary = read_health(folder), read_summary(folder) or {}
-    state, why = _state(events, last, health, summary)
+    state, why = _state(events, last, health, summary, held_since(folder))
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
     total, step = _total(events, summary), last.get("step", 0)
@@ -128,9 +129,13 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def _state(
-    events: list[dict[str, Any]], last: dict[str, Any], health: dict[str, Any] | None, summary: dict[str, Any]
+    events: list[dict[str, Any]],
+    last: dict[str, Any],
+    health: dict[str, Any] | None,
+    summary: dict[str, Any],
+    held: float | None,
 ) -> tuple[str, str | None]:
-    """What the run is doing or how it ended, and why."""
+    """What the run is doing or how it ended, and why. `held`: since when a living run has the folder."""
     turns = [r for r in events if r["event"] in ("start", "resume", "end")]
     ended = turns[-1] if turns and turns[-1]["event"] == "end" else None
     if (
@@ -142,6 +147,11 @@ def _state(
             return "starting", None
         stuck = min((rank["stuck_seconds"] for rank in health["ranks"]), default=0.0) + health["age"]
         return ("stalled", f"no rank has got on for {stuck:.0f} s") if stuck > _STALLED else ("running", None)
+    # Its health is written only once it has a log, and a moment later.
+    if held is not None and (not turns or turns[-1].get("time", 0) < held):
+        return "starting", None
+    if held is not None and ended is None:
+        return "running", None
     if ended is not None:
         reason = ended.get("reason", "finished")
         known = ("finished", "out of time", "stopped", "interrupted", "preempted")

@@ -185,6 +185,15 @@ def refuse_second(folder: Path) -> None:
             raise refusal(folder, found[0], max(0.0, time.time() - found[1]))
 
 
+def held_since(folder: Path) -> float | None:
+    """When the run that holds the folder took it, in seconds since 1970; None where none is certain to live."""
+    with contextlib.suppress(OSError):
+        found = _read(folder / LOCK)
+        if found is not None and _alive(found[0], max(0.0, time.time() - found[1])):
+            return float(found[0].get("time", 0.0))
+    return None
+
+
 def refusal(folder: Path, holder: dict[str, Any], age: float) -> UserError:
     """The error for the second run; `age`: seconds since the first run's last sign of life."""
     return UserError(

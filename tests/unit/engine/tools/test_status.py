@@ -12,6 +12,7 @@ from zoo.cli.main import main
 from zoo.engine.distributed.processes import birth, machine
 from zoo.engine.tools.status import describe, read_status
 from zoo.engine.watchdog.health import HEALTH
+from zoo.engine.watchdog.run_lock import RunLock
 
 RANK = {
     "rank": 0, "state": "alive", "step": 9, "phase": "data", "phase_seconds": 1.0, "silent_seconds": 0.2, "stuck_seconds": 0.3,
@@ -92,6 +93,20 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert (status.state, status.step, status.loss) == ("gone", 0, None)
     assert "step       0 of ?\nlast save  none yet" in describe(status)
+
+
+def test_a_run_whose_health_is_not_written_yet(tmp_path: Path) -> None:
+    """The run that holds the folder speaks for it: before its log, in the first moment after, and started again."""
+    folder_with(tmp_path)
+    with RunLock(tmp_path):
+        assert read_status(tmp_path).state == "starting"  # the log is of an earlier one, which was killed
+        folder_with(tmp_path, steps=0, ago=-1.0)
+        assert read_status(tmp_path).state == "running"
+        folder_with(tmp_path, {"event": "end", "step": 10, "reason": "finished", "time": time.time() + 2})
+        assert read_status(tmp_path).state == "finished"
+        (tmp_path / "train.jsonl").write_text("")
+        assert read_status(tmp_path).state == "starting"
+    assert read_status(tmp_path).state == "gone"
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
