@@ -110,7 +110,7 @@ def test_steps_are_those_without_workers_and_workers_make_them(
     media = {row.source for row in working.source.rows if row.media}
     made = sum(source in media for step in wanted[1:4] for batch in step for source in batch.sources)
     helped = len(media.intersection(here))  # those that came in when bad rows were found
-    assert made > 20 and helped < made / 4, "rows with media are the workers'"
+    assert made > 20 and helped < made / 2, "rows with media are the workers'"
     assert working.source.counts == {"corrupt_media": 1, "missing_file": 1}
     state = working.state_dict()
     again = loader(rows, working.source.processor, 0)
