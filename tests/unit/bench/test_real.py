@@ -38,7 +38,7 @@ def test_parts_are_named(tmp_path: Path) -> None:
 
 
 def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
-    """Of each kind, in the formats that are said; rows of the one file are not in the other."""
+    """The files have the formats and sizes that rows.py promises, and no row is in both rows.jsonl and held.jsonl."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         assert draw(str(folder), "pages=2", "videos=1", "clips=2").stdout == f"5 rows in {folder}\n"

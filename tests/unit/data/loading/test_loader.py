@@ -89,7 +89,7 @@ def stream(loader: BatchLoader, steps: int) -> list:
 
 
 def test_the_first_step_is_prepared_once_it_is_begun() -> None:
-    """It is the one that comes without; a place that is loaded afterwards holds; and a run that has failed does not wait for it."""
+    """It is the same step as without `begin`, and a state that is loaded afterwards still takes effect."""
     begun, plain = make_loader(), make_loader()
     assert not begun.begun
     begun.begin()
