@@ -40,7 +40,8 @@ else
     whole=(train.exp_avg_dtype=fp8 train.exp_avg_sq_dtype=fp8 train.main_grads_dtype=bf16 train.optimizer_offload_fraction=0.4 machine.host_memory_gb=250)
 fi
 
-zoo() { "$python" -m zoo "$@"; }
+pinned=() # the command that zoo runs under
+zoo() { ${pinned[@]+"${pinned[@]}"} "$python" -m zoo "$@"; }
 
 # bench NAME KEY=VALUE...: into $OUT/NAME.json
 bench() {
@@ -92,19 +93,9 @@ mixture() {
 
 # on_four COMMAND: with four cores, where there are more
 on_four() {
-    local old=$python
-    python=$(mktemp)
-    printf '#!/bin/sh\nexec taskset -c %s %s "$@"\n' "$(taskset -cp $$ | sed 's/.*: //' | "$old" -c '
-import sys
-cores = []
-for piece in sys.stdin.read().strip().split(","):
-    first, _, last = piece.partition("-")
-    cores += range(int(first), int(last or first) + 1)
-print(",".join(map(str, cores[:4])))')" "$old" >"$python"
-    chmod +x "$python"
+    pinned=(taskset -c "$("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0))[:4], sep=",")')")
     "$@"
-    rm "$python"
-    python=$old
+    pinned=()
 }
 
 # The run is killed at its last step: what is measured are steps, an evaluation and memory.
