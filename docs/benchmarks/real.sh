@@ -5,7 +5,9 @@
 #   docs/benchmarks/real.sh pages                  Qwen3.5-VL and Qwen3-VL 2B on pages, with all cores and with four
 #   docs/benchmarks/real.sh mixture                Qwen2.5-Omni 3B on pages, 720p videos and speech, likewise
 #   docs/benchmarks/real.sh whole RECIPE SIZE      two GPUs, EP 2: all weights of a model with experts on pages and videos; ends after
-#                                                  $STEPS (22) steps, with an evaluation at step 20
+#                                                  $STEPS (22) steps, with an evaluation at step 20; with train.save_every=12
+#                                                  also once the save is on the disk
+#   docs/benchmarks/real.sh resume RECIPE SIZE     goes on from that save for two steps, the page cache dropped (as root)
 #   docs/benchmarks/real.sh adapters RECIPE SIZE   two GPUs, EP 2: its adapters on the same files
 #   docs/benchmarks/real.sh layouts                Qwen3.5-VL 2B under TP 2 and CP 2, and on one GPU
 #
@@ -81,12 +83,12 @@ pages() {
     local keys=(data="$rows/pages/rows.jsonl" samples="$samples" size="$dense")
     bench pages "${keys[@]}" recipe=qwen35_vl_sft settings="row:$row"
     on_four bench pages-4-cores "${keys[@]}" recipe=qwen35_vl_sft settings="row:$row"
-    bench pages-qwen3 "${keys[@]}" recipe=qwen3_vl_sft settings="row:$wide"
+    bench pages-qwen3 "${keys[@]}" recipe=qwen3_vl_sft settings="row:$row"
 }
 
 mixture() {
     files mixture pages="$pages" videos="$videos" clips="$clips"
-    local keys=(data="$rows/mixture/rows.jsonl" samples="$samples" size="$omni" recipe=qwen25_omni_sft settings="row:$row")
+    local keys=(data="$rows/mixture/rows.jsonl" samples="$samples" size="$omni" recipe=qwen25_omni_sft settings="row:$small")
     bench mixture "${keys[@]}"
     on_four bench mixture-4-cores "${keys[@]}"
 }
@@ -98,22 +100,57 @@ on_four() {
     pinned=()
 }
 
-# The run is killed at its last step: what is measured are steps, an evaluation and memory.
+# The run is killed at its last step: what is measured are steps, an evaluation, memory and a save.
 whole() {
     files vision pages="$pages" videos="$videos"
-    local recipe=${words[0]:?a recipe is wanted} size=${words[1]:?a size is wanted} shell
+    train_whole
+    until_step "$steps"
+    case "${more[*]-}" in *train.save_every=*) until_logged '"event": "save"' ;; esac
+    kill_whole
+    grep -h '"startup"\|"memory"\|"eval\|"event": "save"' "$run/train.jsonl"
+    tail -n 1 "$run/train.jsonl"
+}
+
+resume() {
+    local recipe=${words[0]:?a recipe is wanted} saved at file
+    run=$out/whole-$recipe
+    saved=$(find "$run/checkpoints" -mindepth 1 -maxdepth 1 -name '[!.]*' | sort -V | tail -n 1)
+    at=$((10#${saved##*[!0-9]}))
+    file=$(find "$saved" -type f -size +1k -printf '%s %p\n' | sort -n | tail -n 1 | cut -d ' ' -f 2-)
+    sync
+    { echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null || echo "real.sh: the page cache was kept"
+    dd if="$file" of=/dev/null bs=16M count=500 iflag=direct 2>&1 | tail -n 1
+    train_whole
+    until_step $((at + 2))
+    kill_whole
+    grep -h '"startup"\|"resume"' "$run/train.jsonl" | tail -n 2
+    grep -h "\"step\": $((at + 1)), \"loss\"" "$run/train.jsonl"
+}
+
+train_whole() {
+    local recipe=${words[0]:?a recipe is wanted} size=${words[1]:?a size is wanted}
+    run=$out/whole-$recipe
+    begun=0
+    if [ -e "$run/train.jsonl" ]; then begun=$(wc -l <"$run/train.jsonl"); fi
     train "whole-$recipe" recipe="$recipe" size="$size" nproc=2 parallel.ep=2 data.train=["$rows/vision/rows.jsonl"] \
         data.eval=["$rows/vision/held.jsonl"] packing.budget="$small" train.global_batch=2 train.steps=100000 train.eval_every="$evaluated" \
-        train.save=weights train.keep_best=null engine.recompute=full engine.doctor=false ${whole[@]+"${whole[@]}"} &
+        train.save=weights train.save_every=0 train.keep=1 train.keep_best=null engine.recompute=full engine.doctor=false \
+        ${whole[@]+"${whole[@]}"} &
     shell=$!
-    until grep -qs "\"step\": $steps," "$out/whole-$recipe/train.jsonl"; do
-        kill -0 "$shell" || { echo "real.sh: the run has ended before step $steps" >&2; exit 1; }
+}
+
+until_step() { until_logged "\"step\": $1,"; }
+
+until_logged() {
+    until tail -n +$((begun + 1)) "$run/train.jsonl" 2>/dev/null | grep -qs "$1"; do
+        kill -0 "$shell" || { echo "real.sh: the run has ended before $1" >&2; exit 1; }
         sleep 0.5
     done
+}
+
+kill_whole() {
     kill -KILL $(descendants "$shell")
     wait "$shell" || true
-    grep -h '"startup"\|"memory"\|"eval' "$out/whole-$recipe/train.jsonl"
-    tail -n 1 "$out/whole-$recipe/train.jsonl"
 }
 
 descendants() {
@@ -132,12 +169,13 @@ adapters() {
 layouts() {
     local keys=(size="$dense")
     bench layouts-1 "${keys[@]}" nproc=1 settings="row:$row" samples="$few"
-    bench layouts-tp2 "${keys[@]}" nproc=2 settings="row:$small" samples="$few" parallel.tp=2 parallel.sp=true --profile
+    bench layouts-tp2 "${keys[@]}" nproc=2 settings="row:$small" samples="$few" parallel.tp=2
+    [ -n "$dry" ] || bench layouts-tp2-graphs "${keys[@]}" nproc=2 settings="row:$small" samples="$few" parallel.tp=2 engine.cuda_graphs=true --profile
     bench layouts-cp2 "${keys[@]}" nproc=2 settings="row:$wide" samples=$((2 * few)) parallel.cp=2
 }
 
 case "$part" in
-start | pages | mixture | whole | adapters | layouts) "$part" ;;
+start | pages | mixture | whole | resume | adapters | layouts) "$part" ;;
 *)
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
     exit 2

@@ -17,6 +17,7 @@ from zoo.doctor.machine import machine
 from zoo.doctor.measure import Check, CheckResult, run_check
 
 Report = Callable[[str, CheckResult], None]  # gets each result at once, with the name of its recipe
+Elsewhere = Callable[[Check], Callable[[], CheckResult | None] | None]
 KNOWN_WRONG = "known wrong"  # the name under which a kernel that zoo does not use is reported
 
 
@@ -57,6 +58,7 @@ def run_checks(
     skip: Collection[str] = (),
     known_wrong: Iterable[Check] = (),
     report: Report = lambda name, result: None,
+    elsewhere: Elsewhere = lambda check: None,
 ) -> Findings:
     """Check the kernels of some recipes.
 
@@ -66,11 +68,13 @@ def run_checks(
         skip: names of checks to leave out.
         known_wrong: checks of kernels that zoo does not use.
         report: gets each result as soon as it is there.
+        elsewhere: begins a check in another process, and returns what waits for its result, or for None where it is to be
+            made here after all. None: it is to be made here.
     """
     start, seen = time.perf_counter(), set[str]()
     results: list[tuple[str, CheckResult]] = []
     for name, build in subjects:
-        for result in _results(build(), seen, only, skip):
+        for result in _results(build(), seen, only, skip, elsewhere):
             results.append((name, result))
             report(name, result)
         free_memory()
@@ -84,14 +88,23 @@ def run_checks(
 
 
 def _results(
-    subject: Subject, seen: set[str], only: Collection[str], skip: Collection[str]
+    subject: Subject, seen: set[str], only: Collection[str], skip: Collection[str], elsewhere: Elsewhere
 ) -> Iterable[CheckResult]:
-    """Results of the checks that have not been `seen`, which it adds to."""
+    """Results of the checks that have not been `seen`, which it adds to; last those that other processes make."""
+    mine, others = list[Check](), list[tuple[Check, Callable[[], CheckResult | None]]]()
     for check in checks(subject):
         if check.key in seen or check.name in skip or (only and check.name not in only):
             continue
         seen.add(check.key)
+        result = elsewhere(check)
+        if result is None:
+            mine.append(check)
+        else:
+            others.append((check, result))
+    for check in mine:
         yield run_check(check)
+    for check, result in others:
+        yield result() or run_check(check)
 
 
 def free_memory() -> None:

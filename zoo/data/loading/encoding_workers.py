@@ -16,6 +16,7 @@ import io
 import mmap
 import os
 import pickle
+import shlex
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -35,7 +37,7 @@ from torch import Tensor
 from zoo.data.errors import RowError
 from zoo.data.loading import worker_processes
 from zoo.data.media.decoder import HERE
-from zoo.subprocesses import find_users_modules
+from zoo.subprocesses import find_users_modules, module_command
 
 if TYPE_CHECKING:
     from zoo.data.loading.row_encoder import RowEncoder
@@ -55,6 +57,7 @@ _OF_PROCESSORS = (
     "transformers.video_processing_utils",
 )
 GRACE = 60.0  # seconds beyond `data.row_seconds` after which a worker that hangs ends itself
+NICE = 10  # the rank, which launches the GPU's work, comes first where cores are few
 
 
 class RowToEncode(NamedTuple):
@@ -84,7 +87,7 @@ class EncodingWorkers:
         self._changed = threading.Condition()
         self._woken: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = self._warned = False
 
     def begin(self, rows: Iterable[RowToEncode], *, alone: bool = True) -> None:
         """Encode these rows, in this order, then those that were begun before; `alone`: these are dropped."""
@@ -182,6 +185,14 @@ class EncodingWorkers:
     def _note(self, one: socket.socket, answer: tuple[Any, int] | None) -> None:
         """What a worker has sent; None where it has ended."""
         if answer is None:
+            if one in self._starting and not self._closed and not self._warned:
+                self._warned = True
+                command = shlex.join(module_command("zoo.data.loading.encoding_workers"))
+                warnings.warn(
+                    "a process that encodes rows has ended at its start, so the rank encodes them itself, which may be too slow; "
+                    f"run `{command} < /dev/null` to see why, or set data.encode_in_workers=false",
+                    stacklevel=2,
+                )
             self._starting.discard(one)
             self._sockets.pop(one, None)
             one.close()
@@ -275,6 +286,7 @@ class _Unpickler(pickle.Unpickler):
 def serve(ends: list[int]) -> None:
     """Fork a worker for each socket, and wait for them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
     torch.set_num_threads(1)
     for name in _OF_PROCESSORS:  # while the rank imports as well
         with contextlib.suppress(ImportError):

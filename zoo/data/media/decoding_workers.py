@@ -15,6 +15,7 @@ import contextlib
 import os
 import pickle
 import select
+import shlex
 import signal
 import struct
 import subprocess
@@ -33,6 +34,7 @@ from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.memory_limits import limit_memory
 from zoo.data.sources.references import Medium, opened, shown
+from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
 if TYPE_CHECKING:
@@ -216,8 +218,11 @@ class _Worker:
 
     def __init__(self, seconds: float, megabytes: int) -> None:
         self.seconds, self.megabytes = seconds, megabytes
+        self._command = module_command(
+            "zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)
+        )
         self.process = subprocess.Popen(
-            module_command("zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)),
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -240,7 +245,11 @@ class _Worker:
             pass
 
     def receive(self, what: str) -> Answer:
-        """The answer to the job, a RowError where there is none in time or the process has ended."""
+        """The answer to the job, a RowError where there is none in time or the process has ended.
+
+        Raises:
+            UserError: the process could not start.
+        """
         try:
             if not self.ready:
                 self._message(time.monotonic() + START_SECONDS)
@@ -258,6 +267,11 @@ class _Worker:
         except (OSError, EOFError):
             code = self.kill()
             how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            if not self.ready:
+                raise UserError(
+                    f"a process that decodes media has ended at its start ({how}); run `{shlex.join(self._command)}` to see why, "
+                    "or set data.workers=0 to decode in the ranks"
+                ) from None
             text = (
                 f"{what} has ended its decoder ({how}): it is broken, or needs over {self.megabytes} MiB "
                 "(data.row_mb)."

@@ -21,13 +21,16 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.world import World, alone, on_one_rank
 from zoo.engine.planning.plan import as_planned
+from zoo.engine.train.check_process import CheckProcesses
 from zoo.errors import UserError
 from zoo.files import cache_folder
 
 if TYPE_CHECKING:
     from zoo.doctor.layers import Subject
     from zoo.doctor.measure import CheckResult
-    from zoo.doctor.run_checks import Findings, Report
+    from zoo.doctor.run_checks import Elsewhere, Findings, Report
+
+SLOW = ("attention", "delta_rule")  # they take 13 of the 24 s of a first check of Qwen3.5-VL 2B on an H200
 
 
 def check_recipes(
@@ -37,6 +40,7 @@ def check_recipes(
     skip: Collection[str] = (),
     known_wrong: bool = False,
     report: Report = lambda name, result: None,
+    elsewhere: Elsewhere = lambda check: None,
 ) -> Findings:
     """Check the kernels of validated recipes on this machine, each kernel and shape once.
 
@@ -45,6 +49,7 @@ def check_recipes(
         skip: names of checks to leave out.
         known_wrong: also try kernels that zoo does not use because they were found wrong.
         report: gets each result as soon as it is there, with the name of its recipe.
+        elsewhere: see `zoo.doctor.run_checks.run_checks`.
     """
     from zoo.doctor.known_wrong import known_wrong_checks
     from zoo.doctor.run_checks import free_memory, run_checks
@@ -56,6 +61,7 @@ def check_recipes(
             skip=skip,
             known_wrong=known_wrong_checks(here.device, here.groups) if known_wrong else (),
             report=report,
+            elsewhere=elsewhere,
         )
     free_memory()
     return found
@@ -96,7 +102,12 @@ def check_kernels(recipe: Recipe) -> None:
         flush=True,
     )
     unused = {"attention_padded"} if recipe.packing.mode == "thd" else {"attention"}
-    found = check_recipes([recipe], skip=unused)
+    with CheckProcesses(recipe) as processes:
+        found = check_recipes(
+            [recipe],
+            skip=unused,
+            elsewhere=lambda check: processes.start(check).result if check.name in SLOW else None,
+        )
     if found.wrong:
         raise UserError("; ".join(_refusal(result) for result in found.wrong))
     _keep(record, found.as_dict())

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -143,6 +144,20 @@ def test_workers_that_are_killed_change_nothing(working: BatchLoader, wanted: li
     os.killpg(workers._process.pid, signal.SIGKILL)
     assert all(same(working.next_step(), step) for step in wanted[1:])
     assert not workers._sockets
+
+
+def test_it_is_said_that_workers_can_not_start(
+    rows: Path, processor: Any, wanted: list[list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_processes, "module_command", lambda *_: [sys.executable, "-c", "exit(3)"])
+    with pytest.warns(UserWarning, match="a process that encodes rows has ended at its start") as told:
+        made = loader(rows, processor, COUNT)
+        assert all(same(made.next_step(), step) for step in wanted[:2])
+        end = time.monotonic() + 60
+        while made.source.workers._starting and time.monotonic() < end:  # type: ignore[union-attr]
+            time.sleep(0.02)
+    assert len(told) == 1
+    made.close()
 
 
 @pytest.mark.slow

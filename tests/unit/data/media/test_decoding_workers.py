@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +15,12 @@ from PIL import Image
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.media import decoding_workers
 from zoo.data.media.decoder import HERE, Here
 from zoo.data.media.decoding_workers import Workers, decoder_for
 from zoo.data.sources.references import Blob
 from zoo.data.sources.rows import Row, read_rows
+from zoo.errors import UserError
 
 
 @pytest.fixture
@@ -104,6 +107,15 @@ def test_a_decoder_that_crashes_is_a_bad_row(workers: Workers, media: Path) -> N
         workers.image(Crash(b"", "x"), row)
     assert caught.value.cause == "decoder_crash"
     assert workers.image("a.png", row).size == (96, 64)
+
+
+def test_a_process_that_can_not_start_is_no_bad_row(media: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(1, 30.0, 2048)
+    monkeypatch.setattr(decoding_workers, "module_command", lambda *_: [sys.executable, "-c", "exit(3)"])
+    with pytest.raises(UserError, match=r"at its start \(exit code 3\); run `.* -c 'exit\(3\)'` to see") as caught:
+        workers.image("a.png", Row((), source="x:1", root=media))
+    assert not isinstance(caught.value, RowError), "data.on_error=skip would leave out every row"
+    workers.close()
 
 
 def test_a_medium_that_needs_too_much_memory(tmp_path: Path) -> None:

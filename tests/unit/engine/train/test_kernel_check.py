@@ -1,6 +1,7 @@
 """The doctor's checks of whole recipes, and the check before training."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 from zoo.cli.machine.doctor import KERNELS
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
-from zoo.engine.train import kernel_check
+from zoo.doctor import run_checks
+from zoo.engine.train import check_process, kernel_check
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, varlen
 from zoo.packing import PackedLayout
@@ -54,10 +56,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 def test_the_check_before_training_is_made_once(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    made, run_check = list[str](), run_checks.run_check
+    monkeypatch.setattr(
+        run_checks, "run_check", lambda check: (made.append(check.name), run_check(check))[1]
+    )
     kernel_check.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     assert json.loads(kept.read_text())["right"] is True
     names = {kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]}
+    assert names - {*made} == {*kernel_check.SLOW}, "processes of their own made these"
     assert "attention" in names and "attention_padded" not in names
     assert "kernels are right" in capsys.readouterr().out
     kernel_check.check_kernels(recipe)
@@ -70,6 +77,7 @@ def test_the_check_before_training_is_made_once(
 def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kernel_check, "SLOW", ())  # all in this process, where the kernel is wrong
     monkeypatch.setattr(
         gated_delta_net,
         "chunked_delta_rule",
@@ -79,6 +87,31 @@ def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
         kernel_check.check_kernels(recipe)
     assert not list(gpu.glob("*.json"))
     kernel_check.check_kernels(recipe.replace({"engine.doctor": False}))
+
+
+def test_a_kernel_that_ends_its_process_stops_the_run(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run_instead(monkeypatch, "import os; print('an illegal address', flush=True); os.abort()")
+    told = r"the kernel attention \(torch sdpa\) is wrong on this GPU: the process that checks it ended with SIGABRT"
+    with pytest.raises(UserError, match=told + r" \(an illegal address\); fix: .*; the kernel delta_rule"):
+        kernel_check.check_kernels(recipe)
+    assert not list(gpu.glob("*.json"))
+
+
+def test_a_check_that_no_other_process_can_make_is_made_here(
+    recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run_instead(monkeypatch, "exit('the GPU takes one process')")
+    kernel_check.check_kernels(recipe)
+    (kept,) = gpu.glob("*.json")
+    names = [kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]]
+    assert names[-2:] == ["attention", "delta_rule"]
+
+
+def _run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Processes that make checks run this program."""
+    monkeypatch.setattr(check_process, "module_command", lambda *_: [sys.executable, "-c", program])
 
 
 def test_nothing_is_done_without_a_gpu(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

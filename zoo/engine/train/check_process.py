@@ -1,0 +1,103 @@
+"""A check of a kernel in a process of its own, beside others: `python -P -m zoo.engine.train.check_process <config.yaml> <check> <result>`.
+
+Compiling is most of the first check on a machine, and Python compiles one kernel at a time. A kernel that ends its process is a result, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.engine.distributed.process_state import quiet
+from zoo.engine.distributed.processes import Launcher, end_with_parent
+from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
+from zoo.subprocesses import module_command
+
+if TYPE_CHECKING:
+    from zoo.config.schema import Recipe
+    from zoo.doctor.measure import Check, CheckResult
+
+CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+
+
+class CheckProcesses(contextlib.ExitStack):
+    """Processes that each make a check of a recipe; at the end of the block none is left."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__()
+        self._recipe = recipe
+
+    def start(self, check: Check) -> _Process:
+        """Start to make a check."""
+        folder = Path(self.enter_context(tempfile.TemporaryDirectory(prefix="zoo-check-")))
+        launcher = self.enter_context(Launcher())
+        save_recipe(self._recipe, folder / "config.yaml")
+        found = _Process(check, folder, launcher)
+        self.callback(found.end)
+        return found
+
+
+class _Process:
+    """One of them."""
+
+    def __init__(self, check: Check, folder: Path, launcher: Launcher) -> None:
+        self._check, self._result, self._errors = check, folder / "result", folder / "errors"
+        self._since = time.perf_counter()
+        paths = str(folder / "config.yaml"), check.name, str(self._result)
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                module_command("zoo.engine.train.check_process", *paths),
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                env={**os.environ, **launcher.environment},
+                pass_fds=launcher.files,
+            )
+
+    def result(self) -> CheckResult | None:
+        """Wait for the result of the check; a crash of the process is its problem.
+
+        None where the process could not make it, as where a GPU takes one process alone or has no memory for several.
+        """
+        from zoo.doctor.measure import CheckResult
+
+        code = self._process.wait()
+        if code == 0:
+            found: CheckResult = pickle.loads(self._result.read_bytes())
+            return found if found.problem is None else None
+        if -code not in CRASHES:
+            return None
+        said = self._errors.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+        problem = f"the process that checks it ended with {signal.Signals(-code).name} ({said[-1]})"
+        return CheckResult(replace(self._check, prepare=None), {}, problem, time.perf_counter() - self._since)
+
+    def end(self) -> None:
+        """End the process where it still works."""
+        self._process.kill()
+        self._process.wait()
+
+
+def _main(config: str, name: str, result: str) -> None:
+    end_with_parent()
+    quiet()
+    recipe = load_recipe(config)
+    leave_out_transformer_engine(recipe)
+    with importing(own=True):
+        import_core()
+        from zoo.engine.train.kernel_check import check_recipes
+    ((_, found),) = check_recipes([recipe], only=(name,)).results
+    Path(result).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
