@@ -63,7 +63,6 @@ CP2, TP2, PP2, EP2 = (
     ("parallel.pp=2",),
     ("parallel.ep=2",),
 )
-TP2_ALONE, GRAPHS = ("parallel.tp=2", "parallel.sp=false"), ("engine.cuda_graphs=true",)
 TP2CP2, EP4 = ("parallel.tp=2", "parallel.sp=true", "parallel.cp=2"), ("parallel.ep=4",)
 CASES = {
     2: (
@@ -79,8 +78,7 @@ CASES = {
         Case(2, "qwen3_omni", EP2, "bf16"),
         Case(2, "qwen3_vl", PP2, "bf16"),
         Case(2, "qwen3_omni_sft", CP2, "run"),
-        Case(2, "qwen35_vl 2b", (*TP2_ALONE, *GRAPHS), "bf16"),
-        Case(2, "qwen3_vl 2b", (*TP2_ALONE, *GRAPHS), "bf16"),
+        Case(2, "qwen35_vl 2b", ("engine.cuda_graphs=true",), "bf16"),
     ),
     4: (
         Case(4, "gdn", TP2CP2),

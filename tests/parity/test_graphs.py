@@ -12,7 +12,7 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 import zoo.engine.model.graphs as graphs_of_models
 from zoo.config.files import read_recipe
-from zoo.engine.model.graphs import use_graphs
+from zoo.engine.model.graphs import release_graphs, use_graphs
 
 # Decoders without experts. A row of gemma3 or gemma4 with an image, whose tokens see one another both ways, is not captured.
 DENSE = ("qwen3_vl", "qwen35_vl", "llava onevision", "internvl", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4")  # fmt: skip
@@ -53,6 +53,9 @@ def test_a_captured_decoder_has_the_gradients_of_its_layers(
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
     pieces = 0 if name in BOTH_WAYS else 2 * len(graphs.starts)  # type: ignore[union-attr, arg-type]
     assert graphs.recorder.records == pieces  # type: ignore[union-attr]
+    assert bool(graphs._captured) == bool(pieces)  # type: ignore[union-attr]
+    release_graphs([zoo.model])
+    assert graphs.recorder.released and not graphs._captured  # type: ignore[union-attr]
 
 
 def test_what_goes_by_lengths_is_refused_rather_than_wrong(cpu_world: Any, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ class RecordedAgain(Recorder):
     """Does recorded work again, into the memory of the first time."""
 
     records = 0
+    released = False
 
     def takes(self, x: Tensor) -> bool:
         return True
@@ -29,6 +30,9 @@ class RecordedAgain(Recorder):
         self.records += 1
         out = work().clone()
         return lambda: out.copy_(work()), out
+
+    def release(self) -> None:
+        self.released = True
 
 
 def go_by_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

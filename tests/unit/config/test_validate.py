@@ -408,10 +408,6 @@ def test_layers_are_captured_alone_where_shapes_and_kernels_allow(key: str, said
     validate(load_recipe("qwen3_vl_sft", keys), 1)
     with pytest.raises(ConfigError, match=f"engine.cuda_graphs=true with {said}"):
         validate(load_recipe("qwen3_vl_sft", [*keys, key]), 1)
-    shared = [*keys, "parallel.tp=2"]
-    validate(load_recipe("qwen3_vl_sft", shared), 2)
-    with pytest.raises(ConfigError, match=r"engine\.cuda_graphs=true with parallel\.sp=true"):
-        validate(load_recipe("qwen3_vl_sft", [*shared, "parallel.sp=true"]), 2)
 
 
 def test_fp8_by_blocks_is_of_the_torch_backend_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

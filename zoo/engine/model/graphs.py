@@ -1,4 +1,4 @@
-"""Which stacks of a model have their layers captured as CUDA graphs."""
+"""Which stacks of a model have their layers captured as CUDA graphs, and the end of these."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def use_graphs(chunks: Sequence[Any]) -> int:
                     block.graphs, block.place = graphs, place
                 found += 1
     return found
+
+
+def release_graphs(chunks: Sequence[Any]) -> None:
+    """Give up the graphs of model chunks. To be called before process groups end: see `Recorder.release`."""
+    for stack in {getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules()} - {None}:
+        stack.release()
 
 
 def _captured(name: str, missing: str | None) -> bool:

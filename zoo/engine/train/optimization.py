@@ -13,7 +13,7 @@ from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduc
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
-from zoo.engine.model.graphs import use_graphs
+from zoo.engine.model.graphs import release_graphs, use_graphs
 from zoo.engine.optimizer import muon
 from zoo.engine.optimizer.adamw import AdamW, norm_gradients
 from zoo.nn.weight_gradients import accumulate_in_place
@@ -80,6 +80,7 @@ def release_ddp(wrapped: list[Any]) -> None:
     So DDP's functions are taken off the nodes, and whoever still holds a parameter holds no storage. Other views of a storage
     stay as they are.
     """
+    release_graphs(wrapped)
     for chunk in wrapped:
         for node in chunk.grad_accs:
             node.register_hook(print).hooks_dict_ref().clear()  # a new one's handle leads to all

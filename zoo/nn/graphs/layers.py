@@ -70,6 +70,12 @@ class LayerGraphs:
             fill(found.row)
         return found
 
+    def release(self) -> None:
+        """Give up all graphs and their memory; they can't be replayed any more."""
+        self.recorder.release()
+        self._captured.clear()
+        self._buffers.clear()
+
     @property
     def in_use(self) -> bool:
         """Whether the backward pass of an earlier row is still to come: its activations are in the memory of all graphs."""

@@ -20,6 +20,7 @@ class Recorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._stream: Any = None  # one for all sessions: libraries keep memory for each stream
+        self._graphs: list[Any] = []
 
     def takes(self, x: Tensor) -> bool:
         """Whether work on this tensor can be recorded: a GPU's."""
@@ -43,4 +44,11 @@ class Recorder:
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         out = work()
         graph.capture_end()
+        self._graphs.append(graph)
         return graph.replay, out
+
+    def release(self) -> None:
+        """Destroy all that was recorded. NCCL waits for it where a communicator is ended whose work it holds."""
+        for graph in self._graphs:
+            graph.reset()
+        self._graphs.clear()
