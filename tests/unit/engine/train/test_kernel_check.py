@@ -57,9 +57,7 @@ def test_the_check_before_training_is_made_once(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, run_check = list[str](), run_checks.run_check
-    monkeypatch.setattr(
-        run_checks, "run_check", lambda check: (made.append(check.name), run_check(check))[1]
-    )
+    monkeypatch.setattr(run_checks, "run_check", lambda check: (made.append(check.name), run_check(check))[1])
     kernel_check.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     assert json.loads(kept.read_text())["right"] is True
