@@ -126,7 +126,7 @@ def children(parent: int) -> list[int]:
             command = (entry / "cmdline").read_bytes()
         except (OSError, IndexError, ValueError):
             continue
-        if b"zoo.data.media.decoding_workers" in command and above == parent:
+        if b"zoo.data.media.decoding_process" in command and above == parent:
             found.append(int(entry.name))
     return found
 

@@ -1,7 +1,6 @@
 """Decoding workers: processes that decode media under limits of time and memory, and die where they break one.
 
-A worker is `python -m zoo.data.media.decoding_workers`: it imports Pillow, FFmpeg and numpy alone, takes one job at a time through its
-standard input and answers through its standard output. A job that takes too long is killed with its process, memory is
+A worker is a process of `zoo.data.media.decoding_process`, which takes one job at a time. A job that takes too long is killed with its process, memory is
 limited by the system (RLIMIT_AS), and a decoder that crashes takes nothing else along: each is a RowError of the row. What
 is decoded is the same with any number of workers, and with none.
 
@@ -16,10 +15,7 @@ import os
 import pickle
 import select
 import shlex
-import signal
-import struct
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -32,7 +28,7 @@ from PIL import Image
 
 from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
-from zoo.data.memory_limits import limit_memory
+from zoo.data.media.decoding_process import HEAD
 from zoo.data.sources.references import Medium, opened, shown
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
     from zoo.data.media.decoder import Decoder
     from zoo.data.sources.rows import Row
 
-HEAD = struct.Struct("<Q")  # bytes of the message that follows
 GRACE = 5.0  # seconds after its limit at which a worker ends itself, should nobody else do so
 START_SECONDS = 120.0  # longest time that a worker may take to start
 
@@ -219,7 +214,7 @@ class _Worker:
     def __init__(self, seconds: float, megabytes: int) -> None:
         self.seconds, self.megabytes = seconds, megabytes
         self._command = module_command(
-            "zoo.data.media.decoding_workers", str(seconds + GRACE), str(megabytes)
+            "zoo.data.media.decoding_process", str(seconds + GRACE), str(megabytes)
         )
         self.process = subprocess.Popen(
             self._command,
@@ -329,79 +324,3 @@ def decoder_for(data: DataConfig, ranks: int) -> Decoder:
     from zoo.data.media.decoder import Here
 
     return Here(data.row_mb)
-
-
-# ---------------------------------------------------------------- inside a worker
-
-
-def serve(seconds: float, megabytes: int) -> None:
-    """Answer jobs until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    given, answers = sys.stdin.buffer, os.dup(1)
-    os.dup2(2, 1)  # what a library prints is no answer
-    limit_memory(megabytes)
-    _send(answers, "ready")
-    while len(head := given.read(HEAD.size)) == HEAD.size:
-        job = pickle.loads(given.read(HEAD.unpack(head)[0]))
-        began = time.monotonic()
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # unhandled: ends the process, whatever it is doing
-        try:
-            found: Any = _decode(*job)
-        except RowError as error:
-            found = error if not _is_memory(error) else _too_much(job, megabytes)
-        except MemoryError:
-            found = _too_much(job, megabytes)
-        except Exception as error:  # of many kinds, by what lies in the file
-            text = f"{job[0]} {job[1]} can't be used: {type(error).__name__}: {error}."
-            found = RowError("", "corrupt_media", text)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _answer(answers, found, time.monotonic() - began)
-        del found
-
-
-def _decode(kind: str, source: Any, how: tuple[Any, ...]) -> Any:
-    if kind == "image header":
-        size = sizes.image_size(source)
-        return None if size is None else list(size)
-    if kind == "video header":
-        found = sizes.video_size(source)
-        return None if found is None else list(found)
-    if kind == "audio header":
-        return sizes.sound_samples(source)
-    if kind == "image":
-        return np.asarray(decode.load_image(source))
-    return decode.video_frames(source, *how) if kind == "video" else decode.load_audio(source)
-
-
-def _is_memory(error: RowError) -> bool:
-    cause = error.__cause__
-    return isinstance(cause, MemoryError) or getattr(cause, "errno", None) == 12
-
-
-def _too_much(job: Any, megabytes: int) -> RowError:
-    text = f"{job[0]} {job[1]} needs over {megabytes} MiB to decode; make it smaller, or raise data.row_mb."
-    return RowError("", "memory", text)
-
-
-def _answer(file: int, found: Any, seconds: float) -> None:
-    array, rest = found if isinstance(found, tuple) else (found, None)
-    if not isinstance(array, np.ndarray):
-        _send(file, (found, seconds))
-        return
-    array = np.ascontiguousarray(array)
-    _send(file, ((array.dtype.str, array.shape, rest), seconds))
-    _write(file, memoryview(array.reshape(-1).view(np.uint8)))
-
-
-def _send(file: int, value: Any) -> None:
-    data = pickle.dumps(value, protocol=5)
-    _write(file, memoryview(HEAD.pack(len(data)) + data))
-
-
-def _write(file: int, view: memoryview) -> None:
-    while len(view):
-        view = view[os.write(file, view[: 2**20]) :]
-
-
-if __name__ == "__main__":
-    serve(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,1 +1,1 @@
-"""Training: the trainer, its run and steps, optimizer, data, evaluation, metrics, bad steps, kernel check, resuming."""
+"""Training: the trainer, its run and steps, optimizer, data, evaluation, metrics, bad steps, check of kernels, resuming."""

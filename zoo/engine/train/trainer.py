@@ -18,7 +18,7 @@ from zoo.engine.distributed.world import world
 from zoo.engine.planning.plan import refuse_misfit
 from zoo.engine.report.result import TrainResult
 from zoo.engine.report.startup_time import Startup
-from zoo.engine.train.kernel_check import check_kernels
+from zoo.engine.train.kernel_check.before_training import check_kernels
 from zoo.engine.train.run import Run
 from zoo.engine.watchdog.heartbeat import Watch
 from zoo.engine.watchdog.resources import explained, memory_explained

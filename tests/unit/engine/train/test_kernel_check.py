@@ -13,7 +13,8 @@ from zoo.cli.machine.doctor import KERNELS
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
 from zoo.doctor import run_checks
-from zoo.engine.train import check_process, kernel_check
+from zoo.engine.train.kernel_check import before_training, process
+from zoo.engine.train.kernel_check.recipes import check_recipes
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import delta_inputs, gated_delta_net, varlen
 from zoo.packing import PackedLayout
@@ -27,7 +28,7 @@ def recipe(tmp_path: Path) -> Any:
 
 
 def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = kernel_check.check_recipes([recipe])
+    found = check_recipes([recipe])
     assert found.right
     names = {result.check.name for _, result in found.results}
     assert names == set(KERNELS) - {"audio_attention", "attention_window"}
@@ -39,7 +40,7 @@ def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pyte
     original = delta_inputs.causal_convolution
     monkeypatch.setattr(delta_inputs, "causal_convolution", leaking)
     monkeypatch.setattr(varlen, "sdpa", lambda q, k, v, scale, causal, mask=None: v.repeat_interleave(2, 1))
-    again = kernel_check.check_recipes([recipe], only=("delta_inputs", "attention", "norm"))
+    again = check_recipes([recipe], only=("delta_inputs", "attention", "norm"))
     assert {result.check.name for result in again.wrong} == {"delta_inputs", "attention"}
     assert not again.right
     json.dumps(again.as_dict(), allow_nan=False)
@@ -48,7 +49,7 @@ def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pyte
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The check before training sees a GPU; nothing else does."""
-    monkeypatch.setattr(kernel_check, "gpu_count", lambda: 1)
+    monkeypatch.setattr(before_training, "gpu_count", lambda: 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield tmp_path / "cache" / "zoo" / "doctor"
 
@@ -58,33 +59,33 @@ def test_the_check_before_training_is_made_once(
 ) -> None:
     made, run_check = list[str](), run_checks.run_check
     monkeypatch.setattr(run_checks, "run_check", lambda check: (made.append(check.name), run_check(check))[1])
-    kernel_check.check_kernels(recipe)
+    before_training.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     assert json.loads(kept.read_text())["right"] is True
     names = {kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]}
-    assert names - {*made} == {*kernel_check.SLOW}, "processes of their own made these"
+    assert names - {*made} == {*before_training.SLOW}, "processes of their own made these"
     assert "attention" in names and "attention_padded" not in names
     assert "kernels are right" in capsys.readouterr().out
-    kernel_check.check_kernels(recipe)
+    before_training.check_kernels(recipe)
     assert capsys.readouterr().out == "", "nothing is done twice"
     other = recipe.replace({"engine.recompute": "full", "packing.budget": 512})
-    kernel_check.check_kernels(other)
+    before_training.check_kernels(other)
     assert len(list(gpu.glob("*.json"))) == 2, "other shapes are checked by themselves"
 
 
 def test_a_wrong_kernel_stops_the_run_and_says_what_to_change(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_check, "SLOW", ())  # all in this process, where the kernel is wrong
+    monkeypatch.setattr(before_training, "SLOW", ())  # all in this process, where the kernel is wrong
     monkeypatch.setattr(
         gated_delta_net,
         "chunked_delta_rule",
         lambda q, k, v, decay, beta, lengths: (v * beta[..., None], None),
     )
     with pytest.raises(UserError, match=r"the kernel delta_rule \(torch\) is wrong on this GPU: .*; fix: "):
-        kernel_check.check_kernels(recipe)
+        before_training.check_kernels(recipe)
     assert not list(gpu.glob("*.json"))
-    kernel_check.check_kernels(recipe.replace({"engine.doctor": False}))
+    before_training.check_kernels(recipe.replace({"engine.doctor": False}))
 
 
 def test_a_kernel_that_ends_its_process_stops_the_run(
@@ -93,7 +94,7 @@ def test_a_kernel_that_ends_its_process_stops_the_run(
     _run_instead(monkeypatch, "import os; print('an illegal address', flush=True); os.abort()")
     told = r"the kernel attention \(torch sdpa\) is wrong on this GPU: the process that checks it ended with SIGABRT"
     with pytest.raises(UserError, match=told + r" \(an illegal address\); fix: .*; the kernel delta_rule"):
-        kernel_check.check_kernels(recipe)
+        before_training.check_kernels(recipe)
     assert not list(gpu.glob("*.json"))
 
 
@@ -101,7 +102,7 @@ def test_a_check_that_no_other_process_can_make_is_made_here(
     recipe: Any, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run_instead(monkeypatch, "exit('the GPU takes one process')")
-    kernel_check.check_kernels(recipe)
+    before_training.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     names = [kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]]
     assert names[-2:] == ["attention", "delta_rule"]
@@ -109,13 +110,13 @@ def test_a_check_that_no_other_process_can_make_is_made_here(
 
 def _run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     """Processes that make checks run this program."""
-    monkeypatch.setattr(check_process, "module_command", lambda *_: [sys.executable, "-c", program])
+    monkeypatch.setattr(process, "module_command", lambda *_: [sys.executable, "-c", program])
 
 
 def test_nothing_is_done_without_a_gpu(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(kernel_check, "gpu_count", lambda: 0)
-    kernel_check.check_kernels(recipe)
+    monkeypatch.setattr(before_training, "gpu_count", lambda: 0)
+    before_training.check_kernels(recipe)
     assert not (tmp_path / "cache").exists()
 
 
@@ -126,6 +127,6 @@ def test_without_a_home_nothing_is_kept(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.chdir(tmp_path)
-    assert kernel_check._record({}) is None
-    kernel_check._keep(None, {})
+    assert before_training._record({}) is None
+    before_training._keep(None, {})
     assert not list(tmp_path.iterdir())

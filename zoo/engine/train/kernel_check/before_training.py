@@ -1,8 +1,7 @@
-"""The doctor's checks of the kernels that recipes would use, and the check before training.
+"""The check of a recipe's kernels before training.
 
-`zoo.doctor` knows kernels and their references; here it is given a world of one rank and the recipe's model. Before
-training the checks run once for a GPU, its driver and versions, and for all that decides a recipe's kernels and shapes. A
-result without an error is kept in `$XDG_CACHE_HOME/zoo/doctor` (~/.cache/zoo/doctor). Without a GPU nothing is done.
+It is made once for a GPU, its driver and versions, and for all that decides a recipe's kernels and shapes. A result without
+an error is kept in `$XDG_CACHE_HOME/zoo/doctor` (~/.cache/zoo/doctor). Without a GPU nothing is done.
 """
 
 from __future__ import annotations
@@ -10,74 +9,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zoo.config.devices import gpu_count
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
-from zoo.engine.distributed.world import World, alone, on_one_rank
 from zoo.engine.planning.plan import as_planned
-from zoo.engine.train.check_process import CheckProcesses
+from zoo.engine.train.kernel_check.process import CheckProcesses
+from zoo.engine.train.kernel_check.recipes import check_recipes
 from zoo.errors import UserError
 from zoo.files import cache_folder
 
 if TYPE_CHECKING:
-    from zoo.doctor.layers import Subject
     from zoo.doctor.measure import CheckResult
-    from zoo.doctor.run_checks import Elsewhere, Findings, Report
 
 SLOW = ("attention", "delta_rule")  # they take 13 of the 24 s of a first check of Qwen3.5-VL 2B on an H200
-
-
-def check_recipes(
-    recipes: Sequence[Recipe],
-    *,
-    only: Collection[str] = (),
-    skip: Collection[str] = (),
-    known_wrong: bool = False,
-    report: Report = lambda name, result: None,
-    elsewhere: Elsewhere = lambda check: None,
-) -> Findings:
-    """Check the kernels of validated recipes on this machine, each kernel and shape once.
-
-    Args:
-        only: names of the checks to make; empty: all.
-        skip: names of checks to leave out.
-        known_wrong: also try kernels that zoo does not use because they were found wrong.
-        report: gets each result as soon as it is there, with the name of its recipe.
-        elsewhere: see `zoo.doctor.run_checks.run_checks`.
-    """
-    from zoo.doctor.known_wrong import known_wrong_checks
-    from zoo.doctor.run_checks import free_memory, run_checks
-
-    with alone(recipes[0]) as here:
-        found = run_checks(
-            [(f"{one.recipe} {one.size or ''}".strip(), partial(_subject, one, here)) for one in recipes],
-            only=only,
-            skip=skip,
-            known_wrong=known_wrong_checks(here.device, here.groups) if known_wrong else (),
-            report=report,
-            elsewhere=elsewhere,
-        )
-    free_memory()
-    return found
-
-
-def _subject(recipe: Recipe, here: World) -> Subject:
-    """The layers to check, in a world of one rank."""
-    from zoo.doctor.layers import make_subject
-    from zoo.engine.model import build
-    from zoo.engine.model.meta_model import on_meta
-
-    # The shapes are the same under either backend, and Transformer Engine's modules want a GPU.
-    plain = on_one_rank(recipe).replace({"engine.backend": "torch", "train.loss": "nll"})
-    with on_meta(here) as nowhere:
-        (whole,) = build.build_model(build.assembly_of_arch(recipe), plain, nowhere)
-    return make_subject(recipe, whole, here.device)
 
 
 def check_kernels(recipe: Recipe) -> None:
