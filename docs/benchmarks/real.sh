@@ -170,7 +170,7 @@ layouts() {
     local keys=(size="$dense")
     bench layouts-1 "${keys[@]}" nproc=1 settings="row:$row" samples="$few"
     bench layouts-tp2 "${keys[@]}" nproc=2 settings="row:$small" samples="$few" parallel.tp=2 --profile
-    bench layouts-cp2 "${keys[@]}" nproc=2 settings="row:$wide" samples=$((2 * few)) parallel.cp=2
+    bench layouts-cp2 "${keys[@]}" nproc=2 settings="row:$wide" samples=$((2 * few)) parallel.cp=2 --profile
 }
 
 case "$part" in
