@@ -108,7 +108,7 @@ whole() {
     case "${more[*]-}" in *train.save_every=*) until_logged '"event": "save"' ;; esac
     kill_whole
     grep -h '"startup"\|"memory"\|"eval\|"event": "save"' "$run/train.jsonl"
-    tail -n 1 "$run/train.jsonl"
+    grep '"grad_norm"' "$run/train.jsonl" | tail -n 1
 }
 
 resume() {

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,10 +59,22 @@ def test_the_same_numbers_give_the_same_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(minutes=1)
-def test_a_whole_model_is_trained_until_it_is_killed(tmp_path: Path) -> None:
-    done = real(tmp_path, "whole", "qwen3_vl_moe_sft", "tiny-moe", "--dry-run", seconds=300)
+def test_a_whole_model_is_trained_until_it_is_killed_and_goes_on_from_its_save(tmp_path: Path) -> None:
+    model = "qwen3_vl_moe_sft", "tiny-moe", "--dry-run"
+    done = real(tmp_path, "whole", *model, "train.save_every=2", seconds=300)
     assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [line.get("event") for line in found] == ["startup", "memory", "eval", None] and found[-1][
-        "step"
-    ] == 3
+    found = _events(done)
+    assert {"startup", "memory", "eval", "save"} == {line["event"] for line in found[:-1]}
+    assert found[-1]["step"] >= 3
+    before = [json.loads(line) for line in (tmp_path / "whole-qwen3_vl_moe_sft/train.jsonl").open()]
+    done = real(tmp_path, "resume", *model, seconds=300)
+    assert done.returncode == 0, done.stderr
+    resumed, startup, step = _events(done)
+    saved = resumed["step"]
+    assert (resumed["event"], startup["event"], step["step"]) == ("resume", "startup", saved + 1)
+    losses = [line["loss"] for line in before if line.get("step") == saved + 1 and "grad_norm" in line]
+    assert saved % 2 == 0 and [step["loss"]] == pytest.approx(losses[:1] or [step["loss"]])
+
+
+def _events(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
