@@ -21,7 +21,7 @@ from zoo.config.compose import load_recipe, save_recipe
 from zoo.engine.distributed.process_state import quiet
 from zoo.engine.distributed.processes import Launcher, end_with_parent
 from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
-from zoo.subprocesses import module_command
+from zoo.subprocesses import find_users_modules, module_command
 
 if TYPE_CHECKING:
     from zoo.config.schema import Recipe
@@ -100,4 +100,5 @@ def _main(config: str, name: str, result: str) -> None:
 
 
 if __name__ == "__main__":
+    find_users_modules()
     _main(*sys.argv[1:])
