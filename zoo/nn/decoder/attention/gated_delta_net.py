@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.cache import DecodeCache
+from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule_inputs, gates
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.fla_import import import_fla
@@ -156,31 +157,19 @@ class GatedDeltaNet(McoreGatedDeltaNet):
 
     def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row."""
-        rows = rows.index_select(1, _channels_by_rank(self.in_proj_split_sections, self.cp_size, rows.device))
-        parts = (
-            rows.unflatten(1, (self.cp_size, -1)).transpose(0, 1).contiguous()
-        )  # (cp, T / cp, channels / cp)
+        parts = channels_by_rank(rows, self.in_proj_split_sections, self.cp_size)
         gathered = all_to_all(self.pg_collection.cp, parts.flatten(0, 1))
-        return gathered.index_select(0, layout.cp_restore_index(self.cp_size))
+        return in_row_order(gathered, layout, self.cp_size)
 
     def _heads_of_my_tokens(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T, width / cp) of this rank's heads, in the order of the row -> (T / cp, width) of its tokens."""
-        order = torch.cat([layout.cp_index(rank, self.cp_size) for rank in range(self.cp_size)])
-        parts = all_to_all(self.pg_collection.cp, rows.index_select(0, order))
+        parts = all_to_all(self.pg_collection.cp, in_rank_order(rows, layout, self.cp_size))
         return parts.unflatten(0, (self.cp_size, -1)).transpose(0, 1).flatten(1)
 
 
 def _initial_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """log A of the full layer, A uniform in [1, 16) as mcore draws it, whatever the parallel layout."""
     return torch.empty(shape).uniform_(1, 16, generator=generator).log()
-
-
-@lru_cache(maxsize=8)
-def _channels_by_rank(sections: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Order of channels in which rank r's part of every section stands in the r-th of `size` equal blocks."""
-    pieces = torch.arange(sum(sections)).split(list(sections))
-    order = torch.cat([piece.chunk(size)[rank] for rank in range(size) for piece in pieces])
-    return host_to_device(order, device)
 
 
 def _kernel_offsets(layout: PackedLayout) -> dict[str, Tensor]:

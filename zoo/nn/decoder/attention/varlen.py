@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.nn.decoder.attention.context_moves import in_row_order
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
@@ -247,7 +248,7 @@ def gathered_attention(
 
     size, rank = group.size(), group.rank()
     whole = gather_from_sequence_parallel_region(torch.cat((k, v), dim=1), group=group)
-    whole = whole.index_select(0, layout.cp_restore_index(size))
+    whole = in_row_order(whole, layout, size)
     k, v = whole.split(k.shape[1], dim=1)
     reach = reach.within(layout.max_seqlen)
     if not _flash_reaches(q, reach):

@@ -1,0 +1,43 @@
+"""Tokens and channels on their way between context-parallel ranks, against indexing: what comes out, and its gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order
+from zoo.packing import PackedLayout
+
+SECTIONS = (12, 12, 8, 8, 4, 4)
+
+
+def layout(size: int) -> PackedLayout:
+    return PackedLayout.from_lengths([5, 16, 3], align=2 * size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
+    row = layout(size)
+    x = torch.randn(row.total, 3, 2, dtype=torch.float64, requires_grad=True)
+    for move, index in (
+        (in_row_order, row.cp_restore_index(size)),
+        (in_rank_order, torch.cat([row.cp_index(rank, size) for rank in range(size)])),
+    ):
+        found = move(x, row, size)
+        assert torch.equal(found, x.index_select(0, index))
+        assert torch.equal(*(_gradient(out, x) for out in (found, x.index_select(0, index))))
+    assert torch.equal(in_rank_order(in_row_order(x, row, size), row, size), x)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_channels_are_shared_out_by_section(size: int) -> None:
+    x = torch.randn(7, sum(SECTIONS), dtype=torch.float64, requires_grad=True)
+    found = channels_by_rank(x, SECTIONS, size)
+    parts = x.split(SECTIONS, dim=1)
+    wanted = torch.stack([torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)])
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(_gradient(out, x) for out in (found, wanted)))
+
+
+def _gradient(out: Tensor, x: Tensor) -> Tensor:
+    weights = torch.arange(out.numel(), dtype=out.dtype).view(out.shape).sin()
+    return torch.autograd.grad((out * weights).sum(), x)[0]
