@@ -33,7 +33,9 @@ def test_channels_are_shared_out_by_section(size: int) -> None:
     x = torch.randn(7, sum(SECTIONS), dtype=torch.float64, requires_grad=True)
     found = channels_by_rank(x, SECTIONS, size)
     parts = x.split(SECTIONS, dim=1)
-    wanted = torch.stack([torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)])
+    wanted = torch.stack(
+        [torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)]
+    )
     assert torch.equal(found, wanted)
     assert torch.equal(*(_gradient(out, x) for out in (found, wanted)))
 
