@@ -41,9 +41,10 @@ def use_graphs(chunks: Sequence[Any]) -> int:
 
 def release_graphs(chunks: Sequence[Any]) -> None:
     """Give up the graphs of model chunks. To be called before process groups end: see `Recorder.release`."""
-    parts = (module for chunk in chunks for module in chunk.modules())
-    for stack in {one.graphs for one in parts if getattr(one, "graphs", None) is not None}:
-        stack.release()
+    parts = {getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules()}
+    for stack in parts:
+        if isinstance(stack, LayerGraphs):
+            stack.release()
 
 
 def _captured(name: str, missing: str | None) -> bool:
