@@ -41,10 +41,9 @@ def use_graphs(chunks: Sequence[Any]) -> int:
 
 def release_graphs(chunks: Sequence[Any]) -> None:
     """Give up the graphs of model chunks. To be called before process groups end: see `Recorder.release`."""
-    parts = {getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules()}
-    for stack in parts:
-        if isinstance(stack, LayerGraphs):
-            stack.release()
+    found = (getattr(module, "graphs", None) for chunk in chunks for module in chunk.modules())
+    for stack in {one for one in found if isinstance(one, LayerGraphs)}:
+        stack.release()
 
 
 def _captured(name: str, missing: str | None) -> bool:
