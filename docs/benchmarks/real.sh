@@ -118,7 +118,7 @@ resume() {
     at=$((10#${saved##*[!0-9]}))
     file=$(find "$saved" -type f -size +1k -printf '%s %p\n' | sort -n | tail -n 1 | cut -d ' ' -f 2-)
     sync
-    { echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null || echo "real.sh: the page cache was kept"
+    [ -n "$dry" ] || { echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null || echo "real.sh: the page cache was kept"
     dd if="$file" of=/dev/null bs=16M count=500 iflag=direct 2>&1 | tail -n 1
     train_whole
     until_step $((at + 2))
