@@ -39,7 +39,9 @@ def quiet() -> None:
     """Suppress warnings about packages that zoo does not need, and about how megatron-core calls torch."""
     warnings.filterwarnings("ignore", module=r"megatron\.")
     # megatron-core calls functions of torch.distributed by names that torch 2.14 has new ones for.
-    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
+    )
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # megatron-core imports torch's C++ extension builder, which has a CUDA toolkit without a GPU to report.
     logger = logging.getLogger("torch.utils.cpp_extension")
