@@ -68,8 +68,9 @@ def run_checks(
         skip: names of checks to leave out.
         known_wrong: checks of kernels that zoo does not use.
         report: gets each result as soon as it is there.
-        elsewhere: begins a check in another process, and returns what waits for its result, or for None where it is to be
-            made here after all. None: it is to be made here.
+        elsewhere: is given each check. It may begin it in another process and return a function that waits for the result;
+            that function returns None where the process could not make the check, which is then made here. It returns None for
+            checks to be made here.
     """
     start, seen = time.perf_counter(), set[str]()
     results: list[tuple[str, CheckResult]] = []

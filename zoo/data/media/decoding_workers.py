@@ -1,8 +1,8 @@
 """Decoding workers: processes that decode media under limits of time and memory, and die where they break one.
 
-A worker is a process of `zoo.data.media.decoding_process`, which takes one job at a time. A job that takes too long is killed with its process, memory is
-limited by the system (RLIMIT_AS), and a decoder that crashes takes nothing else along: each is a RowError of the row. What
-is decoded is the same with any number of workers, and with none.
+A worker is a process of `zoo.data.media.decoding_process`, which takes one job at a time. A job that takes too long is killed with
+its process, memory is limited by the system (RLIMIT_AS), and a decoder that crashes takes nothing else along: each is a
+RowError of the row. What is decoded is the same with any number of workers, and with none.
 
 A worker ends when its input is closed, and by an alarm of its own when a job outlives its limit: none is left behind.
 """

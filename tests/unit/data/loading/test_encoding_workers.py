@@ -150,13 +150,13 @@ def test_it_is_said_that_workers_can_not_start(
     rows: Path, processor: Any, wanted: list[list[MicroBatch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_processes, "module_command", lambda *_: [sys.executable, "-c", "exit(3)"])
-    with pytest.warns(UserWarning, match="a process that encodes rows has ended at its start") as told:
+    with pytest.warns(UserWarning) as told:
         made = loader(rows, processor, COUNT)
         assert all(same(made.next_step(), step) for step in wanted[:2])
         end = time.monotonic() + 60
         while made.source.workers._starting and time.monotonic() < end:  # type: ignore[union-attr]
             time.sleep(0.02)
-    assert len(told) == 1
+    assert sum("a process that encodes rows has ended at its start" in str(one.message) for one in told) == 1
     made.close()
 
 
