@@ -130,8 +130,7 @@ resume() {
 train_whole() {
     local recipe=${words[0]:?a recipe is wanted} size=${words[1]:?a size is wanted}
     run=$out/whole-$recipe
-    begun=0
-    if [ -e "$run/train.jsonl" ]; then begun=$(wc -l <"$run/train.jsonl"); fi
+    begun=$(date +%s)
     train "whole-$recipe" recipe="$recipe" size="$size" nproc=2 parallel.ep=2 data.train=["$rows/vision/rows.jsonl"] \
         data.eval=["$rows/vision/held.jsonl"] packing.budget="$small" train.global_batch=2 train.steps=100000 train.eval_every="$evaluated" \
         train.save=weights train.save_every=0 train.keep=1 train.keep_best=null engine.recompute=full engine.doctor=false \
@@ -142,10 +141,16 @@ train_whole() {
 until_step() { until_logged "\"step\": $1,"; }
 
 until_logged() {
-    until tail -n +$((begun + 1)) "$run/train.jsonl" 2>/dev/null | grep -qs "$1"; do
+    until logged "$1"; do
         kill -0 "$shell" || { echo "real.sh: the run has ended before $1" >&2; exit 1; }
         sleep 0.5
     done
+}
+
+# logged WORDS: whether the log has a line with these words that was written since the run began
+logged() {
+    [ -e "$run/train.jsonl" ] &&
+        awk -F '"time": ' -v begun="$begun" -v words="$1" '$NF + 0 >= begun && index($0, words) { found = 1 } END { exit !found }' "$run/train.jsonl"
 }
 
 kill_whole() {

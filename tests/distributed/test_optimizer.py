@@ -179,8 +179,8 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "layout", "bucket"),
-    [(2, (), 0), (2, (), 100_000), (2, EP2, 0), (4, (*EP2, "parallel.pp=2"), 0)],
-    ids=["dp2", "dp2, beside the backward pass", "ep2", "ep2 pp2"],
+    [(2, (), 0), (2, (), 100_000), (2, EP2, 0), (2, EP2, 100_000), (4, (*EP2, "parallel.pp=2"), 0)],
+    ids=["dp2", "dp2, beside the backward pass", "ep2", "ep2, beside the backward pass", "ep2 pp2"],
 )
 def test_gradients_kept_in_bf16(
     ranks: int, layout: tuple[str, ...], bucket: int, pool: Pool, tmp_path: Path

@@ -66,9 +66,16 @@ class RankShare:
 
 
 def rank_share(
-    streams: Sequence[MediaStream], media: Mapping[str, Tensor], rank: int, size: int
+    streams: Sequence[MediaStream],
+    media: Mapping[str, Tensor],
+    rank: int,
+    size: int,
+    join: Callable[[list[Tensor]], Tensor] = torch.cat,
 ) -> RankShare:
-    """The share of `rank` of `size` of one tower's items, given in the order in which the tower encodes them."""
+    """The share of `rank` of `size` of one tower's items, given in the order in which the tower encodes them.
+
+    `join`: makes one tensor of this rank's items, which are rows of `media`.
+    """
     rows = [count for stream in streams for count in stream.rows]
     outputs = [count for stream in streams for count in stream.outputs]
     owner = balance(rows, size)
@@ -91,7 +98,7 @@ def rank_share(
             ends = list(accumulate(stream.rows))
             spans = [media[stream.data][ends[item] - stream.rows[item] : ends[item]] for item in kept]
             items = media[stream.sizes] if stream.items is None else stream.items
-            taken[stream.data] = torch.cat(spans)
+            taken[stream.data] = join(spans)
             taken[stream.sizes] = items[kept]
     return RankShare(longest, torch.cat(pieces), taken)
 

@@ -1,4 +1,4 @@
-"""One order of the gradients' reductions on all data-parallel ranks, where they begin during the backward pass.
+"""Reductions of gradients over data-parallel ranks: which begin during the backward pass, in what order, and which are none.
 
 megatron-core starts to reduce a bucket as soon as the bucket's last gradient exists. Ranks have different media: a rank without
 any gets the zero gradients of its towers in another order than ranks whose towers ran. Ranks would then reduce different
@@ -42,6 +42,31 @@ def reduce_in_order(wrapped: Any) -> None:
     in which a backward pass finishes them.
     """
     OrderedReductions(wrapped.bucket_groups)
+
+
+class _Done:
+    """The handle of a reduction that had nothing to do."""
+
+    def wait(self) -> None:
+        pass
+
+
+def leave_out_single_ranks() -> None:
+    """Have reductions over a group of one rank do nothing, since it has the sum already: those of experts that no other rank has.
+
+    Where gradients are in bf16, megatron-core would send them to that rank itself, sum them up in fp32 and copy them back. To be
+    called after DDP is made, which chooses the function for the whole process.
+    """
+    from megatron.core.distributed import param_and_grad_buffer
+
+    reduce = param_and_grad_buffer.dist_reduce_scatter_func
+
+    def unless_alone(output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> Any:
+        if group.size() == 1:
+            return _Done() if async_op else None
+        return reduce(output, input, op=op, group=group, async_op=async_op)
+
+    param_and_grad_buffer.dist_reduce_scatter_func = unless_alone
 
 
 def accumulate_directly(wrapped: Any) -> None:

@@ -23,6 +23,7 @@ from zoo.engine.distributed import determinism
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.megatron import compat, cpu_host
 from zoo.errors import UserError
+from zoo.nn.graphs.recorder import release_all
 
 TIMEOUT = timedelta(minutes=30)
 SWITCH_SECONDS = 2e-4  # after which a thread gives the interpreter to another one that waits; Python: 5e-3
@@ -155,6 +156,7 @@ def _take_down(before: set[Any] | None) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    release_all()  # graphs hold work of the groups
     destroy_moe_metrics_tracker()  # it holds groups of this world, and metrics of its last forward pass
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # that of the last step
     parallel_state.destroy_model_parallel()

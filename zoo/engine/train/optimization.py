@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order
+from zoo.engine.distributed.gradient_reduction import (
+    accumulate_directly,
+    leave_out_single_ranks,
+    reduce_in_order,
+)
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
@@ -55,6 +59,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    if half:
+        leave_out_single_ranks()
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if on_gpu:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def release_all() -> None:
+    """Give up all that any recorder of this process holds. To be called before process groups end: see `Recorder.release`."""
+    for recorder in list(_recorders):
+        recorder.release()
 
 
 class Recorder:
@@ -21,6 +31,7 @@ class Recorder:
         self._pool: Any = None
         self._stream: Any = None  # one for all sessions: libraries keep memory for each stream
         self._graphs: list[Any] = []
+        _recorders.add(self)
 
     def takes(self, x: Tensor) -> bool:
         """Whether work on this tensor can be recorded: a GPU's."""

@@ -1,4 +1,4 @@
-"""How many CPU threads a rank takes beside a GPU; what its operations run on here is a CPU all the same."""
+"""How many CPU threads a rank takes beside a GPU, what its operations run on here being a CPU all the same; and what a world ends."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from zoo.config.validate import validate
 from zoo.engine.checkpoint import initial_weights
 from zoo.engine.distributed import world as place
 from zoo.engine.distributed.world import world
+from zoo.nn.graphs.recorder import Recorder
 
 
 @pytest.mark.parametrize(
@@ -47,3 +48,18 @@ def test_one_thread_beside_a_gpu(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_graphs_are_given_up_before_process_groups_end() -> None:
+    """NCCL would wait for ever for those that hold its work."""
+    there = []
+
+    class Noted(Recorder):
+        def release(self) -> None:
+            there.append(torch.distributed.is_initialized())
+
+    recipe = validate(load_recipe("qwen3_vl_sft", ["size=tiny", "hardware=cpu"]), 1)
+    with world(recipe):
+        held = Noted()
+        assert not there
+    assert there == [True] and isinstance(held, Recorder)
