@@ -69,6 +69,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
             "samples": options.steps,
             "passes": 1,
             "longest": options.longest,
+            "routing": "router",
             "saves": options.saves,
             "steps": options.steps,
         }

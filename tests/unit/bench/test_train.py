@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zoo.bench.training import train as bench_train
+from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
 from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
@@ -20,6 +21,7 @@ from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.model import build
 from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
+from zoo.nn.decoder.experts.router import Router
 from zoo.nn.flops import model_cost
 
 
@@ -180,6 +182,7 @@ def test_a_run_of_the_bench_is_a_run(data: str, cpu_world: Any, tmp_path: Path) 
         "samples": 2,
         "passes": 1,
         "longest": 64,
+        "routing": "router",
         "data": data,
         "profile": False,
     }
@@ -190,6 +193,24 @@ def test_a_run_of_the_bench_is_a_run(data: str, cpu_world: Any, tmp_path: Path) 
         line = run.measure()
     assert line["steps"] == 8 and line["loss"] > 0 and ("data_wait" in line) == bool(data)
     assert set(line["tflop_per_step"]) == {"decoder", "head", "vision"} and line["real_tokens_per_s"] > 0
+
+
+def test_experts_are_drawn_evenly() -> None:
+    chunk, gates = torch.nn.Module(), torch.randn(8, 16, requires_grad=True)
+    for number in (1, 2):
+        router = Router.__new__(Router)
+        torch.nn.Module.__init__(router)
+        router.layer_number, router.gating = number, lambda hidden: hidden @ gates
+        chunk.register_module(str(number), router)
+    route_evenly([chunk], rank=0)
+    first, second = chunk.children()
+    hidden = torch.ones(4096, 8)  # all alike, so a router would send them all to the same experts
+    drawn = first.gating(hidden)
+    chosen = drawn.topk(4).indices
+    assert chosen.flatten().bincount(minlength=16).float().std() < 0.1 * 1024
+    assert torch.equal(first.gating(hidden), drawn) and not torch.equal(second.gating(hidden), drawn)
+    (drawn * 2).sum().backward()
+    assert torch.equal(gates.grad, torch.full((8, 16), 2 * 4096.0))
 
 
 def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.CaptureFixture[str]) -> None:
@@ -210,6 +231,12 @@ def test_a_setting_that_fails_is_told_and_the_next_one_runs(capfd: pytest.Captur
         (["setings=hf:4"], "setings: no such key; nearest: settings"),
         (["nproc=2", "batch=3"], "batch=3: 2 data-parallel ranks can't share so many micro-batches evenly"),
         (["settings=hf:4", "batch=8"], "settings=hf:4: a step of transformers takes one micro-batch"),
+        (["routing=even"], "routing=even: qwen35_vl_sft size=2b has no experts"),
+        (["routing=odd"], "routing=odd: wanted one of router, even"),
+        (
+            ["recipe=qwen3_vl_moe_sft", "size=tiny-moe", "settings=hf:2", "routing=even"],
+            "settings=hf:2: routing=even is of zoo's settings",
+        ),
         (["passes=0"], "passes=0: wanted a whole number from 1 to 1,000,000"),
         (["recipe=llava_sft", "size=tiny", "settings=packed:2", "longest=12"], "give longest="),
         (

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import with_pixels
 from zoo.bench.training.rows import examples
@@ -100,6 +101,8 @@ class LoadedRun(Run):
     def measure(self) -> dict[str, Any]:
         """Build, warm up, time."""
         self._build()
+        if self.given["routing"] == "even":
+            route_evenly(self.trainable.chunks, self.world.rank)
         lines = Lines()
         self.log = lines  # type: ignore[assignment]
         on_gpu = torch.cuda.is_available()

@@ -21,7 +21,7 @@ from zoo.bench.options import Bounded
 from zoo.bench.training import profile as bench_profile
 from zoo.bench.training.setting import Setting, as_dict, missing
 from zoo.config.compose import load_recipe
-from zoo.config.derived import data_parallel, text_config
+from zoo.config.derived import data_parallel, num_experts, text_config
 from zoo.config.devices import gpu_count
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
@@ -34,6 +34,7 @@ SETTINGS = (
     "packed:2", "packed:4", "packed:8", "packed:16", "packed:32",
 )  # fmt: skip
 
+ROUTINGS = ("router", "even")
 LOADED = ("padded:4", "row:16384")  # settings on rows that the loader brings
 
 
@@ -51,6 +52,7 @@ class Options(Bounded):
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
     batch: int = number(0, 0, 10**6)  # micro-batches a step, all ranks together; 0: one a data-parallel rank
     layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
+    routing: str = "router"  # who chooses a token's experts; "even": `zoo.bench.training.even_routing`
     nproc: int = number(1, 1, 4096)
     out: str = ""  # file for the results
 
@@ -78,6 +80,10 @@ def run(
             f"batch={options.batch}: {data_parallel(recipe, options.nproc)} data-parallel ranks can't share so many micro-batches "
             "evenly; give a multiple"
         )
+    if options.routing not in ROUTINGS:
+        raise UserError(f"routing={options.routing}: wanted one of {', '.join(ROUTINGS)}")
+    if options.routing == "even" and not num_experts(recipe.model.arch):
+        raise UserError(f"routing=even: {options.recipe} size={options.size} has no experts; leave it out")
     report: Line = {
         "bench": "train",
         "command": shlex.join(["zoo", *sys.argv[1:]]),
@@ -88,6 +94,7 @@ def run(
         "data": options.data or None,
         "samples": options.samples,
         "longest": options.longest,
+        "routing": options.routing,
         "overrides": list(overrides),
         "environment": None,
         "lines": [],
@@ -124,6 +131,10 @@ def _all(options: Options) -> list[Setting]:
             if options.batch:
                 raise UserError(
                     f"settings={text}: a step of transformers takes one micro-batch; leave out batch="
+                )
+            if options.routing != "router":
+                raise UserError(
+                    f"settings={text}: routing={options.routing} is of zoo's settings; leave one of the two out"
                 )
             if options.nproc == 1:
                 found.append(setting)
@@ -195,6 +206,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         "passes": options.passes,
         "longest": options.longest,
         "data": options.data,
+        "routing": options.routing,
         "profile": profile,
     }
     module = "hf" if setting.way == "hf" else "steps"

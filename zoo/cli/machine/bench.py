@@ -13,6 +13,7 @@ processes of its own; --json prints one line for each as soon as it is there, --
   samples=64 passes=2                    how many samples (of a data-parallel rank), and how often they are timed
   batch=8                                micro-batches a step, all ranks together; default: one a data-parallel rank
   longest=2048 out=bench.json            most tokens of a sample; file for the results
+  routing=even                           draws experts evenly at random: random weights send most tokens to a few of them
   data=my.jsonl                          these rows, read by training's own loader, for settings row:TOKENS and padded:N
   engine.recompute=full parallel.cp=2    any key of the recipe that has a dot
 

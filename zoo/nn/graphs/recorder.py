@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
