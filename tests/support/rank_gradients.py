@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,8 @@ def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
 
     def wrap_as_on_a_gpu(chunks: list[Any], recipe: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda: True)
+            here = threading.current_thread()  # others make batches meanwhile, in pinned memory if there were a GPU
+            patch.setattr(torch.cuda, "is_available", lambda: threading.current_thread() is here)
             patch.setattr(optimization, "BUCKET", bucket)
             wrapped = wrap(chunks, recipe)
         for chunk in wrapped:
