@@ -169,12 +169,12 @@ def test_the_same_samples_packed_padded_and_under_transformers(
     assert all(line["ms"] > 0 and len(line["losses"]) == 12 for line in saved["lines"])
 
 
-@pytest.mark.parametrize("data", ["", "digits:train"])
-def test_a_run_of_the_bench_is_a_run(data: str, cpu_world: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "data"), [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]
+)
+def test_a_run_of_the_bench_is_a_run(name: str, data: str, cpu_world: Any, tmp_path: Path) -> None:
     """In this process: its own samples, and rows through the loader, whose wait and FLOPs of two kinds of media are shown."""
-    options = bench_train.Options(
-        recipe="qwen3_vl_sft", size="tiny", longest=64, samples=2, passes=1, data=data
-    )
+    options = bench_train.Options(recipe=name, size="tiny", longest=64, samples=2, passes=1, data=data)
     recipe = bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1", "data.workers=0"])
     row = {"packing.mode": "thd", "packing.budget": 256, "train.global_batch": 1, "run.dir": str(tmp_path)}
     given = {
@@ -192,6 +192,7 @@ def test_a_run_of_the_bench_is_a_run(data: str, cpu_world: Any, tmp_path: Path) 
     with closing(run):
         line = run.measure()
     assert line["steps"] == 8 and line["loss"] > 0 and ("data_wait" in line) == bool(data)
+    assert not list(tmp_path.rglob("*.safetensors")), "of 30 billion random weights they would take a minute"
     assert set(line["tflop_per_step"]) == {"decoder", "head", "vision"} and line["real_tokens_per_s"] > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Collection
 from dataclasses import replace
@@ -78,9 +79,9 @@ def load_run(
 
 
 def attach_adapters(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: World) -> lora.Adapters:
-    """New adapters beside the weights of `assembly.source`, a Hugging Face folder."""
-    assert assembly.source is not None
-    arch = read_arch(assembly.source.files)
+    """New adapters beside the weights of `assembly.source`, a Hugging Face folder, or random ones."""
+    source = assembly.source
+    arch = read_arch(source.files) if source else json.loads(assembly.config.hf.to_json_string())
     adapters = lora.attach(chunks, assembly.family, model_dims(assembly), arch, recipe, world)
     lora.quantise_base(chunks, recipe)
     return adapters
