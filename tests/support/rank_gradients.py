@@ -117,7 +117,9 @@ def reduced_as_on_a_gpu(bucket: int, *, whole: bool = False) -> Iterator[None]:
 
     def wrap_as_on_a_gpu(chunks: list[Any], recipe: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            here = threading.current_thread()  # others make batches meanwhile, in pinned memory if there were a GPU
+            here = (
+                threading.current_thread()
+            )  # others make batches meanwhile, in pinned memory if there were a GPU
             patch.setattr(torch.cuda, "is_available", lambda: threading.current_thread() is here)
             patch.setattr(optimization, "BUCKET", bucket)
             wrapped = wrap(chunks, recipe)
