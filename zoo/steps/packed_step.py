@@ -361,19 +361,8 @@ class PackedStep:
         if self.media_group is None or self.media_group.size() == 1:
             return {}
         rank, size = self.media_group.rank(), self.media_group.size()
-        return {
-            name: rank_share(tower, media, rank, size, self._join) for name, tower in streams.items() if tower
-        }
-
-    def _join(self, parts: list[Tensor]) -> Tensor:
-        """Rows of media in one tensor, put together on a GPU: on the host that would be two more copies of all pixels, by one core."""
-        if self.device.type != "cuda":
-            return torch.cat(parts)
-        shape = (sum(map(len, parts)), *parts[0].shape[1:])
-        whole = torch.empty(shape, dtype=parts[0].dtype, device=self.device)
-        for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
-            place.copy_(part, non_blocking=True)
-        return whole
+        place = rank, size, self.device
+        return {name: rank_share(tower, media, *place) for name, tower in streams.items() if tower}
 
     def _shard_labels(
         self,
