@@ -139,17 +139,13 @@ class Exchange:
             sum(of_rank[1][rank] for of_rank in numbers),
         )
 
-    def dispatch(self, rows: Tensor) -> Tensor:
-        """Rows (S, width) of tokens to the ranks of their experts -> (M, width)."""
-        return self.start_dispatch(rows)()
-
-    def start_dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
-        """The same, beside what this rank computes until it calls for the rows."""
+    def dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rows (S, width) of tokens to the ranks of their experts -> (M, width), beside what this rank computes until it calls for them."""
         return _all_to_all(rows, self.sent, self.received, self.group)
 
-    def combine(self, rows: Tensor) -> Tensor:
-        """Rows (M, width) to the ranks that the tokens came from -> (S, width)."""
-        return _all_to_all(rows, self.received, self.sent, self.group)()
+    def combine(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rows (M, width) to the ranks that the tokens came from, likewise -> (S, width)."""
+        return _all_to_all(rows, self.received, self.sent, self.group)
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Callable[[], Tensor]:

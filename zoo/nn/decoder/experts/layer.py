@@ -7,6 +7,7 @@ rows by `masked_select` and `index_add`, and exchanges once more where the backw
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,12 +136,13 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
         exchange, chosen, count = call.exchange, call.chosen, call.chosen.numel()
         if exchange is not None:
-            wait = exchange.start_dispatch(gather_rows(hidden, exchange.tokens))
-            weights, chosen = _dispatch_choices(exchange, weights)
+            choices = _dispatch_choices(exchange, weights)
+            arrived = exchange.dispatch(gather_rows(hidden, exchange.tokens))
+            weights, chosen = choices()
             count = exchange.choices
         permutation = Permutation.of(chosen, call.experts.num_local_experts, count)
         if exchange is not None:
-            hidden = wait()
+            hidden = arrived()
         ctx.experts, ctx.exchange, ctx.trained = call.experts, exchange, trained
         ctx.permutation, ctx.graph = permutation, None
         if call.keep:
@@ -150,37 +152,45 @@ class _Routed(torch.autograd.Function):
             each = weights.flatten().index_select(0, permutation.choices)
             given, _ = call.experts(gather_rows(hidden, permutation.tokens), permutation.ends, each)
         out = sum_rows(given, permutation.places)
-        return out if exchange is None else sum_rows(exchange.combine(out), exchange.places)
+        return out if exchange is None else sum_rows(exchange.combine(out)(), exchange.places)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange, graph = ctx.exchange, ctx.graph
         if exchange is not None:
-            wait = exchange.start_dispatch(gather_rows(grad, exchange.tokens))
+            arrived = exchange.dispatch(gather_rows(grad, exchange.tokens))
         if graph is None:
             rows, weights = ctx.saved_tensors
             _, graph = _compute(ctx, rows, weights, gradient_only=True)
         if exchange is not None:
-            grad = wait()
+            grad = arrived()
         ctx.graph = None
         to_rows, to_weights, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
         to_hidden = None if to_rows is None else sum_rows(to_rows, ctx.permutation.places)
         if exchange is not None:
+            returned = [None if one is None else exchange.combine(one) for one in (to_hidden, to_weights)]
             to_hidden, to_weights = (
-                None if one is None else sum_rows(exchange.combine(one), exchange.places)
-                for one in (to_hidden, to_weights)
+                None if rows is None else sum_rows(rows(), exchange.places) for rows in returned
             )
         return None, to_hidden, to_weights, *to_trained
 
 
-def _dispatch_choices(exchange: Exchange, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of weights (N, k), in one all-to-all."""
+def _dispatch_choices(exchange: Exchange, weights: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of weights (N, k), in one all-to-all.
+
+    It goes before the rows, so that these are on their way while the choices are sorted.
+    """
     topk = weights.shape[1]
     sent = weights.index_select(0, exchange.tokens)
     assert sent.dtype == torch.float32
     numbers = exchange.local.to(torch.int32).view(torch.float32)  # the same bits
-    both = exchange.dispatch(torch.cat([sent, numbers], dim=1))
-    return both[:, :topk].contiguous(), both[:, topk:].contiguous().view(torch.int32)
+    arrived = exchange.dispatch(torch.cat([sent, numbers], dim=1))
+
+    def wait() -> tuple[Tensor, Tensor]:
+        both = arrived()
+        return both[:, :topk].contiguous(), both[:, topk:].contiguous().view(torch.int32)
+
+    return wait
 
 
 @dataclass(frozen=True)
