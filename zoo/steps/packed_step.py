@@ -361,7 +361,7 @@ class PackedStep:
         if self.media_group is None or self.media_group.size() == 1:
             return {}
         rank, size = self.media_group.rank(), self.media_group.size()
-        place = rank, size, self.device
+        place = rank, size, self.device if self.encodes_media else torch.device("meta")  # needs no pixels
         return {name: rank_share(tower, media, *place) for name, tower in streams.items() if tower}
 
     def _shard_labels(
