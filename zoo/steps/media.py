@@ -106,9 +106,7 @@ def rank_share(
 
 
 def _joined(parts: list[Tensor], device: torch.device) -> Tensor:
-    """(n, ...) tensors as one, put together on a GPU: on the host that would be two more copies of all pixels, by one core."""
-    if device.type == "cpu":
-        return torch.cat(parts)
+    """(n, ...) tensors as one, put together where it is wanted: on the host first, a GPU's would be two more copies of all pixels."""
     whole = parts[0].new_empty(sum(map(len, parts)), *parts[0].shape[1:], device=device)
     for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
         place.copy_(part, non_blocking=True)

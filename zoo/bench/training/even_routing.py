@@ -1,6 +1,6 @@
 """Experts drawn evenly at random in the place of a router's choice.
 
-A router with random weights sends most tokens to the same few experts: by four layers of Qwen3 30B-A3B one of four ranks got up to 2.0
+A router with random weights sends most tokens to the same few experts: in layers of Qwen3 30B-A3B one of four ranks got up to 2.0
 times its share of them, which the others wait for. Published weights are trained to balance, and published figures are often measured
 with Megatron-LM's `--moe-router-force-load-balancing`, which does the same as this. There each call draws anew, so a layer that is
 recomputed would get other experts.

@@ -23,7 +23,6 @@ from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, 
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import MicroBatch
-from zoo.engine.checkpoint import initial_weights
 from zoo.engine.distributed.signals import Interrupts, interrupts
 from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
@@ -89,6 +88,7 @@ class LoadedRun(Run):
     """A run on the rows that its recipe names, through the loader."""
 
     loaded = True
+    keeps_adapters = False
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]
@@ -134,11 +134,6 @@ class LoadedRun(Run):
             **({"profile": profile(self._train_step)} if self.given["profile"] else {}),
             "environment": environment(),
         }
-
-    def _adapt(self, chunks: list[Any], *, fresh: bool) -> None:
-        """As a run's, but weights are random, and are not written to the disk, where a run keeps those that its adapters belong to."""
-        initial_weights.init_weights(chunks, self.assembly, self.recipe, self.world)
-        self.adapters = initial_weights.attach_adapters(chunks, self.assembly, self.recipe, self.world)
 
     def close(self) -> None:
         """End the loader's threads and processes."""

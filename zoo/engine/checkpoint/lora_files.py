@@ -42,13 +42,37 @@ from zoo.errors import UserError
 from zoo.files import expanded, read_object
 
 
+def adapt(
+    chunks: list[Any],
+    assembly: build.Assembly,
+    recipe: Recipe,
+    here: World,
+    *,
+    fresh: bool = True,
+    anew: bool = True,
+    kept: bool = True,
+) -> tuple[build.Assembly, Adapters]:
+    """Load the weights that adapters belong to, as `load_base` does, and put adapters beside them: those of `lora.init` if they begin `anew`."""
+    assembly = load_base(chunks, assembly, recipe, here, fresh=fresh, kept=kept)
+    adapters = initial_weights.attach_adapters(chunks, assembly, recipe, here)
+    if anew:
+        start(adapters, recipe)
+    return assembly, adapters
+
+
 def load_base(
-    chunks: list[Any], assembly: build.Assembly, recipe: Recipe, here: World, *, fresh: bool
+    chunks: list[Any],
+    assembly: build.Assembly,
+    recipe: Recipe,
+    here: World,
+    *,
+    fresh: bool,
+    kept: bool,
 ) -> build.Assembly:
     """Load the weights that adapters will belong to; the assembly with the Hugging Face folder they lie in as its source.
 
-    Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it. A target that means no linear is
-    reported before any weight is read.
+    Where model.init is none, or is quantised, that folder is base/ in the run's; a `fresh` run writes it, unless its adapters are not
+    `kept`: the assembly is returned as it came then. A target that means no linear is reported before any weight is read.
     """
     source = assembly.source
     arch = {} if source is None else read_arch(source.files)
@@ -63,6 +87,8 @@ def load_base(
         initial_weights.init_weights(chunks, based, recipe, here)
         return based
     initial_weights.init_weights(chunks, assembly, recipe, here)
+    if not kept:
+        return assembly
     about = partial(model_card.untrained, source)
     export(chunks, folder / BASE, assembly, here, source, card=about, overwrite="aside")
     return replace(assembly, source=locate(str(folder / BASE)))

@@ -36,9 +36,7 @@ def build_parts(recipe: Recipe, world: World, stack: ExitStack, *, train: bool) 
     assembly = build.assemble(recipe)
     chunks, adapters = build.build_model(assembly, recipe, world), None
     if recipe.lora.rank:
-        assembly = lora_files.load_base(chunks, assembly, recipe, world, fresh=True)
-        adapters = initial_weights.attach_adapters(chunks, assembly, recipe, world)
-        lora_files.start(adapters, recipe)
+        assembly, adapters = lora_files.adapt(chunks, assembly, recipe, world)
     else:
         initial_weights.init_weights(chunks, assembly, recipe, world)
     step = build.build_step(assembly, recipe, world)

@@ -50,6 +50,7 @@ class Run:
     """One run on one rank: built once, then `run()`."""
 
     rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
+    keeps_adapters = True  # and so, on the disk, the weights that they belong to
 
     def __init__(
         self,
@@ -156,11 +157,9 @@ class Run:
 
     def _adapt(self, chunks: list[Any], *, fresh: bool) -> None:
         """Load the weights that adapters belong to, and put new adapters (or those of lora.init) beside them."""
-        recipe, world, first = self.recipe, self.world, self.resume_from is None
-        self.assembly = lora_files.load_base(chunks, self.assembly, recipe, world, fresh=first)
-        self.adapters = initial_weights.attach_adapters(chunks, self.assembly, recipe, world)
-        if fresh:
-            lora_files.start(self.adapters, recipe)
+        how = {"fresh": self.resume_from is None, "anew": fresh, "kept": self.keeps_adapters}
+        found = lora_files.adapt(chunks, self.assembly, self.recipe, self.world, **how)
+        self.assembly, self.adapters = found
 
     def run(self) -> TrainResult:
         """All steps, evaluations and saves, then export and summary; nothing where the run is finished."""
