@@ -79,6 +79,8 @@ CASES = {
         Case(2, "qwen3_vl", PP2, "bf16"),
         Case(2, "qwen3_omni_sft", CP2, "run"),
         Case(2, "qwen35_vl 2b", ("engine.cuda_graphs=true",), "bf16"),
+        Case(2, "qwen35_vl 2b", ("parallel.tp=2", "engine.cuda_graphs=true"), "bf16"),
+        Case(2, "qwen3_vl 2b", ("parallel.tp=2", "engine.cuda_graphs=true"), "bf16"),
     ),
     4: (
         Case(4, "gdn", TP2CP2),

@@ -19,10 +19,10 @@ DENSE = ("qwen3_vl", "qwen35_vl", "llava onevision", "internvl", "qwen25_vl", "q
 BOTH_WAYS = ("gemma3", "gemma4")
 
 
-def loaded(name: str, folder: Path, world: Any) -> tuple[Zoo, list[Any]]:
+def loaded(name: str, folder: Path, world: Any, *overrides: str) -> tuple[Zoo, list[Any]]:
     stack = TINY[name]
     family = read_recipe(stack.recipe).tree["model"]["family"]
-    zoo = Zoo.load(stack.write(folder), world, f"model.family={family}", "train.mtp_loss=0")
+    zoo = Zoo.load(stack.write(folder), world, f"model.family={family}", "train.mtp_loss=0", *overrides)
     for parameter in zoo.model.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -31,11 +31,20 @@ def loaded(name: str, folder: Path, world: Any) -> tuple[Zoo, list[Any]]:
     return zoo, [example.sample for example in stack.examples(zoo.assembly.processor).values()]
 
 
-@pytest.mark.parametrize("name", DENSE)
+FEW_TRAINED = [
+    ("qwen3_vl", "lora.rank=4", "lora.parts=[language]"),
+    ("qwen35_vl", "lora.rank=4", "lora.parts=[language]"),
+    ("qwen3_vl", "model.freeze=[vision]"),
+    ("qwen35_vl", "model.freeze=[language]"),
+]
+
+
+@pytest.mark.parametrize("case", [(name,) for name in DENSE] + FEW_TRAINED, ids=" ".join)
 def test_a_captured_decoder_has_the_gradients_of_its_layers(
-    name: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, ...], cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    zoo, samples = loaded(name, tmp_path / "model", cpu_world)
+    name = case[0]
+    zoo, samples = loaded(name, tmp_path / "model", cpu_world, *case[1:])
     go_by_lengths(monkeypatch)
     graphs = zoo.model.decoder.graphs
     count = sum(one.num_labels for one in samples)

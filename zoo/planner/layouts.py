@@ -97,25 +97,35 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
             check_layout(candidate.recipe, ranks)
         except ConfigError:
             continue
-        if not _host_fits(model, candidate.recipe, ranks):
-            continue
-        stages = memory(model, candidate.recipe, row, ranks, fused=True)
-        if limit is None or max(stage.total for stage in stages) <= limit:
-            return _with_graphs(model, candidate.recipe, ranks, row)
+        if _fits(model, candidate.recipe, ranks, row):
+            return _with_graphs(model, candidate.recipe, ranks, row, may_gather=recipe.parallel.sp is None)
     return None
 
 
-def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
-    """The recipe with CUDA graphs or without, where that is planned."""
+def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, may_gather: bool) -> Recipe:
+    """The recipe with CUDA graphs or without, where that is planned.
+
+    Nothing is captured under sequence parallelism; a dense model goes without that for graphs that pay (`may_gather`). Adapters and
+    frozen parts run without graphs, which have not been measured with them.
+    """
     if "graphs" not in recipe.parallel.planned:
         return recipe
-    pays = not_captured(recipe) is None and Speed(model, row).launches_longer(recipe, ranks)
-    return replace(recipe, engine=replace(recipe.engine, cuda_graphs=pays))
+    choices = [] if recipe.lora.rank or recipe.model.freeze else [recipe]
+    if choices and recipe.parallel.sp and may_gather and not num_experts(recipe.model.arch):
+        choices.append(replace(recipe, parallel=replace(recipe.parallel, sp=False)))
+    for choice in choices:
+        pays = not_captured(choice) is None and Speed(model, row).launches_longer(choice, ranks)
+        if pays and (choice is recipe or _fits(model, choice, ranks, row)):
+            return replace(choice, engine=replace(choice.engine, cuda_graphs=True))
+    return replace(recipe, engine=replace(recipe.engine, cuda_graphs=False))
 
 
-def _host_fits(model: Model, recipe: Recipe, ranks: int) -> bool:
-    limit = host_room(recipe)
-    return limit is None or host_bytes(model, recipe, ranks) <= limit
+def _fits(model: Model, recipe: Recipe, ranks: int, row: Row) -> bool:
+    """Whether the host has room, and the GPU of every stage."""
+    host, limit = host_room(recipe), room(recipe)
+    if host is not None and host_bytes(model, recipe, ranks) > host:
+        return False
+    return limit is None or max(stage.total for stage in memory(model, recipe, row, ranks, fused=True)) <= limit
 
 
 def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:

@@ -100,6 +100,7 @@ class Plan:
                 "dp": data_parallel(self.recipe, self.ranks),
             },
             "recompute": self.recipe.engine.recompute,
+            "cuda_graphs": self.recipe.engine.cuda_graphs,
             "precision": self.recipe.engine.precision,
             "global_batch": self.recipe.train.global_batch,
             "parameters": {
@@ -194,7 +195,7 @@ def table(plan: Plan) -> str:
         f"{plan.recipe.recipe}  size {plan.recipe.size or '-'}  hardware {plan.recipe.hardware or '-'}",
         *([f"{gpu.name}: {gpu.about()}"] if gpu else []),
         f"{plan.ranks} {'rank' if plan.ranks == 1 else 'ranks'}: {layout.replace('True', 'on') or 'no cuts'}  "
-        f"recompute={found['recompute']}{stages}  {found['precision']}  global_batch={found['global_batch']}",
+        f"recompute={found['recompute']}{'  CUDA graphs' if found['cuda_graphs'] else ''}{stages}  {found['precision']}  global_batch={found['global_batch']}",
         "",
         f"parameters      {_count(found['parameters']['total']):>9}  trained {_count(plan.trained)}",
         *(f"  {name:<13} {_count(count):>9}" for name, count in plan.parameters.items()),

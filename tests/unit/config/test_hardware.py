@@ -55,7 +55,7 @@ def test_a_gpu_that_there_is_not() -> None:
 
 
 def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
-    every = ["tp", "pp", "cp", "ep", "recompute", "memory", "offload", "batch"]
+    every = ["tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch"]
     assert load_recipe(NAME, ["hardware=8xh100"]).parallel.plan == every
     given = ["hardware=8xh100", "parallel.tp=2", "train.global_batch=4", "engine.recompute=full"]
     assert load_recipe(NAME, given).parallel.plan == ["pp", "cp", "ep", "memory", "offload"]

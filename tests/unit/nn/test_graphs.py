@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from support.recorded_again import RecordedAgain
 from torch import Tensor
@@ -104,12 +105,42 @@ def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
 
 
 def test_without_a_gradient_nothing_is_recorded() -> None:
-    graphs, recorder = LayerGraphs(stack(1), recorder=(made := RecordedAgain())), made
+    layers, recorder = stack(1), RecordedAgain()
     x, layout, angle, _ = case([40], 1)
-    assert run_graphs(graphs, x.detach(), layout, angle, []) is None
     with torch.no_grad():
-        assert run_graphs(graphs, x, layout, angle, []) is None
+        assert run_graphs(LayerGraphs(layers, recorder=recorder), x, layout, angle, []) is None
+    layers[0].requires_grad_(False)
+    assert run_graphs(LayerGraphs(layers, recorder=recorder), x.detach(), layout, angle, []) is None
     assert recorder.records == 0
+
+
+def test_trained_layers_behind_frozen_ones_are_recorded() -> None:
+    layers = stack(2)
+    graphs = LayerGraphs(layers, recorder=RecordedAgain())
+    x, layout, angle, _ = case([40], 1)
+    for _ in range(2):
+        out = run_graphs(graphs, x.detach(), layout, angle, [])
+        assert out is not None
+        out.square().sum().backward()
+        found = main_grads(layers)
+        want = x.detach()
+        for layer in layers:
+            want = layer(want, layout.positions[0], angle)
+        want.square().sum().backward()
+        torch.testing.assert_close(found, [one.grad for layer in layers for one in layer.parameters()])
+        for layer in layers:
+            layer.zero_grad()
+    assert x.grad is None
+
+
+def test_a_weight_without_a_gradient_leaves_its_stack_out_and_says_so() -> None:
+    layers, recorder = stack(2), RecordedAgain()
+    layers[1].register_parameter("unused", torch.nn.Parameter(torch.zeros(3)))
+    graphs = LayerGraphs(layers, recorder=recorder)
+    with pytest.warns(UserWarning, match=r"engine\.cuda_graphs: layers run without: unused gets no gradient"):
+        assert run_graphs(graphs, *case([40], 1)[:3], []) is None
+    assert run_graphs(graphs, *case([40], 1)[:3], []) is None, "and is not tried again"
+    assert recorder.records == 0 and not any(grad.any() for grad in main_grads(layers[:1]))
 
 
 def test_sizes() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zoo.config.checks.layout import all_sparse
-from zoo.config.derived import text_config
+from zoo.config.derived import sequence_parallel, text_config
 from zoo.config.devices import gpu_capabilities, gpu_count
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
@@ -67,7 +67,7 @@ def not_captured(recipe: Recipe) -> str | None:
         f"engine.recompute={engine.recompute}": engine.recompute != "none",
         "engine.delta_rule=torch": engine.delta_rule == "torch",
         "run.deterministic=true": recipe.run.deterministic,
-        f"parallel.tp={parallel.tp}": parallel.tp > 1,
+        "parallel.sp=true": sequence_parallel(recipe),
         f"parallel.cp={parallel.cp}": parallel.cp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,
         "packing.mode=none": recipe.packing.mode == "none",

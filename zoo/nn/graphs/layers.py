@@ -10,6 +10,7 @@ reduction of one begins before the backward pass has ended.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
@@ -21,7 +22,7 @@ from torch.autograd.function import Function
 
 from zoo.nn.graphs.recorder import Recorder
 from zoo.nn.graphs.row import StaticRow, segments_of, size_of
-from zoo.nn.graphs.weights import Leaves
+from zoo.nn.graphs.weights import Leaves, NoGradientError
 
 SIZES = 32  # the most sizes of rows that are captured; rows of further sizes run as they would without graphs
 
@@ -38,6 +39,8 @@ class LayerGraphs:
         self.layers = list(layers)
         self.starts = sorted({0, *(end + 1 for end in ends if end + 1 < len(layers))})
         self.recorder = recorder or Recorder()
+        self.trained = any(weight.requires_grad for layer in self.layers for weight in layer.parameters())
+        self.refused = False  # once a layer could not be captured
         self._captured: dict[tuple[Any, ...], Captured] = {}
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         self._pass: weakref.ref[Pass] | None = None
@@ -53,9 +56,8 @@ class LayerGraphs:
 
         `runner`: how a layer runs on a static row.
         """
-        if not (self.recorder.takes(hidden) and hidden.requires_grad and torch.is_grad_enabled()):
-            return None
-        if self.in_use:
+        backward = torch.is_grad_enabled() and (hidden.requires_grad or self.trained)
+        if self.refused or self.in_use or not (backward and self.recorder.takes(hidden)):
             return None
         size = size_of(len(hidden)), segments_of(segments)
         key = (*size, *hidden.shape[1:], hidden.dtype)
@@ -65,7 +67,12 @@ class LayerGraphs:
                 return None
             row = StaticRow(*size, hidden.device)
             fill(row)
-            self._captured[key] = found = self._capture(hidden, row, runner)
+            try:
+                self._captured[key] = found = self._capture(hidden, row, runner)
+            except NoGradientError as error:
+                warnings.warn(f"engine.cuda_graphs: layers run without: {error}", stacklevel=2)
+                self.refused = True
+                return None
         else:
             fill(found.row)
         return found
@@ -126,6 +133,8 @@ class Captured:
         if piece is None:
             return hidden
         first = self._stack.enter() if layer == 0 else None  # whose backward pass is the last
+        if not hidden.requires_grad:  # what is in front is frozen
+            hidden = hidden.detach().requires_grad_()
         found: Tensor = _Replay.apply(hidden, piece, first)
         return found
 

@@ -42,10 +42,12 @@ class Recorder:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.synchronize()
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """What does the work again, and the tensor that its result stands in each time; the work itself has not run yet."""

@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 
+class NoGradientError(RuntimeError):
+    """A trained weight of a layer has no part in what the layer gives."""
+
+
 class Leaves:
     """Parameters on the memory, and with the marks, of a layer's own."""
 
@@ -44,7 +48,7 @@ class Leaves:
     def gradients(self, out: Tensor, states: Tensor, grad: Tensor) -> Tensor:
         """The gradient of `states`, from that of `out`, which a run with these in place made of them.
 
-        Those of weights go to DDP's buffers, unless a product added them there. RuntimeError for a weight without one.
+        Those of weights go to DDP's buffers, unless a product added them there. NoGradientError for a weight without one.
         """
         for leaf in self.trained.values():
             leaf.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -52,9 +56,7 @@ class Leaves:
         of_states, *found = torch.autograd.grad(out, wanted, grad, allow_unused=True)
         for (name, leaf), gradient in zip(self.trained.items(), found, strict=True):
             if gradient is None:
-                raise RuntimeError(
-                    f"{name} gets no gradient when its layer is captured; set engine.cuda_graphs=false"
-                )
+                raise NoGradientError(f"{name} gets no gradient when its layer is captured")
             if not leaf.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 leaf.main_grad.add_(gradient)  # type: ignore[attr-defined]
         assert of_states is not None
