@@ -1,4 +1,4 @@
-"""A token goes once to each rank that has some of its experts, and comes back once; recomputed experts need no other exchange."""
+"""A token goes once to each rank that has some of its experts, or to all, and comes back once; recomputed experts need no other exchange."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from support.pool import Pool
 
 @pytest.mark.parametrize(("size", "shares"), [(2, 1), (4, 1), (4, 2)], ids=["ep2", "ep4", "ep2 etp2"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, pool: Pool) -> None:
+@pytest.mark.parametrize("to_all", [False, True], ids=["to their experts", "to all"])
+def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bool, pool: Pool) -> None:
     of_rank = EXPERTS * shares // size
     wanted_factors = torch.zeros(EXPERTS, factors().shape[1])
-    results = pool.run(size, route, shares, recompute)
+    results = pool.run(size, route, shares, recompute, to_all)
     for rank, found in enumerate(results):
         hidden, weights, chosen = tokens_of(rank)
         inputs = hidden.requires_grad_(), weights.requires_grad_(), factors().requires_grad_()
@@ -23,7 +24,7 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, pool: Pool
         torch.testing.assert_close(found["hidden"], inputs[0].grad)
         torch.testing.assert_close(found["weights"], inputs[1].grad)
         wanted_factors += inputs[2].grad
-        ranks = [len({expert // of_rank for expert in experts}) * shares for experts in chosen.tolist()]
+        ranks = [size if to_all else len({expert // of_rank for expert in experts}) * shares for experts in chosen.tolist()]
         assert found["sent"] == {token: count for token, count in enumerate(ranks) if count}
         # Rows and the choices that go with them, and sums back; then gradients of each.
         assert found["all-to-alls"] == (3, 3)

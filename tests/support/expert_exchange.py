@@ -46,7 +46,7 @@ class Experts(torch.nn.Module):
         return rows * each * weights.unsqueeze(1) / self.shares, None
 
 
-def route(rank: int, size: int, shares: int, recompute: bool) -> dict[str, Any]:
+def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> dict[str, Any]:
     """Output and gradients of this rank's tokens, its rows of the exchange, and the all-to-alls of each pass."""
     dist.init_process_group("gloo")
     calls: list[int] = []
@@ -63,7 +63,10 @@ def route(rank: int, size: int, shares: int, recompute: bool) -> dict[str, Any]:
         hidden, weights, chosen = tokens_of(rank)
         hidden.requires_grad_()
         weights.requires_grad_()
-        exchange = Exchange.of(chosen, count, dist.group.WORLD, shares)
+        ranks = count, dist.group.WORLD, shares
+        exchange = (
+            Exchange.to_all(len(hidden), *ranks, hidden.device) if to_all else Exchange.of(chosen, *ranks)
+        )
         out = routed(experts, hidden, weights, chosen, exchange, recompute)
         forward = len(calls)
         out.sum().backward()

@@ -6,7 +6,7 @@ backward pass one time more; `train_factor` says it. A causal layer counts the p
 tokens, and no padding: kernels that skip neither do more. Tokens that an image's other tokens see ahead of them are not counted.
 
 The numbers of an architecture come from `zoo.nn.flops.model_cost`; the arithmetic here takes a microsecond a sample, so
-that a packer can weigh samples by it.
+that a packer can weigh samples by it. What a layer sends to other ranks stands at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+NEARLY_ALL = 0.75  # of the ranks: tokens that have experts on so many go to all
 
 class LayerKind(NamedTuple):
     """What a decoder layer is made of."""
@@ -113,3 +114,15 @@ def train_factor(*, frozen: bool = False, first: bool = False, recomputed: float
     if frozen and first:
         return 1.0
     return (2.0 if frozen else 3.0) + recomputed
+
+
+def ranks_sent_to(ranks: int, experts: int, topk: int) -> float:
+    """How many of the ranks that share `experts` out a token goes to, by even routing: those of its `topk` experts, or all.
+
+    All where it has experts on nearly all, as what is sent doesn't follow from the choice of experts then (`zoo.nn.decoder.experts.exchange`).
+    The chance that none of its experts is on a rank is that of `topk` draws without replacement from the experts of the others.
+    """
+    elsewhere = 1.0
+    for taken in range(topk):
+        elsewhere *= max(0.0, 1 - experts / ranks / (experts - taken))
+    return float(ranks) if 1 - elsewhere >= NEARLY_ALL else ranks * (1 - elsewhere)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zoo.config.schema import ParallelConfig, Recipe
-from zoo.packing.cost import LayerKind, TowerCost
+from zoo.packing.cost import LayerKind, TowerCost, ranks_sent_to
 from zoo.packing.runs import FEW, LONG
 
 CHUNK = 64  # tokens of the delta rule that are worked on at once (zoo.nn.decoder.attention.gated_delta_net)
@@ -41,13 +41,10 @@ class Row:
 
 
 def rows_sent(text: Any, parallel: ParallelConfig) -> float:
-    """Ranks that a token's experts are on, by even routing, and each gets it once; 0 where all experts are on every rank."""
+    """Ranks that get a token, once each; 0 where all experts are on every rank."""
     if parallel.ep * parallel.etp == 1:
         return 0.0
-    every, here, nowhere = text.num_experts, text.num_experts / parallel.ep, 1.0
-    for taken in range(text.num_experts_per_tok):
-        nowhere *= max(0.0, 1 - here / (every - taken))
-    return parallel.ep * parallel.etp * (1 - nowhere)
+    return parallel.etp * ranks_sent_to(parallel.ep, text.num_experts, text.num_experts_per_tok)
 
 
 @dataclass(frozen=True)

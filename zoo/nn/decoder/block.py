@@ -21,6 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams, attention_window
+from zoo.nn.decoder.experts.exchange import Exchange
+from zoo.nn.decoder.experts.layer import MixtureOfExperts
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.norm import RMSNorm
 from zoo.nn.graphs.layers import Captured, LayerGraphs, Run
@@ -96,12 +98,18 @@ def run_layer(
     seq_params: PackedSeqParams | None,
     padding_mask: Tensor | None,
     routing: Routing | None = None,
+    exchange: Exchange | None = None,
 ) -> Tensor:
-    """One transformer layer of mcore, recomputed in the backward pass under full recompute, with the same experts."""
+    """One transformer layer of mcore, recomputed in the backward pass under full recompute, with the same experts.
+
+    `exchange`: of tokens with other ranks' experts, where layers with experts share it.
+    """
 
     def run(states: Tensor) -> Tensor:
-        experts = nullcontext() if routing is None else routing.on(layer)
-        with get_fp8_context(layer.config), experts:  # the former of no effect without engine.fp8
+        chosen = nullcontext() if routing is None else routing.on(layer)
+        sparse = isinstance(layer.mlp, MixtureOfExperts)
+        shared = layer.mlp.sharing(exchange) if sparse else nullcontext()
+        with get_fp8_context(layer.config), chosen, shared:  # the first of no effect without engine.fp8
             return layer(
                 hidden_states=states,
                 attention_mask=None,
@@ -143,12 +151,14 @@ class Decoder(TransformerBlock):
         `local_rotary`: the angles of layers that see a window, where these have their own.
         """
         graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary)
+        sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
+        exchange = None if sparse is None else sparse.exchange_of(hidden)
         for place, layer in enumerate(self.layers):
             if graphs is not None:
                 hidden = graphs(place, hidden)
             else:
                 angles = self._angles(layer, rotary, local_rotary)
-                hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing)
+                hidden = run_layer(layer, hidden, angles, seq_params, padding_mask, routing, exchange)
             features = deepstack.for_layer(layer.layer_number - 1) if deepstack else None
             if deepstack and features is not None:
                 hidden = add_rows(hidden, deepstack.rows, features)

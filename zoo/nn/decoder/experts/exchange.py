@@ -1,7 +1,10 @@
 """How tokens come to their experts: an exchange between ranks, and a permutation by expert on each.
 
-A token goes to a rank once, with the numbers and probabilities of its experts there; a rank sends back one sum for it.
+A token goes to a rank once, with the numbers and weights of its experts; a rank sends back one sum for it.
 megatron-core's dispatcher sends it once for each expert: with 8 of 128 experts over 4 ranks 8 rows where 3.6 do.
+
+Where nearly every token has an expert on every rank, as there, all tokens go to all ranks (`Exchange.to_all`). What is sent doesn't follow
+from the router's choice then, so no host waits for that before the rows are on their way.
 
 Under expert tensor parallelism each rank that shares an expert gets the token and gives its part of the sum.
 """
@@ -63,19 +66,39 @@ class Permutation:
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, count: int) -> Permutation:
-        """Sort the choices (M, k) by expert, `experts` standing for one that is not here; `count` of them are here."""
+    def of(cls, chosen: Tensor, experts: int, count: int | None) -> Permutation:
+        """Sort the choices (M, k) by expert, `experts` standing for one that is not here.
+
+        `count` of them are here; where that is None, the host waits for it, beside the sorting.
+        """
         keys, topk = chosen.flatten(), chosen.shape[1]
+        here = None if count is not None else _read((keys < experts).sum())
         kind = torch.uint8 if experts < 255 else torch.int16
         ordered, order = keys.to(kind).sort(stable=True)
         every = torch.arange(experts, device=keys.device).to(kind)
         ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
         place = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
-        if count < len(keys):
-            place.masked_fill_(place >= count, -1)
+        if count != len(keys):
+            place.masked_fill_(place >= ends[-1], -1)
         places = torch.empty_like(place).scatter_(0, order, place).view(-1, topk)
-        choices = order[:count]
+        choices = order[: here() if here else count]
         return cls((choices // topk).to(torch.int32), choices, places, ends)
+
+
+def _read(number: Tensor) -> Callable[[], int]:
+    """An integer on its way to the host, which waits for it in the call."""
+    if not number.is_cuda:
+        return lambda: int(number)
+    found = torch.empty((), dtype=number.dtype, pin_memory=True)
+    found.copy_(number, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+
+    def wait() -> int:
+        there.synchronize()
+        return int(found)
+
+    return wait
 
 
 @dataclass(frozen=True)
@@ -84,20 +107,22 @@ class Exchange:
 
     Attributes:
         group: the R ranks that share the experts out.
+        experts: that each rank has.
+        first: the number, over all ranks, of this rank's first one.
         tokens: (S,) int32, the token of each row that is sent, sorted by rank.
         places: (N, R) int32, the row that goes to a rank for a token; -1: none does.
-        local: (S, k) int64, the experts of each row as the receiving rank numbers them; as many as it has: not there.
         sent, received: rows to and from each rank.
-        choices: of all tokens, whose experts are on this rank.
+        choices: of all tokens, whose experts are on this rank; None: known when they have arrived.
     """
 
     group: Any
+    experts: int
+    first: int
     tokens: Tensor
     places: Tensor
-    local: Tensor
     sent: list[int]
     received: list[int]
-    choices: int
+    choices: int | None
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> Exchange:
@@ -118,26 +143,40 @@ class Exchange:
         choices = torch.zeros(size // shares, dtype=torch.int64, device=chosen.device)
         choices.scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))
         mine = torch.stack([goes.sum(0), choices.repeat_interleave(shares)])
-        gathered = torch.empty(size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        dist.all_gather_into_tensor(gathered, mine.flatten(), group=group)
-        rank, numbers = dist.get_rank(group), gathered.view(size, *mine.shape).tolist()
+        rank, numbers = dist.get_rank(group), _gather(mine, group)
         sent = numbers[rank][0]
         total = sum(sent)
         # The place of each (rank, token) among the rows that are sent; those that are not all write behind the last.
         place = torch.where(goes.t().flatten(), row, total).long()
         pairs = torch.arange(size * count, device=chosen.device)
         pairs = torch.empty(total + 1, dtype=torch.int64, device=chosen.device).scatter_(0, place, pairs)[:-1]
-        tokens, first = pairs % count, pairs // count // shares * experts
-        local = chosen[tokens] - first.unsqueeze(1)
         return cls(
             group,
-            tokens.to(torch.int32),
+            experts,
+            rank // shares * experts,
+            (pairs % count).to(torch.int32),
             torch.where(goes, row.view(size, count).t(), -1).contiguous(),
-            torch.where((local >= 0) & (local < experts), local, experts),
             sent,
             [of_rank[0][rank] for of_rank in numbers],
             sum(of_rank[1][rank] for of_rank in numbers),
         )
+
+    @classmethod
+    def to_all(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> Exchange:
+        """An exchange of all of this rank's `count` tokens with all ranks, for any choice of experts, so for many layers.
+
+        The host waits once, for the other ranks' counts. Arguments as those of `of`.
+        """
+        size, rank = group.size(), dist.get_rank(group)
+        counts = [of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group)]
+        places = torch.arange(size * count, dtype=torch.int32, device=device).view(size, count).t().contiguous()
+        tokens = torch.arange(count, dtype=torch.int32, device=device).repeat(size)
+        return cls(group, experts, rank // shares * experts, tokens, places, [count] * size, counts, None)
+
+    def numbered(self, chosen: Tensor) -> Tensor:
+        """Experts (M, k), numbered over all ranks, as this rank numbers its own; `self.experts` for those of others."""
+        here = chosen - self.first
+        return torch.where((here >= 0) & (here < self.experts), here, self.experts)
 
     def dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
         """Rows (S, width) of tokens to the ranks of their experts -> (M, width), beside what this rank computes until it calls for them."""
@@ -146,6 +185,13 @@ class Exchange:
     def combine(self, rows: Tensor) -> Callable[[], Tensor]:
         """Rows (M, width) to the ranks that the tokens came from, likewise -> (S, width)."""
         return _all_to_all(rows, self.received, self.sent, self.group)
+
+
+def _gather(mine: Tensor, group: Any) -> Any:
+    """The same tensor of each rank as nested lists, by rank; the host waits for them."""
+    gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(gathered, mine.flatten(), group=group)
+    return gathered.view(group.size(), *mine.shape).tolist()
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Callable[[], Tensor]:

@@ -7,7 +7,8 @@ rows by `masked_select` and `index_add`, and exchanges once more where the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +21,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zoo.errors import UserError
 from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts
-
+from zoo.packing.cost import ranks_sent_to
 
 class MixtureOfExperts(MoELayer):
     """Router, experts and shared expert of a layer.
 
     Under selective recompute the backward pass recomputes the experts from the rows that this rank received, while their
     gradients are on their way. Neither the router nor the exchange runs again.
+
+    Attributes:
+        exchange: of all tokens with all ranks, in a decoder's forward pass whose layers share it (`sharing`).
     """
+
+    exchange: Exchange | None = None
 
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         try:
@@ -82,13 +88,36 @@ class MixtureOfExperts(MoELayer):
 
     def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
-        exchange = None
-        if self.tp_ep_group.size() > 1:
-            exchange = Exchange.of(
-                chosen, self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
-            )
+        exchange = self.exchange
+        if exchange is None and self.tp_ep_group.size() > 1:
+            exchange = Exchange.of(chosen, *self._ranks())
         recompute = self.moe_layer_recompute and self.training
         return routed(self.experts, hidden, weights, chosen, exchange, recompute)
+
+    def exchange_of(self, hidden: Tensor) -> Exchange | None:
+        """The exchange of all tokens of hidden states (T, B, hidden) with all ranks; None where a layer sends what its router chooses.
+
+        All ranks of the layer's experts have to call it.
+        """
+        config, ranks = self.config, self.tp_ep_group.size() // self.expt_tp_group.size()
+        if self.flex or self.tp_ep_group.size() == 1:
+            return None
+        if ranks_sent_to(ranks, config.num_moe_experts, config.moe_router_topk) < ranks:
+            return None
+        return Exchange.to_all(hidden[..., 0].numel(), *self._ranks(), hidden.device)
+
+    @contextmanager
+    def sharing(self, exchange: Exchange | None) -> Iterator[None]:
+        """Calls within take this exchange."""
+        self.exchange = exchange
+        try:
+            yield
+        finally:
+            self.exchange = None
+
+    def _ranks(self) -> tuple[int, Any, int]:
+        """Experts of a rank, the ranks that share all of them out, and those that share one."""
+        return self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
 
 
 def routed(
@@ -136,7 +165,7 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
         exchange, chosen, count = call.exchange, call.chosen, call.chosen.numel()
         if exchange is not None:
-            choices = _dispatch_choices(exchange, weights)
+            choices = _dispatch_choices(exchange, weights, chosen)
             arrived = exchange.dispatch(gather_rows(hidden, exchange.tokens))
             weights, chosen = choices()
             count = exchange.choices
@@ -175,20 +204,21 @@ class _Routed(torch.autograd.Function):
         return None, to_hidden, to_weights, *to_trained
 
 
-def _dispatch_choices(exchange: Exchange, weights: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of weights (N, k), in one all-to-all.
+def _dispatch_choices(
+    exchange: Exchange, weights: Tensor, chosen: Tensor
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of those (N, k) of the tokens, in one all-to-all.
 
-    It goes before the rows, so that these are on their way while the choices are sorted.
+    It goes before the rows, so that these are on their way while the choices are sorted. Experts come as this rank numbers them.
     """
     topk = weights.shape[1]
-    sent = weights.index_select(0, exchange.tokens)
-    assert sent.dtype == torch.float32
-    numbers = exchange.local.to(torch.int32).view(torch.float32)  # the same bits
-    arrived = exchange.dispatch(torch.cat([sent, numbers], dim=1))
+    assert weights.dtype == torch.float32
+    both = torch.cat([weights, chosen.to(torch.int32).view(torch.float32)], dim=1)  # the same bits
+    arrived = exchange.dispatch(both.index_select(0, exchange.tokens))
 
     def wait() -> tuple[Tensor, Tensor]:
         both = arrived()
-        return both[:, :topk].contiguous(), both[:, topk:].contiguous().view(torch.int32)
+        return both[:, :topk].contiguous(), exchange.numbered(both[:, topk:].contiguous().view(torch.int32))
 
     return wait
 
