@@ -24,7 +24,10 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bo
         torch.testing.assert_close(found["hidden"], inputs[0].grad)
         torch.testing.assert_close(found["weights"], inputs[1].grad)
         wanted_factors += inputs[2].grad
-        ranks = [size if to_all else len({expert // of_rank for expert in experts}) * shares for experts in chosen.tolist()]
+        ranks = [
+            size if to_all else len({expert // of_rank for expert in experts}) * shares
+            for experts in chosen.tolist()
+        ]
         assert found["sent"] == {token: count for token, count in enumerate(ranks) if count}
         # Rows and the choices that go with them, and sums back; then gradients of each.
         assert found["all-to-alls"] == (3, 3)

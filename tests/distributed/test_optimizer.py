@@ -204,3 +204,12 @@ def test_gradients_kept_in_bf16(
     assert median(errors.values()) < 4e-3
     # What micro-batches give to the delta rule's few decay rates almost cancels out.
     assert max(errors.values()) < 5e-2, max(errors, key=errors.__getitem__)
+
+
+def test_updated_weights_are_gathered_once_and_experts_of_one_rank_never(pool: Pool, tmp_path: Path) -> None:
+    overrides = (*COMMON, "parallel.ep=2", f"run.dir={tmp_path}", "train.warmup_steps=0")
+    found = pool.run(2, optimizer_tasks.gathered, overrides, timeout=300.0)
+    for calls, _, moved in found:
+        assert list(calls.values()) == [1], "one bucket, of the weights that both ranks have"
+        assert moved > 0
+    assert found[0][1] == found[1][1]

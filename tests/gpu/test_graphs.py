@@ -74,7 +74,9 @@ def test_graphs_give_the_same_gradients(
             if parameter.requires_grad
         }
         errors = abs(found - loss) / loss, distance(gradients, wanted)
-        reports.append(f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}")
+        reports.append(
+            f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}"
+        )
         assert errors[0] < 1e-3 and errors[1] < APART, errors
         for parameter in zoo.model.parameters():
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
@@ -91,7 +93,9 @@ def _load(stack: Any, folder: Path, here: Any, *overrides: str) -> Zoo:
     from zoo.config.files import read_recipe
 
     family = read_recipe(stack.recipe).tree["model"]["family"]
-    return Zoo.load(folder, here, f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16", *overrides)
+    return Zoo.load(
+        folder, here, f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16", *overrides
+    )
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor | None]) -> float:

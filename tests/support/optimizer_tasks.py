@@ -154,3 +154,36 @@ def assembled(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, Tensor]:
         counts[one.key] = counts.get(one.key, 0) + one.values.numel()
     assert counts == {key: whole.numel() for key, whole in found.items()}
     return found
+
+
+def gathered(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[dict[int, int], str, float]:
+    """How often each bucket of weights is gathered in a step with experts shared out, a digest of the weights that all ranks have, and by
+    how much the step moved them."""
+    from megatron.core.distributed import param_and_grad_buffer
+
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.run import Run
+
+    calls: dict[int, int] = {}
+    plain = param_and_grad_buffer.dist_all_gather_func
+
+    def gather(whole: Tensor, part: Tensor, **keys: Any) -> Any:
+        calls[whole.data_ptr()] = calls.get(whole.data_ptr(), 0) + 1
+        return plain(whole, part, **keys)
+
+    fixed = ["size=tiny-moe", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
+    recipe = validate(load_recipe("qwen3_vl_moe_sft", [*fixed, *overrides]), size)
+    with interrupts() as stop, world(recipe) as here, pytest.MonkeyPatch.context() as patch:
+        run = Run(recipe, here, stop, Startup("imports"))
+        run._build()
+        shared = [p for p in run.trainable.chunks[0].parameters() if getattr(p, "allreduce", True)]
+        before = [p.detach().clone() for p in shared]
+        patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
+        _step(run)
+        run.loader.close()
+        moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
+        return calls, digest(shared), moved

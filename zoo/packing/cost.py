@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 NEARLY_ALL = 0.75  # of the ranks: tokens that have experts on so many go to all
 
+
 class LayerKind(NamedTuple):
     """What a decoder layer is made of."""
 

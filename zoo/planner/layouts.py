@@ -125,7 +125,9 @@ def _fits(model: Model, recipe: Recipe, ranks: int, row: Row) -> bool:
     host, limit = host_room(recipe), room(recipe)
     if host is not None and host_bytes(model, recipe, ranks) > host:
         return False
-    return limit is None or max(stage.total for stage in memory(model, recipe, row, ranks, fused=True)) <= limit
+    return (
+        limit is None or max(stage.total for stage in memory(model, recipe, row, ranks, fused=True)) <= limit
+    )
 
 
 def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:

@@ -1,4 +1,4 @@
-"""Reductions of gradients over data-parallel ranks: which begin during the backward pass, in what order, and which are none.
+"""Reductions of gradients over data-parallel ranks: which begin during the backward pass, in what order, and how bf16 gradients are summed.
 
 megatron-core starts to reduce a bucket as soon as the bucket's last gradient exists. Ranks have different media: a rank without
 any gets the zero gradients of its towers in another order than ranks whose towers ran. Ranks would then reduce different
@@ -8,8 +8,13 @@ buckets at the same time, and either wait for one another without end or add up 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 class OrderedReductions:
@@ -44,29 +49,52 @@ def reduce_in_order(wrapped: Any) -> None:
     OrderedReductions(wrapped.bucket_groups)
 
 
-class _Done:
-    """The handle of a reduction that had nothing to do."""
+def sum_in_fp32() -> None:
+    """Have DDP and optimizers that are made from now on reduce bf16 gradients by `reduce_scatter`.
 
-    def wait(self) -> None:
-        pass
-
-
-def leave_out_single_ranks() -> None:
-    """Have reductions over a group of one rank do nothing, since it has the sum already: those of experts that no other rank has.
-
-    Where gradients are in bf16, megatron-core would send them to that rank itself, sum them up in fp32 and copy them back. To be
-    called after DDP is made, which chooses the function for the whole process.
+    megatron-core's own function sends the gradients of experts that no other rank has to their own rank, sums them up there and copies
+    them back. Every group of buckets that is made chooses the function anew for the whole process, the optimizer's groups too, by the name
+    that is set here.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
-    reduce = param_and_grad_buffer.dist_reduce_scatter_func
+    param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = reduce_scatter
 
-    def unless_alone(output: Any, input: Any, *, op: Any, group: Any, async_op: bool) -> Any:
-        if group.size() == 1:
-            return _Done() if async_op else None
-        return reduce(output, input, op=op, group=group, async_op=async_op)
 
-    param_and_grad_buffer.dist_reduce_scatter_func = unless_alone
+def reduce_scatter(output: Tensor, input: Tensor, *, op: Any, group: Any, async_op: bool) -> _Sum | None:
+    """The sum over a group's ranks of this rank's part of `input` (R * n,) into `output` (n,), in fp32 and rounded once.
+
+    Returns a handle to wait for, or None where it is done. Nothing is to do in a group of one, of whose input the output is a part.
+    """
+    assert op == dist.ReduceOp.SUM, op
+    if group.size() == 1:
+        return _Sum(None, (), output) if async_op else None
+    received = torch.empty_like(input)
+    work = dist.all_to_all_single(received, input, group=group, async_op=async_op)
+    handle = _Sum(work, received.view(group.size(), -1).unbind(), output)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Parts (n,) of all ranks that are on their way, and where their sum goes."""
+
+    work: Any
+    parts: Sequence[Tensor]
+    output: Tensor
+
+    def wait(self) -> None:
+        """Have the current stream wait for the parts, and sum them up."""
+        if self.work is not None:
+            self.work.wait()
+        if self.parts:
+            total = self.parts[0].float()
+            for part in self.parts[1:]:
+                total += part
+            self.output.copy_(total)
 
 
 def accumulate_directly(wrapped: Any) -> None:

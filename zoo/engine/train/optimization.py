@@ -9,11 +9,8 @@ from typing import Any
 import torch
 
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import (
-    accumulate_directly,
-    leave_out_single_ranks,
-    reduce_in_order,
-)
+from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order, sum_in_fp32
+from zoo.engine.distributed.weight_gathering import gather_once
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
@@ -55,12 +52,11 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         bucket_size=BUCKET if overlap else None,
     )
     inner_optimizer.forget_reduce_scatter()
+    sum_in_fp32()
     wrapped: list[Any] = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
-    if half:
-        leave_out_single_ranks()
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_model_grads
     if on_gpu:
@@ -139,6 +135,7 @@ def build_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
     )
+    gather_once(optimizer)
     if train.optimizer == "muon":
         muon.share_out(optimizer, chunks, assembly.family, model_dims(assembly), world)
     for chunk in chunks:

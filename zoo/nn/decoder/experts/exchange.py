@@ -169,7 +169,9 @@ class Exchange:
         """
         size, rank = group.size(), dist.get_rank(group)
         counts = [of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group)]
-        places = torch.arange(size * count, dtype=torch.int32, device=device).view(size, count).t().contiguous()
+        places = (
+            torch.arange(size * count, dtype=torch.int32, device=device).view(size, count).t().contiguous()
+        )
         tokens = torch.arange(count, dtype=torch.int32, device=device).repeat(size)
         return cls(group, experts, rank // shares * experts, tokens, places, [count] * size, counts, None)
 

@@ -23,6 +23,7 @@ from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, 
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.packing.cost import ranks_sent_to
 
+
 class MixtureOfExperts(MoELayer):
     """Router, experts and shared expert of a layer.
 
