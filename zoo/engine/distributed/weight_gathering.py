@@ -7,7 +7,6 @@ of both (megatron-core 0.19.2), so everything is sent twice, and first while hal
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -34,13 +33,17 @@ class _Gathering:
             one.start_param_sync_for_bucket_group_subset = partial(self._gather, one, one is chain[-1])
 
     def _gather(self, optimizer: Any, last: bool) -> None:
-        here = torch.cuda.current_stream() if self.beside else None
-        if self.beside is not None:
-            self.beside.wait_stream(here)
-        with torch.cuda.stream(self.beside) if self.beside else nullcontext():
-            for group in _groups(optimizer):
+        groups = _groups(optimizer)
+        if self.beside is None:
+            for group in groups:
                 group.start_param_sync()
-        if last and here is not None:
+            return
+        here = torch.cuda.current_stream()
+        self.beside.wait_stream(here)
+        with torch.cuda.stream(self.beside):
+            for group in groups:
+                group.start_param_sync()
+        if last:
             here.wait_stream(self.beside)
 
 

@@ -164,7 +164,8 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
-        exchange, chosen, count = call.exchange, call.chosen, call.chosen.numel()
+        exchange, chosen = call.exchange, call.chosen
+        count: int | None = chosen.numel()
         if exchange is not None:
             choices = _dispatch_choices(exchange, weights, chosen)
             arrived = exchange.dispatch(gather_rows(hidden, exchange.tokens))
