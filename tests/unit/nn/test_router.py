@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
 
+from zoo.nn.decoder.experts.gating import logits_of
 from zoo.nn.decoder.experts.router import track_layers
 
 
@@ -54,3 +55,21 @@ def test_what_megatron_core_holds_already_is_kept() -> None:
     assert moe_logging.get_moe_metrics_tracker().metrics["load_balancing_loss"].values.tolist() == [0, 2, 0]
     track_layers(config(9, experts=None))
     assert len(moe_logging.get_moe_metrics_tracker().metrics["load_balancing_loss"].values) == 3
+
+
+def test_logits_of_bf16_states_are_those_of_fp32(cpu_world: Any) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(*shape, generator=random) for shape in ((300, 64), (16, 64), (300, 16)))
+    x, weight = (one.bfloat16().requires_grad_() for one in (x, weight))
+    logits = logits_of(x, weight)
+    logits.backward(grad)
+    exact = [one.detach().double().requires_grad_() for one in (x, weight)]
+    wanted = exact[0] @ exact[1].t()
+    wanted.backward(grad.double())
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-5)
+    for found, want in zip((x, weight), exact, strict=True):
+        assert found.grad is not None and want.grad is not None
+        # Within the rounding of the result to bf16, which a gradient rounded to bf16 before the product is not.
+        torch.testing.assert_close(found.grad, want.grad.bfloat16(), rtol=2**-7, atol=1e-4)
+        assert (found.grad != want.grad.bfloat16()).float().mean() < 0.01

@@ -16,6 +16,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.decoder.experts.gating import logits_of
+
 
 class _Tracker(MoEMetricsTracker):
     """megatron-core's, for models of any depth: its own has the size of the first model that records something."""
@@ -97,12 +99,15 @@ class Router(TopKRouter):
         """(..., hidden) -> logits (..., E).
 
         Of fp32 values in fp32. megatron-core 0.19.2 hands them to Transformer Engine, wherever it is installed, and that
-        rounds them to TF32 (10 bits) in both passes; bf16 values lose nothing by it.
+        rounds them to TF32 (10 bits) in both passes. bf16 values lose nothing in products of bf16 (`zoo.nn.decoder.experts.gating`).
         """
         if input.dtype == torch.float32:
             return F.linear(input, self.weight, self.bias)
-        logits: Tensor = super().gating(input)
-        return logits
+        if input.dtype == self.weight.dtype == torch.bfloat16 and self.config.moe_router_dtype == "fp32":
+            logits = logits_of(input.reshape(-1, input.shape[-1]), self.weight).view(*input.shape[:-1], -1)
+            return logits if self.bias is None else logits + self.bias
+        found: Tensor = super().gating(input)
+        return found
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """logits (N, E) with the z-loss (ST-MoE, arXiv 2202.08906, eq. 5) attached to their gradient.
