@@ -34,8 +34,6 @@ class MixtureOfExperts(MoELayer):
         exchange: of all tokens with all ranks, in a decoder's forward pass whose layers share it (`sharing`).
     """
 
-    exchange: Exchange | None = None
-
     def __init__(self, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, pg_collection=pg_collection, **kwargs)
@@ -48,6 +46,7 @@ class MixtureOfExperts(MoELayer):
             self.token_dispatcher = None
         self.shared_experts_recompute = self.moe_layer_recompute
         self.tp_ep_group, self.expt_tp_group = pg_collection.tp_ep, pg_collection.expt_tp
+        self.exchange: Exchange | None = None
 
     def forward(
         self,
