@@ -11,6 +11,7 @@ import re
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
     with scratch(options.folder) as folder:
         report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
+        _say(_of_disk(report["disk"]))
         recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
         given = {
             "setting": {**SETTING, "ranks": options.nproc},
@@ -146,11 +148,19 @@ class SavesRun(BenchRun):
             self.folder.mkdir(parents=True, exist_ok=True)
             save_recipe(self.recipe, self.folder / "config.yaml")
         dist.barrier()
+        began = time.monotonic()
         for _ in range(self.given["steps"] + 1):  # they warm up
             self._train_step()
-        saves = [self._measured_save(lines) for _ in range(self.given["saves"])]
+        self._say(
+            f"{self.startup.seconds:.0f} s to the first step, {time.monotonic() - began:.0f} s for {self.done} steps"
+        )
+        saves = []
+        for number_ in range(self.given["saves"]):
+            saves.append(self._measured_save(lines))
+            self._say(_of_save(number_ + 1, saves[-1]))
         plain = self._plain_step_ms(lines, max(int(save["steps"]) for save in saves))
         loading = self._measured_load()
+        self._say(_of_load(loading))
         self.saver.close()
         copies = _copy_rate()
         parameters = sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters())
@@ -212,6 +222,10 @@ class SavesRun(BenchRun):
             "memory": self._most(_memory("VmHWM") - before),
         }
 
+    def _say(self, text: str) -> None:
+        if self.world.is_main:
+            _say(text)
+
     def _whole_bytes(self, folder: Path) -> int:
         return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
 
@@ -236,27 +250,45 @@ def _memory(name: str) -> float:
     return int(found[1]) * 1024.0 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
+def _say(text: str) -> None:
+    """What is known so far, for whoever waits: a checkpoint may take minutes."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _of_disk(disk: dict[str, float]) -> str:
+    return (
+        f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
+        f"{in_words(disk['hash'])}/s"
+    )
+
+
+def _of_save(number_: int, save: dict[str, float]) -> str:
+    return (
+        f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
+        f"{in_words(save['bytes'] / save['write_s'])}/s"
+    )
+
+
+def _of_load(load: dict[str, float]) -> str:
+    return f"load           checked and loaded in {load['load_s']:.1f} s: {in_words(load['bytes'] / load['load_s'])}/s"
+
+
 def table(found: dict[str, Any]) -> str:
     """For people."""
     disk, load = found["disk"], found["load"]
     lines = [
         f"{found['recipe']} size={found['size']} on {found['ranks']} ranks: {found['parameters_of_rank']:,} parameters a rank, "
         f"a step takes {found['step_ms']:,.0f} ms without a save; host memory is copied at {in_words(found['copy'])}/s",
-        f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
-        f"{in_words(disk['hash'])}/s",
+        _of_disk(disk),
     ]
     for number_, save in enumerate(found["saves"], 1):
-        rate = save["bytes"] / save["write_s"]
         lines.append(
-            f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
-            f"{in_words(rate)}/s, {rate / disk['write']:.2f} of the disk; a step beside it, of {save['steps']}, {save['step_ms']:,.0f} ms "
-            f"({save['step_ms'] / found['step_ms'] - 1:+.1%}); host memory +{in_words(save['memory'])} "
+            f"{_of_save(number_, save)}, {save['bytes'] / save['write_s'] / disk['write']:.2f} of the disk; a step beside it, of {save['steps']}, "
+            f"{save['step_ms']:,.0f} ms ({save['step_ms'] / found['step_ms'] - 1:+.1%}); host memory +{in_words(save['memory'])} "
             f"(a rank holds {in_words(save['bytes_of_rank'])})"
         )
-    rate = load["bytes"] / load["load_s"]
     lines.append(
-        f"load           checked and loaded in {load['load_s']:.1f} s: {in_words(rate)}/s, "
-        f"{rate / disk['read']:.2f} of the disk; host memory +{in_words(load['memory'])}"
+        f"{_of_load(load)}, {load['bytes'] / load['load_s'] / disk['read']:.2f} of the disk; host memory +{in_words(load['memory'])}"
     )
     return "\n".join(lines)
 
