@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from zoo.config.derived import num_experts
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order, sum_in_fp32
 from zoo.engine.distributed.weight_gathering import gather_once
@@ -49,6 +50,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=False,
+        # NCCL averages beside the sum. With experts megatron-core scales theirs beforehand, by a number that it then compares for equality.
+        average_in_collective=_averages() and not half and not num_experts(recipe.model.arch),
         bucket_size=BUCKET if overlap else None,
     )
     inner_optimizer.forget_reduce_scatter()
@@ -73,6 +76,11 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     for chunk in chunks[1:]:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return wrapped
+
+
+def _averages() -> bool:
+    """Whether collectives average; gloo's don't."""
+    return "nccl" in torch.distributed.get_backend()
 
 
 def release_ddp(wrapped: list[Any]) -> None:
