@@ -28,16 +28,21 @@ def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
     assert torch.equal(in_rank_order(in_row_order(x, row, size), row, size), x)
 
 
+@pytest.mark.parametrize("kept", [0, 3, 5])
 @pytest.mark.parametrize("size", [2, 4])
-def test_channels_are_shared_out_by_section(size: int) -> None:
+def test_channels_are_shared_out_by_section_but_for_one(size: int, kept: int) -> None:
     x = torch.randn(7, sum(SECTIONS), dtype=torch.float64, requires_grad=True)
-    found = channels_by_rank(x, SECTIONS, size)
-    parts = x.split(SECTIONS, dim=1)
+    found, own = channels_by_rank(x, SECTIONS, size, kept)
+    every = x.split(SECTIONS, dim=1)
+    parts = [part for place, part in enumerate(every) if place != kept]
     wanted = torch.stack(
         [torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)]
     )
-    assert torch.equal(found, wanted)
-    assert torch.equal(*(_gradient(out, x) for out in (found, wanted)))
+    assert torch.equal(found, wanted) and torch.equal(own, every[kept])
+    both = [
+        torch.cat([one.flatten(), other.flatten()]) for one, other in ((found, own), (wanted, every[kept]))
+    ]
+    assert torch.equal(*(_gradient(out, x) for out in both))
 
 
 def _gradient(out: Tensor, x: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ def in_rank_order(row: Tensor, layout: PackedLayout, size: int) -> Tensor:
     return _permuted(row, _rank_order(layout, size), layout.cp_restore_index(size))
 
 
-def channels_by_rank(x: Tensor, sections: Sequence[int], size: int) -> Tensor:
-    """(T, C) of sections of channels -> (size, T, C / size): of each section, an equal part for every rank."""
-    found: Tensor = _ChannelsByRank.apply(x, list(sections), size)
+def channels_by_rank(x: Tensor, sections: Sequence[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
+    """(T, C) of sections of channels -> (size, T, (C - K) / size), of each section an equal part for every rank, and (T, K): section `kept`, which is not shared out."""
+    found: tuple[Tensor, Tensor] = _ChannelsByRank.apply(x, list(sections), size, kept)
     return found
 
 
@@ -59,17 +59,19 @@ class _Permuted(torch.autograd.Function):
 
 class _ChannelsByRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sections: list[int], size: int) -> Tensor:
-        ctx.sections = sections
-        parts = [section.chunk(size, dim=1) for section in x.split(sections, dim=1)]
-        out = x.new_empty(size, len(x), x.shape[1] // size)
+    def forward(ctx: Any, x: Tensor, sections: list[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
+        ctx.kept = kept
+        ctx.widths = [section // size for place, section in enumerate(sections) if place != kept]
+        every = x.split(sections, dim=1)
+        parts = [section.chunk(size, dim=1) for place, section in enumerate(every) if place != kept]
+        out = x.new_empty(size, len(x), sum(ctx.widths))
         for rank, mine in enumerate(out):
             torch.cat([part[rank] for part in parts], dim=1, out=mine)
-        return out
+        return out, every[kept].contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad,) = grads
-        widths = [section // len(grad) for section in ctx.sections]
-        parts = zip(*(mine.split(widths, dim=1) for mine in grad), strict=True)
-        return torch.cat([piece for part in parts for piece in part], dim=1), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        shared, kept = grads
+        parts = list(zip(*(mine.split(ctx.widths, dim=1) for mine in shared), strict=True))
+        parts.insert(ctx.kept, (kept,))
+        return torch.cat([piece for part in parts for piece in part], dim=1), None, None, None

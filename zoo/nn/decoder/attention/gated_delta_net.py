@@ -88,16 +88,23 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         layout = getattr(packed_seq_params, "layout", None)
         if layout is None:
             layout = uniform_layout(batch, tokens * self.cp_size).to(mixed.device)
-        rows = mixed.transpose(0, 1).flatten(0, 1)
+        rows, cache = mixed.transpose(0, 1).flatten(0, 1), getattr(packed_seq_params, "cache", None)
         if self.cp_size > 1:
-            rows = self._tokens_of_my_heads(rows, layout)
-        out = self._mix(rows, layout, getattr(packed_seq_params, "cache", None))
-        if self.cp_size > 1:
-            out = self._heads_of_my_tokens(out, layout)
+            rows, gate = self._tokens_of_my_heads(rows, layout)
+            out, _ = self._mix(rows, layout, cache, gated=False)
+            out = self._heads_of_my_tokens(out.flatten(1), layout).unflatten(1, (-1, self.value_head_dim))
+        else:
+            out, gate = self._mix(rows, layout, cache)
+        out = self.out_norm(out, gate.reshape(out.shape)).flatten(1)
         return self.out_proj(out.unflatten(0, (batch, tokens)).transpose(0, 1).contiguous())
 
-    def _mix(self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None) -> Tensor:
-        """(N, channels of this rank's heads) -> (N, value width of this rank's heads)."""
+    def _mix(
+        self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None, *, gated: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """(N, channels of this rank's heads) -> what the rule gives (N, G, V), and the output gate (N, G * V), which is among the channels.
+
+        `gated`: whether it is; where not, the gate is empty.
+        """
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         widths = [section // self.cp_size for section in sections]
         kernel, a_log, dt_bias = (
@@ -108,15 +115,15 @@ class GatedDeltaNet(McoreGatedDeltaNet):
                 (self.dt_bias, None),
             )
         )
-        taps, every = kernel.squeeze(1), (*widths, self.feat_dim_split[1])
+        taps, every = kernel.squeeze(1), (*widths, self.feat_dim_split[1] if gated else 0)
         if cache is not None:
-            gate, beta, alpha = rows[:, sum(widths) :].split(self.feat_dim_split[1:], dim=-1)
+            gate, beta, alpha = rows[:, sum(widths) :].split([every[-1], *self.feat_dim_split[2:]], dim=-1)
             decay, beta = gates(alpha, beta, a_log, dt_bias)
             out = self._mix_cached(rows[:, : sum(widths)], taps, decay, beta, layout, cache)
         else:
             *qkv, gate, decay, beta = delta_rule_inputs(rows, taps, a_log, dt_bias, layout, every)
             out = gated_delta_rule(*self._heads(*qkv), decay, beta, layout, self.delta_rule)
-        return self.out_norm(out, gate.reshape(out.shape)).flatten(1)
+        return out, gate
 
     def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(N, width) each -> query, key (N, H, K), value (N, G, V)."""
@@ -155,11 +162,15 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         out = cache.apply_delta_rule(layer, query, key, value, decay[:count], beta[:count])
         return F.pad(out.to(value.dtype), (0, 0, 0, 0, 0, len(qkv) - count))
 
-    def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> Tensor:
-        """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row."""
-        parts = channels_by_rank(rows, self.in_proj_split_sections, self.cp_size)
+    def _tokens_of_my_heads(self, rows: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """(T / cp, channels) of this rank's tokens -> (T, channels / cp) of its heads, in the order of the row, without the gate.
+
+        The gate (T / cp, G * V) is a token's own, behind the rule, so it stays with the token.
+        """
+        gate = self.in_proj_split_names.index("z")
+        parts, own = channels_by_rank(rows, self.in_proj_split_sections, self.cp_size, gate)
         gathered = all_to_all(self.pg_collection.cp, parts.flatten(0, 1))
-        return in_row_order(gathered, layout, self.cp_size)
+        return in_row_order(gathered, layout, self.cp_size), own
 
     def _heads_of_my_tokens(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T, width / cp) of this rank's heads, in the order of the row -> (T / cp, width) of its tokens."""
