@@ -213,3 +213,12 @@ def test_updated_weights_are_gathered_once_and_experts_of_one_rank_never(pool: P
         assert list(calls.values()) == [1], "one bucket, of the weights that both ranks have"
         assert moved > 0
     assert found[0][1] == found[1][1]
+
+
+def test_no_layer_begins_before_its_weights_have_come(pool: Pool, tmp_path: Path) -> None:
+    overrides = (*COMMON, f"run.dir={tmp_path}", "train.warmup_steps=0")
+    for groups, at_first_layer, early, behind in pool.run(
+        2, optimizer_tasks.waited_for, overrides, timeout=300.0
+    ):
+        assert groups > 10 and 0 < at_first_layer < groups, "those of later layers, and not all"
+        assert not early and not behind

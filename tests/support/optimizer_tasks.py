@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -187,3 +188,84 @@ def gathered(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[dict[int
         run.loader.close()
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
         return calls, digest(shared), moved
+
+
+class Streams:
+    """In the place of torch in `zoo.engine.distributed.weight_gathering`: notes what waits for what, as a GPU's streams would."""
+
+    def __init__(self) -> None:
+        self.on_the_way: set[Any] = set()  # events that were recorded and that nobody has waited for
+        self.cuda = self
+        self.settled = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def Stream(self) -> Streams:
+        return self
+
+    def current_stream(self) -> Streams:
+        return self
+
+    def stream(self, _: Any) -> Any:
+        return nullcontext()
+
+    def Event(self) -> Any:
+        class Event:
+            def record(event, _: Any) -> None:
+                self.on_the_way.add(event)
+
+        return Event()
+
+    def wait_event(self, event: Any) -> None:
+        self.on_the_way.discard(event)
+
+    def wait_stream(self, _: Any) -> None:
+        self.settled += 1
+
+
+def waited_for(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[int, int, list[str], int]:
+    """Groups of buckets that are gathered ahead, those still on their way when the first layer begins, modules that were called before their
+    weights had come, and groups that are on their way behind the forward pass."""
+    from zoo.config.compose import load_recipe
+    from zoo.config.validate import validate
+    from zoo.engine.distributed import weight_gathering
+    from zoo.engine.distributed.signals import interrupts
+    from zoo.engine.distributed.world import world
+    from zoo.engine.report.startup_time import Startup
+    from zoo.engine.train.run import Run
+
+    fixed = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
+    more = ["parallel.overlap_param_gather=true", "data.train=[digits:train]"]
+    recipe = validate(load_recipe("qwen3_vl_sft", [*fixed, *more, *overrides]), size)
+    streams, early, begun = Streams(), [], []
+    with (
+        interrupts() as stop, world(recipe) as here, reduced_as_on_a_gpu(20_000), pytest.MonkeyPatch.context() as patch,
+    ):  # fmt: skip
+        run = Run(recipe, here, stop, Startup("imports"))
+        patch.setattr(weight_gathering, "torch", streams)
+        run._build()
+        (chunk,) = run.trainable.chunks
+        (gathering,) = (one for one in weight_gathering._gatherings if one.ahead)
+
+        def check(name: str, weights: list[Tensor], *_: Any) -> None:
+            groups = {
+                chunk.param_to_bucket_group[one] for one in weights if one in chunk.param_to_bucket_group
+            }
+            if any(gathering._there[group] in streams.on_the_way for group in groups):
+                early.append(name)
+
+        model = chunk.module
+        layers = [*model.decoder.layers, *model.vision.blocks]
+        of_layers = {weight for layer in layers for weight in layer.parameters()}
+        within = {module for layer in layers for module in layer.modules()}
+        for name, module in model.named_modules():
+            weights = [one for one in module.parameters() if module in within or one not in of_layers]
+            module.register_forward_pre_hook(partial(check, name, weights))
+        model.decoder.layers[0].register_forward_pre_hook(lambda *_: begun.append(len(streams.on_the_way)))
+        _step(run)
+        begun.clear()
+        run.train_step.forward_backward(run.train_step.fetch(), 1.0)
+        behind = len(streams.on_the_way)
+        run.loader.close()
+    return len(gathering._there), begun[0], early, behind

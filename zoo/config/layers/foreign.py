@@ -100,6 +100,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("parallel.ep", "", "expert_model_parallel_size expert_parallel_size ep_size moe_expert_model_parallel_size"),
     ("parallel.etp", "", "expert_tensor_parallel_size"),
     ("parallel.dispatch", "alltoall, deepep or hybridep", "moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep"),
+    ("parallel.overlap_param_gather", "", "overlap_param_gather"),
     ("parallel.sp", "", "sequence_parallel"),
     ("nproc", "", "nproc_per_node num_processes num_gpus n_gpu gpus world_size devices"),
     ("machine.nodes", "or hardware=2x8xh100", "nnodes num_nodes num_machines"),

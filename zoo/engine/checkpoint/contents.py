@@ -19,6 +19,7 @@ from torch import Tensor
 from zoo.engine.checkpoint.storage.index import FormerIndex, Index
 from zoo.engine.checkpoint.storage.pieces import Box, Piece, boxes, flat, whole
 from zoo.engine.checkpoint.storage.reading import fill
+from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.distributed.world import World
 from zoo.engine.megatron.inner_optimizer import held_ranges
 from zoo.engine.model.lora import Adapters
@@ -93,6 +94,7 @@ def to_write(trainable: Trainable, world: World, *, optimizer: bool = True) -> H
     """What this rank writes, without the `optimizer`'s state where it is False; together the ranks write everything once."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 
+    settle_all()
     held, ranges, updated = Held(), _ranges(trainable.optimizer), _updated(trainable.optimizer)
     for _, _, entry in _described([c.module for c in trainable.chunks], trainable.adapters, world):
         if isinstance(entry, ShardedObject):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from zoo.config.schema import Recipe
+from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.distributed.world import World
 from zoo.engine.loops.batch import Rows
 from zoo.engine.loops.parts import EngineParts
@@ -80,6 +81,7 @@ class Training:
             return applied
 
         norm = step_if(self.parts.optimizer, self.parts.scheduler if advance else None, good)
+        settle_all()  # a loop reads weights as it likes
         self.clear()
         return norm, applied
 

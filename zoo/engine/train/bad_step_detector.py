@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 from zoo.config.schema import TrainConfig
+from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.optimizer import adamw
 
 WINDOW = 128  # good steps that a spike is measured by
@@ -165,6 +166,7 @@ def step_if(
     Returns:
         the norm that `good` was given.
     """
+    settle_all()
     adamw.prepare(optimizer)
     norm = float((measure or optimizer.get_grad_norm)())
     if good(norm):

@@ -11,7 +11,7 @@ import torch
 from zoo.config.derived import num_experts
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order, sum_in_fp32
-from zoo.engine.distributed.weight_gathering import gather_once
+from zoo.engine.distributed.weight_gathering import gather_once, settle_all
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
 from zoo.engine.model.build import Assembly, model_dims
@@ -91,6 +91,7 @@ def release_ddp(wrapped: list[Any]) -> None:
     stay as they are.
     """
     release_graphs(wrapped)
+    settle_all()
     for chunk in wrapped:
         for node in chunk.grad_accs:
             node.register_hook(print).hooks_dict_ref().clear()  # a new one's handle leads to all
@@ -143,7 +144,8 @@ def build_optimizer(
             config, chunks, config_overrides=groups, use_gloo_process_groups=False
         ),
     )
-    gather_once(optimizer)
+    ahead = recipe.parallel.overlap_param_gather and chunks[0].ddp_config.overlap_grad_reduce
+    gather_once(optimizer, chunks, ahead=ahead)
     if train.optimizer == "muon":
         muon.share_out(optimizer, chunks, assembly.family, model_dims(assembly), world)
     for chunk in chunks:

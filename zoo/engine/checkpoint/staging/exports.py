@@ -15,6 +15,7 @@ from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.checkpoint.staging.copying import Files, deal
 from zoo.engine.checkpoint.staging.retries import Retries
 from zoo.engine.checkpoint.staging.stage import EXPORT, Stage
+from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.distributed.world import World
 from zoo.engine.model.build import Assembly
 
@@ -32,6 +33,8 @@ def export_trained(
 
     Raises as `write_through` does.
     """
+
+    settle_all()
 
     def write(folder: Path) -> None:
         if trainable.adapters is not None:
