@@ -78,6 +78,8 @@ CASES = {
         Case(2, "qwen3_omni", EP2, "bf16"),
         Case(2, "qwen3_vl", PP2, "bf16"),
         Case(2, "qwen3_omni_sft", CP2, "run"),
+        Case(2, "qwen3_omni_sft", ("parallel.overlap_param_gather=true",), "run"),
+        Case(2, "qwen3_omni_sft", (*CP2, "parallel.overlap_param_gather=true"), "run"),
         Case(2, "qwen35_vl 2b", ("engine.cuda_graphs=true",), "bf16"),
         Case(2, "qwen35_vl 2b", ("parallel.tp=2", "engine.cuda_graphs=true"), "bf16"),
         Case(2, "qwen3_vl 2b", ("parallel.tp=2", "engine.cuda_graphs=true"), "bf16"),
