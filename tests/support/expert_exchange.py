@@ -39,7 +39,12 @@ class Experts(torch.nn.Module):
         self.factors = torch.nn.Parameter(factors()[first : first + count])
 
     def forward(
-        self, rows: Tensor, ends: Tensor, weights: Tensor, gradient_only: bool = False
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        weights: Tensor,
+        gradient_only: bool = False,
+        later: Any = None,
     ) -> tuple[Tensor, None]:
         counts = ends.diff(prepend=ends.new_zeros(1)).long()
         each = self.factors.repeat_interleave(counts, dim=0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
-from zoo.nn.decoder.experts.grouped import grouped_product, lora_product
+from zoo.nn.decoder.experts.grouped import Later, grouped_product, lora_product
 
 
 def gradients(out: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
@@ -23,6 +23,11 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
     permutation = Permutation.of(local, here, count)
     pairs = [(expert, token) for expert in range(here) for token in range(9) if expert in chosen[token]]
     assert permutation.tokens.tolist() == [token for _, token in pairs]
+    counted = Permutation.of(local, here, None)  # finds the count itself
+    assert all(
+        torch.equal(mine, its)
+        for mine, its in zip(vars(counted).values(), vars(permutation).values(), strict=True)
+    )
     experts = [chosen.flatten()[choice].item() for choice in permutation.choices]
     assert experts == [expert for expert, _ in pairs]
     assert permutation.ends.tolist() == [sum(e <= expert for e, _ in pairs) for expert in range(here)]
@@ -58,6 +63,24 @@ def test_products_and_their_gradients() -> None:
     torch.testing.assert_close(
         gradients(grouped_product(x, weight, ends, gradient_only=True), x, weight), wanted
     )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_weight_gradient_that_is_worked_out_later(in_place: bool) -> None:
+    ends = torch.tensor([2, 2, 7], dtype=torch.int32)
+    x, weight = torch.randn(7, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 6, 4))
+    wanted = gradients(by_expert(x, weight, ends), x, weight)
+    later: Later = {}
+    total = torch.ones(3, 6, 4) if in_place else None
+    out = grouped_product(x, weight, ends, total=total, later=later)
+    to_x, nothing = torch.autograd.grad(
+        out, (x, weight), torch.linspace(-1, 1, out.numel()).view_as(out), allow_unused=True
+    )
+    torch.testing.assert_close(to_x, wanted[0])
+    assert nothing is None and list(later) == [weight]
+    torch.testing.assert_close(later[weight](), wanted[1])
+    if total is not None:
+        torch.testing.assert_close(total, 1 + wanted[1])
 
 
 def test_adapted_products_and_their_gradients() -> None:

@@ -7,6 +7,7 @@ Transformer Engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,10 @@ from torch import Tensor
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.kernels import fused, has_triton
 from zoo.nn.kernels.widths import grouped_takes
+
+type Later = dict[
+    Tensor, Callable[[], Tensor]
+]  # weight -> what works out its gradient, which nobody has done yet
 
 
 class GroupedExperts(MegatronModule):
@@ -71,25 +76,33 @@ class GroupedExperts(MegatronModule):
                     init(weight)
 
     def forward(
-        self, hidden: Tensor, ends: Tensor, probs: Tensor, gradient_only: bool = False
+        self,
+        hidden: Tensor,
+        ends: Tensor,
+        probs: Tensor,
+        gradient_only: bool = False,
+        later: Later | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (N, hidden) sorted by expert, ends (E,) int32 of the experts' rows, probs (N,) -> (N, hidden), None.
 
-        `gradient_only`: the values are not read, as where the backward pass recomputes the experts.
+        `gradient_only`: the values are not read, as where the backward pass recomputes the experts. `later`: as of `grouped_product`, for
+        the weight whose gradient nothing else in the backward pass waits for.
         """
-        inner = self._project("weight1", hidden, ends)
+        inner = self._project("weight1", hidden, ends, later=later)
         return self._project(
             "weight2", glu(inner, self.config.activation_func, probs), ends, gradient_only
         ), None
 
-    def _project(self, name: str, x: Tensor, ends: Tensor, gradient_only: bool = False) -> Tensor:
+    def _project(
+        self, name: str, x: Tensor, ends: Tensor, gradient_only: bool = False, later: Later | None = None
+    ) -> Tensor:
         """x (N, in) by one of the weights, and by its adapter."""
         weight = getattr(self, name)
         if name in self.lora:
             a, b, scale = self.lora[name](x.is_cuda)
             return lora_product(x, weight, a, b, scale, ends, gradient_only)
         total = weight.main_grad if self.accumulates and weight.requires_grad else None
-        return grouped_product(x, weight, ends, gradient_only, total)
+        return grouped_product(x, weight, ends, gradient_only, total, later)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -132,7 +145,12 @@ class GroupedExperts(MegatronModule):
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, ends: Tensor, gradient_only: bool = False, total: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+    gradient_only: bool = False,
+    total: Tensor | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """The product of each row with the weight of its expert: x (N, in) sorted by expert, weight (E, out, in) -> (N, out).
 
@@ -141,17 +159,25 @@ def grouped_product(
         gradient_only: the values are not read, so they are not computed; the gradient is right.
         total: (E, out, in), DDP's buffer of the parameter `weight`: the weight gradient is accumulated there, and what autograd gets
             is not read.
+        later: gets what works out the weight gradient, by the weight, and autograd gets none for it: for whoever has something to send first.
     """
-    out: Tensor = _GroupedProduct.apply(x, weight, ends, gradient_only, total)
+    out: Tensor = _GroupedProduct.apply(x, weight, ends, gradient_only, total, later)
     return out
 
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, gradient_only: bool, total: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        gradient_only: bool,
+        total: Tensor | None,
+        later: Later | None,
     ) -> Tensor:
-        ctx.total, ctx.parameter = total, weight if total is not None else None
+        ctx.total, ctx.later = total, later
+        ctx.parameter = weight if total is not None or later is not None else None
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
         return _placeholder(x, weight) if gradient_only else _multiply(x, weight, ends)
 
@@ -160,13 +186,20 @@ class _GroupedProduct(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         to_x = _multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-        to_weight = (
-            _weight_gradient(grad, x, ends, grouped(grad, weight)) if ctx.needs_input_grad[1] else None
-        )
-        if ctx.total is not None and to_weight is not None:
-            accumulate(ctx.total, to_weight)
-            ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
-        return to_x, to_weight, None, None, None
+
+        def of_weight() -> Tensor:
+            to_weight = _weight_gradient(grad, x, ends, grouped(grad, weight))
+            if ctx.total is not None:
+                accumulate(ctx.total, to_weight)
+                ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
+            return to_weight
+
+        to_weight = None
+        if ctx.needs_input_grad[1] and ctx.later is not None:
+            ctx.later[ctx.parameter] = of_weight
+        elif ctx.needs_input_grad[1]:
+            to_weight = of_weight()
+        return to_x, to_weight, None, None, None, None
 
 
 def lora_product(

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zoo.errors import UserError
 from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
-from zoo.nn.decoder.experts.grouped import GroupedExperts
+from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
 from zoo.packing.cost import ranks_sent_to
 
 
@@ -199,6 +199,11 @@ class _Routed(torch.autograd.Function):
         to_hidden = None if to_rows is None else sum_rows(to_rows, ctx.permutation.places)
         if exchange is not None:
             returned = [None if one is None else exchange.combine(one) for one in (to_hidden, to_weights)]
+            # Beside the exchange, as nothing in it waits for them.
+            to_trained = [
+                graph.later.pop(weight)() if weight in graph.later else gradient
+                for weight, gradient in zip(ctx.trained, to_trained, strict=True)
+            ]
             to_hidden, to_weights = (
                 None if rows is None else sum_rows(rows(), exchange.places) for rows in returned
             )
@@ -231,6 +236,7 @@ class _Graph:
     output: GradientEdge
     inputs: list[Tensor]  # those of (rows, weights, *trained parameters) that need a gradient
     needed: list[bool]  # which these are
+    later: Later  # weights whose gradients are left to be worked out
 
     def gradients(self, grad: Tensor) -> list[Tensor | None]:
         """Gradients of rows, weights and trained parameters from the output's; None for one that needs none."""
@@ -243,9 +249,11 @@ def _compute(ctx: Any, hidden: Tensor, weights: Tensor, gradient_only: bool = Fa
     needed = list(ctx.needs_input_grad[1:])
     rows = gather_rows(hidden, ctx.permutation.tokens).requires_grad_(needed[0])
     weights = weights.detach().requires_grad_(needed[1])
+    later: Later = {}
     with torch.enable_grad():
         each = weights.flatten().index_select(0, ctx.permutation.choices)
-        given, _ = ctx.experts(rows, ctx.permutation.ends, each, gradient_only)
+        beside = None if ctx.exchange is None else later
+        given, _ = ctx.experts(rows, ctx.permutation.ends, each, gradient_only, beside)
     every = (rows, weights, *ctx.trained)
     inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
-    return given.detach(), _Graph(get_gradient_edge(given), inputs, needed)
+    return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)
