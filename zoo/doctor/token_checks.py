@@ -26,6 +26,7 @@ LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of pr
 
 def token_checks(subject: Subject) -> Iterator[Check]:
     """Those of a subject's layers and head."""
+    yield from _router(subject)
     yield from _experts(subject)
     yield from _permutation(subject)
     yield from _norms(subject)
@@ -41,6 +42,25 @@ def token_checks(subject: Subject) -> Iterator[Check]:
 def _rows(subject: Subject) -> int:
     """Tokens to try a kernel on."""
     return min(subject.recipe.packing.budget, MOST_TOKENS)
+
+
+def _router(subject: Subject) -> Iterator[Check]:
+    """Logits in fp32 of bf16 states and weights."""
+    layer = subject.layer(sparse=True)
+    if layer is None or layer.mlp.router.weight.dtype != torch.bfloat16:
+        return
+    router, rows = layer.mlp.router, _rows(subject)
+    experts, hidden = router.weight.shape
+
+    def prepare() -> Trial:
+        def exact(input: Tensor, weight: Tensor) -> Tensor:
+            return input @ weight.t()
+
+        return Trial(router.gating, exact, {"input": randn(subject, rows, hidden)}, {"weight": router.weight})
+
+    kernel = "bf16 products" if subject.device.type == "cuda" else "torch"
+    shape = f"{rows} tokens, {experts} experts, hidden {hidden}"
+    yield Check("router", kernel, shape, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
 
 
 def _experts(subject: Subject) -> Iterator[Check]:
