@@ -38,10 +38,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     )
 
     on_gpu, half = torch.cuda.is_available(), recipe.train.main_grads_dtype == "bf16"
-    replicas = max(
-        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-        parallel_state.get_expert_data_parallel_world_size(),
-    )
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    replicas = max(ranks, parallel_state.get_expert_data_parallel_world_size())
     graphs = on_gpu and recipe.engine.cuda_graphs
     overlap = on_gpu and replicas > 1 and not graphs
     ddp_config = DistributedDataParallelConfig(
@@ -50,8 +48,9 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=False,
-        # NCCL averages beside the sum. With experts megatron-core scales theirs beforehand, by a number that it then compares for equality.
-        average_in_collective=_averages() and not half and not num_experts(recipe.model.arch),
+        # NCCL averages beside the sum; over one rank it would read and write all gradients for it. With experts megatron-core scales theirs
+        # beforehand, by a number that it then compares for equality.
+        average_in_collective=_averages() and ranks > 1 and not half and not num_experts(recipe.model.arch),
         bucket_size=BUCKET if overlap else None,
     )
     inner_optimizer.forget_reduce_scatter()
