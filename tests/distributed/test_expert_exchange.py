@@ -29,8 +29,9 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bo
             for experts in chosen.tolist()
         ]
         assert found["sent"] == {token: count for token, count in enumerate(ranks) if count}
-        # Rows and the choices that go with them, and sums back; then gradients of each.
-        assert found["all-to-alls"] == (3, 3)
+        # Rows and the choices that go with them, and sums back; then gradients of each, the weights' while those of tokens are on their way.
+        assert found["forward"] == ["exchange"] * 3
+        assert found["backward"] == ["exchange"] * 3 + ["weight"]
     assert sum(len(found["sent"]) for found in results) == sum(TOKENS[:size])
     parts = [found["factors"] for found in results]
     whole = torch.cat([sum(parts[at : at + shares]) for at in range(0, size, shares)])  # type: ignore[misc]

@@ -206,19 +206,21 @@ def test_gradients_kept_in_bf16(
     assert max(errors.values()) < 5e-2, max(errors, key=errors.__getitem__)
 
 
-def test_updated_weights_are_gathered_once_and_experts_of_one_rank_never(pool: Pool, tmp_path: Path) -> None:
+def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(
+    pool: Pool, tmp_path: Path
+) -> None:
     overrides = (*COMMON, "parallel.ep=2", f"run.dir={tmp_path}", "train.warmup_steps=0")
-    found = pool.run(2, optimizer_tasks.gathered, overrides, timeout=300.0)
-    for calls, _, moved in found:
-        assert list(calls.values()) == [1], "one bucket, of the weights that both ranks have"
-        assert moved > 0
-    assert found[0][1] == found[1][1]
+    found = pool.run(2, optimizer_tasks.share_out, overrides, timeout=300.0)
+    for one in found:
+        assert one.gathered == [1], "one bucket, of the weights that both ranks have"
+        assert one.moved > 0
+        assert one.exchanges == {"to_all": 1}, "one for all layers"
+    assert found[0].weights == found[1].weights
 
 
 def test_no_layer_begins_before_its_weights_have_come(pool: Pool, tmp_path: Path) -> None:
     overrides = (*COMMON, f"run.dir={tmp_path}", "train.warmup_steps=0")
-    for groups, at_first_layer, early, behind in pool.run(
-        2, optimizer_tasks.waited_for, overrides, timeout=300.0
-    ):
-        assert groups > 10 and 0 < at_first_layer < groups, "those of later layers, and not all"
-        assert not early and not behind
+    for found in pool.run(2, optimizer_tasks.gather_ahead, overrides, timeout=300.0):
+        assert found.groups > 10
+        assert 0 < found.at_first_layer < found.groups, "those of later layers, and not all"
+        assert not found.early and not found.behind and not found.behind_save

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zoo.nn.decoder.experts import grouped
 from zoo.nn.decoder.experts.exchange import Exchange
+from zoo.nn.decoder.experts.grouped import Later
 from zoo.nn.decoder.experts.layer import routed
 
 EXPERTS, TOPK, WIDTH = 8, 3, 6
@@ -36,7 +39,7 @@ class Experts(torch.nn.Module):
     def __init__(self, first: int, count: int, shares: int) -> None:
         super().__init__()
         self.num_local_experts, self.shares = count, shares
-        self.factors = torch.nn.Parameter(factors()[first : first + count])
+        self.weight = torch.nn.Parameter(torch.diag_embed(factors()[first : first + count]))
 
     def forward(
         self,
@@ -44,24 +47,27 @@ class Experts(torch.nn.Module):
         ends: Tensor,
         weights: Tensor,
         gradient_only: bool = False,
-        later: Any = None,
+        later: Later | None = None,
     ) -> tuple[Tensor, None]:
-        counts = ends.diff(prepend=ends.new_zeros(1)).long()
-        each = self.factors.repeat_interleave(counts, dim=0)
-        return rows * each * weights.unsqueeze(1) / self.shares, None
+        out = grouped.grouped_product(rows, self.weight, ends, later=later)
+        return out * weights.unsqueeze(1) / self.shares, None
 
 
 def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> dict[str, Any]:
-    """Output and gradients of this rank's tokens, its rows of the exchange, and the all-to-alls of each pass."""
+    """Output and gradients of this rank's tokens, its rows of the exchange, and what each pass does in turn: all-to-alls, weight gradients."""
     dist.init_process_group("gloo")
-    calls: list[int] = []
-    plain = dist.all_to_all_single
+    done: list[str] = []
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        return plain(*args, **kwargs)
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            done.append(name)
+            return function(*args, **kwargs)
 
-    dist.all_to_all_single = counting
+        return call
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dist, "all_to_all_single", noted("exchange", dist.all_to_all_single))
+    patch.setattr(grouped, "_weight_gradient", noted("weight", grouped._weight_gradient))
     try:
         count = EXPERTS * shares // size
         experts: Any = Experts(rank // shares * count, count, shares)
@@ -73,16 +79,18 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             Exchange.to_all(len(hidden), *ranks, hidden.device) if to_all else Exchange.of(chosen, *ranks)
         )
         out = routed(experts, hidden, weights, chosen, exchange, recompute)
-        forward = len(calls)
+        forward = len(done)
         out.sum().backward()
+        assert experts.weight.grad is not None
         return {
             "out": out.detach(),
             "hidden": hidden.grad,
             "weights": weights.grad,
-            "factors": experts.factors.grad,
+            "factors": experts.weight.grad.diagonal(dim1=1, dim2=2),
             "sent": dict(Counter(exchange.tokens.tolist())),
-            "all-to-alls": (forward, len(calls) - forward),
+            "forward": done[:forward],
+            "backward": done[forward:],
         }
     finally:
-        dist.all_to_all_single = plain
+        patch.undo()
         dist.destroy_process_group()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,6 +58,23 @@ def follow(
 
 
 def _follow(size: int, overrides: tuple[str, ...], steps: int) -> tuple[list[float], list[str]]:
+    losses, digests = [], []
+    with _running("qwen3_vl_sft", "tiny", size, overrides) as run:
+        for _ in range(steps):
+            losses.append(_step(run))
+            digests.append(digest([p for chunk in run.trainable.chunks for p in chunk.parameters()]))
+    return losses, digests
+
+
+@contextmanager
+def _running(
+    recipe_name: str,
+    model_size: str,
+    size: int,
+    overrides: Sequence[str],
+    build_in: AbstractContextManager[Any] | None = None,
+) -> Iterator[Any]:
+    """A built run of the CPU on one of `size` ranks, ended behind the block. `build_in`: a context to build and run it in."""
     from zoo.config.compose import load_recipe
     from zoo.config.validate import validate
     from zoo.engine.distributed.signals import interrupts
@@ -64,17 +82,19 @@ def _follow(size: int, overrides: tuple[str, ...], steps: int) -> tuple[list[flo
     from zoo.engine.report.startup_time import Startup
     from zoo.engine.train.run import Run
 
-    fixed = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
-    recipe = validate(load_recipe("qwen3_vl_sft", [*fixed, *overrides]), size)
-    losses, digests = [], []
-    with interrupts() as stop, world(recipe) as here:
+    fixed = [
+        f"size={model_size}",
+        "hardware=cpu",
+        "engine.threads=1",
+        "train.steps=1000",
+        "train.eval_rows=2",
+    ]
+    recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
+    with interrupts() as stop, world(recipe) as here, build_in or nullcontext():
         run = Run(recipe, here, stop, Startup("imports"))
         run._build()
-        for _ in range(steps):
-            losses.append(_step(run))
-            digests.append(digest([p for chunk in run.trainable.chunks for p in chunk.parameters()]))
+        yield run
         run.loader.close()
-    return losses, digests
 
 
 def _step(run: Any) -> float:
@@ -121,27 +141,16 @@ def held(
     Args:
         bucket: if any, gradients are reduced during the backward pass, as on a GPU, so many at once.
     """
-    from zoo.config.compose import load_recipe
-    from zoo.config.validate import validate
     from zoo.engine.checkpoint.contents import to_write
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
     from zoo.engine.optimizer import adamw
-    from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train.run import Run
 
-    fixed = [f"size={model_size}", "hardware=cpu", "engine.threads=1"]
-    recipe = validate(load_recipe(recipe_name, [*fixed, *overrides]), size)
-    as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else nullcontext()
-    with interrupts() as stop, world(recipe) as here, as_on_a_gpu:
-        run = Run(recipe, here, stop, Startup("imports"))
-        run._build()
+    as_on_a_gpu = reduced_as_on_a_gpu(bucket) if bucket else None
+    with _running(recipe_name, model_size, size, overrides, as_on_a_gpu) as run:
         for _ in range(steps):
             _step(run)
         adamw.allocate_state(run.trainable.optimizer)
-        pieces = to_write(run.trainable, here).pieces
-        run.loader.close()
-        return [Rectangle(p.key, p.shape, p.offsets, p.read().detach().clone().view(p.sizes)) for p in pieces]
+        pieces = to_write(run.trainable, run.world).pieces
+    return [Rectangle(p.key, p.shape, p.offsets, p.read().detach().clone().view(p.sizes)) for p in pieces]
 
 
 def assembled(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, Tensor]:
@@ -157,46 +166,59 @@ def assembled(ranks: Sequence[Sequence[Rectangle]]) -> dict[str, Tensor]:
     return found
 
 
-def gathered(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[dict[int, int], str, float]:
-    """How often each bucket of weights is gathered in a step with experts shared out, a digest of the weights that all ranks have, and by
-    how much the step moved them."""
+@dataclass(frozen=True)
+class SharedOut:
+    """A step of a model whose experts two ranks share out."""
+
+    gathered: list[int]  # how often each bucket of weights is gathered
+    weights: str  # a digest of the weights that both ranks have
+    moved: float  # the largest change of one of them
+    exchanges: dict[str, int]  # exchanges that are planned: "to_all" for a forward pass, "of" for one layer
+
+
+def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
+    """One step of the smallest model with experts."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    from zoo.config.compose import load_recipe
-    from zoo.config.validate import validate
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
-    from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train.run import Run
+    from zoo.nn.decoder.experts.exchange import Exchange
 
-    calls: dict[int, int] = {}
+    calls: Counter[int] = Counter()
+    planned: Counter[str] = Counter()
     plain = param_and_grad_buffer.dist_all_gather_func
 
     def gather(whole: Tensor, part: Tensor, **keys: Any) -> Any:
-        calls[whole.data_ptr()] = calls.get(whole.data_ptr(), 0) + 1
+        calls[whole.data_ptr()] += 1
         return plain(whole, part, **keys)
 
-    fixed = ["size=tiny-moe", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
-    recipe = validate(load_recipe("qwen3_vl_moe_sft", [*fixed, *overrides]), size)
-    with interrupts() as stop, world(recipe) as here, pytest.MonkeyPatch.context() as patch:
-        run = Run(recipe, here, stop, Startup("imports"))
-        run._build()
+    def counted(name: str) -> Any:
+        method = getattr(Exchange, name)
+
+        def plan(*args: Any) -> Any:
+            planned[name] += 1
+            return method(*args)
+
+        return plan
+
+    with (
+        _running("qwen3_vl_moe_sft", "tiny-moe", size, overrides) as run,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         shared = [p for p in run.trainable.chunks[0].parameters() if getattr(p, "allreduce", True)]
         before = [p.detach().clone() for p in shared]
         patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
+        for name in ("to_all", "of"):
+            patch.setattr(Exchange, name, counted(name))
         _step(run)
-        run.loader.close()
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
-        return calls, digest(shared), moved
+        return SharedOut([*calls.values()], digest(shared), moved, dict(planned))
 
 
 class Streams:
-    """In the place of torch in `zoo.engine.distributed.weight_gathering`: notes what waits for what, as a GPU's streams would."""
+    """Stands in for torch in `zoo.engine.distributed.weight_gathering`, and notes what waits for what, as a GPU's streams would."""
 
     def __init__(self) -> None:
         self.on_the_way: set[Any] = set()  # events that were recorded and that nobody has waited for
         self.cuda = self
-        self.settled = 0
 
     def is_available(self) -> bool:
         return True
@@ -221,30 +243,32 @@ class Streams:
         self.on_the_way.discard(event)
 
     def wait_stream(self, _: Any) -> None:
-        self.settled += 1
+        self.on_the_way.clear()
 
 
-def waited_for(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[int, int, list[str], int]:
-    """Groups of buckets that are gathered ahead, those still on their way when the first layer begins, modules that were called before their
-    weights had come, and groups that are on their way behind the forward pass."""
-    from zoo.config.compose import load_recipe
-    from zoo.config.validate import validate
+@dataclass(frozen=True)
+class Ahead:
+    """A forward pass whose weights are gathered meanwhile."""
+
+    groups: int  # of buckets
+    at_first_layer: int  # groups that are on their way when the decoder begins
+    early: list[str]  # modules that were called before their weights had come
+    behind: int  # groups that nothing has waited for by the end
+    behind_save: int  # the same, after an update and a save
+
+
+def gather_ahead(rank: int, size: int, overrides: tuple[str, ...]) -> Ahead:
+    """A step, a forward and backward pass, and the save behind a second step, on streams that are noted."""
+    from zoo.engine.checkpoint.contents import to_write
     from zoo.engine.distributed import weight_gathering
-    from zoo.engine.distributed.signals import interrupts
-    from zoo.engine.distributed.world import world
-    from zoo.engine.report.startup_time import Startup
-    from zoo.engine.train.run import Run
 
-    fixed = ["size=tiny", "hardware=cpu", "engine.threads=1", "train.steps=1000", "train.eval_rows=2"]
-    more = ["parallel.overlap_param_gather=true", "data.train=[digits:train]"]
-    recipe = validate(load_recipe("qwen3_vl_sft", [*fixed, *more, *overrides]), size)
     streams, early, begun = Streams(), [], []
-    with (
-        interrupts() as stop, world(recipe) as here, reduced_as_on_a_gpu(20_000), pytest.MonkeyPatch.context() as patch,
-    ):  # fmt: skip
-        run = Run(recipe, here, stop, Startup("imports"))
-        patch.setattr(weight_gathering, "torch", streams)
-        run._build()
+    as_on_a_gpu = ExitStack()
+    as_on_a_gpu.enter_context(reduced_as_on_a_gpu(20_000))
+    patch = as_on_a_gpu.enter_context(pytest.MonkeyPatch.context())
+    patch.setattr(weight_gathering, "torch", streams)
+    more = ("parallel.overlap_param_gather=true", *overrides)
+    with _running("qwen3_vl_sft", "tiny", size, more, as_on_a_gpu) as run:
         (chunk,) = run.trainable.chunks
         (gathering,) = (one for one in weight_gathering._gatherings if one.ahead)
 
@@ -265,7 +289,10 @@ def waited_for(rank: int, size: int, overrides: tuple[str, ...]) -> tuple[int, i
         model.decoder.layers[0].register_forward_pre_hook(lambda *_: begun.append(len(streams.on_the_way)))
         _step(run)
         begun.clear()
+        chunk.zero_grad_buffer()
         run.train_step.forward_backward(run.train_step.fetch(), 1.0)
         behind = len(streams.on_the_way)
-        run.loader.close()
-    return len(gathering._there), begun[0], early, behind
+        _step(run)
+        assert streams.on_the_way, "a save has something to wait for"
+        to_write(run.trainable, run.world)
+        return Ahead(len(gathering._there), begun[0], early, behind, len(streams.on_the_way))

@@ -251,7 +251,7 @@ def _memory(name: str) -> float:
 
 
 def _say(text: str) -> None:
-    """What is known so far, for whoever waits: a checkpoint may take minutes."""
+    """Print a result as soon as it is known: a checkpoint may take minutes."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -16,12 +16,12 @@ class WindowedConfig(FamilyConfig):
 
     @property
     def rotary(self) -> RotaryShape:
-        """Of layers that see all tokens before."""
+        """The angles of layers that see all earlier tokens."""
         return _shape(self.text.rope_parameters["full_attention"])
 
     @property
     def local_rotary(self) -> RotaryShape:
-        """Of layers that see a window."""
+        """The angles of layers that see a window."""
         return _shape(self.text.rope_parameters["sliding_attention"])
 
     @property

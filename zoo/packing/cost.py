@@ -118,10 +118,11 @@ def train_factor(*, frozen: bool = False, first: bool = False, recomputed: float
 
 
 def ranks_sent_to(ranks: int, experts: int, topk: int) -> float:
-    """How many of the ranks that share `experts` out a token goes to, by even routing: those of its `topk` experts, or all.
+    """The number of ranks that a token is sent to by even routing, of `ranks` that share `experts` out.
 
-    All where it has experts on nearly all, as what is sent doesn't follow from the choice of experts then (`zoo.nn.decoder.experts.exchange`).
-    The chance that none of its experts is on a rank is that of `topk` draws without replacement from the experts of the others.
+    A token goes to the ranks of its `topk` experts. If these are nearly all ranks, it goes to all, so that nothing that is sent depends on the
+    choice of experts (`zoo.nn.decoder.experts.exchange`). A rank has none of its experts with the probability of `topk` draws without
+    replacement from the other ranks' experts.
     """
     elsewhere = 1.0
     for taken in range(topk):

@@ -98,20 +98,20 @@ def first_fit(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe | No
         except ConfigError:
             continue
         if _fits(model, candidate.recipe, ranks, row):
-            return _with_graphs(model, candidate.recipe, ranks, row, may_gather=recipe.parallel.sp is None)
+            return _with_graphs(model, candidate.recipe, ranks, row, sp_is_open=recipe.parallel.sp is None)
     return None
 
 
-def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, may_gather: bool) -> Recipe:
-    """The recipe with CUDA graphs or without, where that is planned.
+def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_open: bool) -> Recipe:
+    """The recipe with `engine.cuda_graphs` chosen, if that is planned.
 
-    Nothing is captured under sequence parallelism; a dense model goes without that for graphs that pay (`may_gather`). Adapters and
-    frozen parts run without graphs, which have not been measured with them.
+    Nothing is captured under sequence parallelism, so a dense model gives it up for graphs that pay, if `parallel.sp` is open (`sp_is_open`).
+    Adapters and frozen parts run without graphs, as these have not been measured with them.
     """
     if "graphs" not in recipe.parallel.planned:
         return recipe
     choices = [] if recipe.lora.rank or recipe.model.freeze else [recipe]
-    if choices and recipe.parallel.sp and may_gather and not num_experts(recipe.model.arch):
+    if choices and recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
         choices.append(replace(recipe, parallel=replace(recipe.parallel, sp=False)))
     for choice in choices:
         pays = not_captured(choice) is None and Speed(model, row).launches_longer(choice, ranks)
@@ -121,7 +121,7 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, may_gath
 
 
 def _fits(model: Model, recipe: Recipe, ranks: int, row: Row) -> bool:
-    """Whether the host has room, and the GPU of every stage."""
+    """Whether the recipe fits the memory of the host and of every stage's GPU."""
     host, limit = host_room(recipe), room(recipe)
     if host is not None and host_bytes(model, recipe, ranks) > host:
         return False

@@ -49,7 +49,9 @@ def test_a_folder_that_can_not_be_made_is_named_as_it_was_given(bench: Any, tmp_
 
 
 @pytest.mark.slow
-def test_saves_and_loads_of_a_small_model_are_measured(tmp_path: Path) -> None:
+def test_saves_and_loads_of_a_small_model_are_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     options = save_rates.Options(
         size="tiny", nproc=2, folder=str(tmp_path / "new"), steps=2, longest=64, disk_mb=64
     )
@@ -57,3 +59,6 @@ def test_saves_and_loads_of_a_small_model_are_measured(tmp_path: Path) -> None:
     assert len(found["saves"]) == 2 and all(save["steps"] >= 1 for save in found["saves"])
     assert found["step_ms"] > 0 and found["load"]["bytes"] == found["saves"][1]["bytes"] > 10**5
     assert "without a save" in save_rates.table(found) and os.listdir(tmp_path / "new") == []
+    said = capfd.readouterr().err  # as it went, in this order
+    places = [said.index(words) for words in ("disk (", "s to the first step", "save 1 ", "save 2 ", "load ")]
+    assert places == sorted(places)

@@ -1,4 +1,4 @@
-"""Reductions of gradients over data-parallel ranks: which begin during the backward pass, in what order, and how bf16 gradients are summed.
+"""Reductions of gradients over data-parallel ranks: when and in which order they begin, and how bf16 gradients are summed.
 
 megatron-core starts to reduce a bucket as soon as the bucket's last gradient exists. Ranks have different media: a rank without
 any gets the zero gradients of its towers in another order than ranks whose towers ran. Ranks would then reduce different
@@ -50,11 +50,10 @@ def reduce_in_order(wrapped: Any) -> None:
 
 
 def sum_in_fp32() -> None:
-    """Have DDP and optimizers that are made from now on reduce bf16 gradients by `reduce_scatter`.
+    """Make DDP and optimizers built from now on reduce bf16 gradients by `reduce_scatter`.
 
-    megatron-core's own function sends the gradients of experts that no other rank has to their own rank, sums them up there and copies
-    them back. Every group of buckets that is made chooses the function anew for the whole process, the optimizer's groups too, by the name
-    that is set here.
+    megatron-core's own function also sends, sums and copies gradients that a single rank has, as those of experts. Every new bucket group chooses
+    the function for the whole process by the name that is set here, and the optimizer makes bucket groups after DDP.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -62,9 +61,9 @@ def sum_in_fp32() -> None:
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, op: Any, group: Any, async_op: bool) -> _Sum | None:
-    """The sum over a group's ranks of this rank's part of `input` (R * n,) into `output` (n,), in fp32 and rounded once.
+    """Write this rank's part of the sum of all ranks' `input` (R * n,) to `output` (n,), summed in fp32 and rounded once.
 
-    Returns a handle to wait for, or None where it is done. Nothing is to do in a group of one, of whose input the output is a part.
+    A group of one rank has nothing to do, as its output is a view of its input. Returns a handle to wait for if `async_op`, else None.
     """
     assert op == dist.ReduceOp.SUM, op
     if group.size() == 1:
@@ -80,14 +79,14 @@ def reduce_scatter(output: Tensor, input: Tensor, *, op: Any, group: Any, async_
 
 @dataclass(frozen=True)
 class _Sum:
-    """Parts (n,) of all ranks that are on their way, and where their sum goes."""
+    """The parts (n,) of all ranks, being received, and the tensor for their sum."""
 
     work: Any
     parts: Sequence[Tensor]
     output: Tensor
 
     def wait(self) -> None:
-        """Have the current stream wait for the parts, and sum them up."""
+        """Make the current stream wait for the parts, then sum them up."""
         if self.work is not None:
             self.work.wait()
         if self.parts:

@@ -1,11 +1,11 @@
-"""How updated weights come to all data-parallel ranks: once, those of every optimizer by itself, and beside other work.
+"""Updated weights come to all data-parallel ranks: once, those of every optimizer by itself, and beside other work.
 
-A model with experts has two of megatron-core's distributed optimizers, for the experts' weights one of its own. Each of them gathers the weights
-of both (megatron-core 0.19.2), so everything is sent twice, and first while half of it is not updated yet.
+A model with experts has two distributed optimizers of megatron-core, one of them for the experts' weights. Each gathers the weights of both
+(megatron-core 0.19.2), so all weights are sent twice, and the first time half of them are not updated yet.
 
-With `parallel.overlap_param_gather` the next forward pass begins meanwhile. megatron-core has such an overlap too, in which each module waits for its
-own weights when it is called; zoo's layers read weights of modules that nobody calls. Here a whole layer waits for all weights in it, and whatever
-reads weights in other ways waits for all (`settle_all`).
+With `parallel.overlap_param_gather` the next forward pass begins while weights are gathered. In megatron-core's overlap of the same name each module
+waits for its own weights when it is called, but zoo's layers also read weights of modules that nobody calls. Here a layer waits for all weights in
+it, and code that reads weights without a forward pass waits for all of the model's (`settle_all`).
 """
 
 from __future__ import annotations
@@ -21,43 +21,41 @@ _gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
 
 
 def settle_all() -> None:
-    """Have the current stream wait for all weights that are on their way. To be called by whatever reads or writes weights without a forward pass."""
+    """Make the current stream wait for all weights that are being gathered. Call it before weights are read or written without a forward pass."""
     for gathering in list(_gatherings):
         gathering.settle()
 
 
 def gather_once(optimizer: Any, chunks: Sequence[Any], *, ahead: bool = False) -> None:
-    """Have an optimizer, or those that it is a chain of, gather the weights that they update, and no others.
+    """Make each optimizer of a chain gather the weights that it updates, and no others.
 
-    On a GPU they are on their way while the next optimizer of a chain updates its own. Weights that no other rank has are not sent.
+    On a GPU one optimizer's weights are gathered while the next one updates its own. Weights that a single rank has are not sent.
 
     Args:
-        optimizer: megatron-core's, of model chunks under DDP.
-        chunks: these.
-        ahead: on a GPU, layers wait for their weights in the next forward pass; if not, the current stream waits for all where the last optimizer is done.
+        optimizer: megatron-core's DistributedOptimizer, or a chain of several.
+        chunks: the model chunks under DDP whose weights it updates.
+        ahead: layers on a GPU wait for their weights in the next forward pass. Otherwise the current stream waits for all after the last update.
     """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    Gathering(
-        [one for one in chain if hasattr(one, "start_param_sync_for_bucket_group_subset")], chunks, ahead
-    )
+    distributed = [one for one in chain if hasattr(one, "start_param_sync_for_bucket_group_subset")]
+    _gatherings.add(Gathering(distributed, chunks, ahead))
 
 
 class Gathering:
-    """Of a chain of DistributedOptimizers, which hold it."""
+    """The gathering of weights after an update by a chain of DistributedOptimizers. They hold it as long as they live."""
 
     def __init__(self, chain: Sequence[Any], chunks: Sequence[Any], ahead: bool) -> None:
         on_gpu = torch.cuda.is_available()
         self.beside: Any = torch.cuda.Stream() if on_gpu and (ahead or len(chain) > 1) else None
         self.ahead, self.pending = ahead and on_gpu, False
-        self._there: dict[Any, Any] = {}  # group of buckets -> event of its arrival
+        self._there: dict[Any, Any] = {}  # bucket group -> event of its arrival
         order = self._waits(chunks) if self.ahead else {}
         for one in chain:
             groups = sorted(_groups(one), key=lambda group: order.get(group, 0))
             one.start_param_sync_for_bucket_group_subset = partial(self._gather, groups, one is chain[-1])
-        _gatherings.add(self)
 
     def settle(self) -> None:
-        """Have the current stream wait for all that is on its way."""
+        """Make the current stream wait for all weights that are being gathered."""
         if self.pending:
             torch.cuda.current_stream().wait_stream(self.beside)
             self.pending = False
@@ -78,7 +76,7 @@ class Gathering:
             self.settle()
 
     def _waits(self, chunks: Sequence[Any]) -> dict[Any, int]:
-        """Have models and layers wait for their weights; groups of buckets -> place in the order in which they are waited for."""
+        """Register hooks in which models and layers wait for their weights; returns the place of each bucket group in the order of these waits."""
         order: dict[Any, int] = {}
         for chunk in chunks:
             of_weight = chunk.param_to_bucket_group
@@ -99,7 +97,7 @@ class Gathering:
 
 
 def _parts(chunk: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """The model of a chunk with the weights that are in none of its layers, then layers of towers and decoder with theirs."""
+    """The chunk's model with its weights outside of layers, then each layer of its towers and decoder with its weights, in forward order."""
     model = chunk.module
     while not hasattr(model, "tower_names"):
         model = model.module
@@ -112,7 +110,7 @@ def _parts(chunk: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _groups(optimizer: Any) -> list[Any]:
-    """Groups of buckets that an optimizer updates and several ranks hold."""
+    """The bucket groups that this optimizer updates and that several ranks hold."""
     own = {id(bucket) for buffer in getattr(optimizer, "buffers", ()) for bucket in buffer.buckets}
     every = [
         group

@@ -78,7 +78,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 
 
 def _averages() -> bool:
-    """Whether collectives average; gloo's don't."""
+    """Whether the backend's collectives can average: NCCL's can, gloo's can't."""
     return "nccl" in torch.distributed.get_backend()
 
 

@@ -54,7 +54,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row: the largest logit m, the sum of exp(l - m), and the sum of exp(l - m) * l."""
+    """Each row's largest logit m, sum of exp(l - m), and sum of exp(l - m) * l."""
     values = logits.float()
     largest = values.amax(dim=-1)
     weights = (values - largest[:, None]).exp()

@@ -27,7 +27,10 @@ def in_rank_order(row: Tensor, layout: PackedLayout, size: int) -> Tensor:
 
 
 def channels_by_rank(x: Tensor, sections: Sequence[int], size: int, kept: int) -> tuple[Tensor, Tensor]:
-    """(T, C) of sections of channels -> (size, T, (C - K) / size), of each section an equal part for every rank, and (T, K): section `kept`, which is not shared out."""
+    """Share the channels of x (T, C) out over `size` ranks, an equal part of every section but `kept`, which is K wide.
+
+    Returns (size, T, (C - K) / size), a rank's parts one behind the other, and (T, K), the section that is kept.
+    """
     found: tuple[Tensor, Tensor] = _ChannelsByRank.apply(x, list(sections), size, kept)
     return found
 

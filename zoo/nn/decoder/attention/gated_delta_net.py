@@ -101,9 +101,9 @@ class GatedDeltaNet(McoreGatedDeltaNet):
     def _mix(
         self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None, *, gated: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """(N, channels of this rank's heads) -> what the rule gives (N, G, V), and the output gate (N, G * V), which is among the channels.
+        """(N, channels of this rank's heads) -> the rule's output (N, G, V) and the output gate (N, G * V).
 
-        `gated`: whether it is; where not, the gate is empty.
+        `gated`: whether the gate is among the channels; without it, an empty tensor is returned in its place.
         """
         sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
         widths = [section // self.cp_size for section in sections]

@@ -272,7 +272,7 @@ class _Call:
 
     @classmethod
     def of(cls, lengths: Sequence[int], spans: Sequence[tuple[int, int]], device: torch.device) -> _Call:
-        """Of segments of so many queries, each of which sees keys [first, stop) of the row."""
+        """The call for segments of so many queries, each of which sees keys [first, stop) of the row."""
         keys = [stop - start for start, stop in spans]
         index = ragged(keys, [start for start, _ in spans])
         made = (host_to_device(tensor, device) for tensor in (offsets(lengths), index, offsets(keys)))
@@ -370,7 +370,7 @@ class _RunCall:
 
     @classmethod
     def of(cls, runs: Sequence[_Run], queries: int, device: torch.device) -> _RunCall | None:
-        """Of `runs` of a rank that has so many queries; None where there are none."""
+        """The call for `runs` of a rank with so many queries; None if there are no runs."""
         if not runs:
             return None
         lengths = [run.count + run.missing for run in runs]

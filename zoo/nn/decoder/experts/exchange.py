@@ -163,9 +163,9 @@ class Exchange:
 
     @classmethod
     def to_all(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> Exchange:
-        """An exchange of all of this rank's `count` tokens with all ranks, for any choice of experts, so for many layers.
+        """Plan to send all of this rank's `count` tokens to all ranks. The plan goes with any choice of experts, so layers share it.
 
-        The host waits once, for the other ranks' counts. Arguments as those of `of`.
+        The host waits once, for the other ranks' counts. Arguments are those of `of`.
         """
         size, rank = group.size(), dist.get_rank(group)
         counts = [of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group)]
@@ -190,7 +190,7 @@ class Exchange:
 
 
 def _gather(mine: Tensor, group: Any) -> Any:
-    """The same tensor of each rank as nested lists, by rank; the host waits for them."""
+    """Every rank's tensor as nested lists, by rank. The host waits for them."""
     gathered = torch.empty(group.size() * mine.numel(), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(gathered, mine.flatten(), group=group)
     return gathered.view(group.size(), *mine.shape).tolist()

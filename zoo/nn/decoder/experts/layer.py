@@ -95,9 +95,9 @@ class MixtureOfExperts(MoELayer):
         return routed(self.experts, hidden, weights, chosen, exchange, recompute)
 
     def exchange_of(self, hidden: Tensor) -> Exchange | None:
-        """The exchange of all tokens of hidden states (T, B, hidden) with all ranks; None where a layer sends what its router chooses.
+        """The exchange that sends all tokens of hidden states (T, B, hidden) to all ranks, or None if each layer sends by its router's choice.
 
-        All ranks of the layer's experts have to call it.
+        All ranks that share the experts out have to call it together.
         """
         config, ranks = self.config, self.tp_ep_group.size() // self.expt_tp_group.size()
         if self.flex or self.tp_ep_group.size() == 1:
@@ -213,9 +213,10 @@ class _Routed(torch.autograd.Function):
 def _dispatch_choices(
     exchange: Exchange, weights: Tensor, chosen: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The weights (M, k) fp32 and experts (M, k) int32 of the rows that are received, of those (N, k) of the tokens, in one all-to-all.
+    """Send the tokens' weights (N, k) fp32 and experts (N, k) in one all-to-all; the call that is returned waits for those of the received rows.
 
-    It goes before the rows, so that these are on their way while the choices are sorted. Experts come as this rank numbers them.
+    It gives weights (M, k) fp32 and experts (M, k) int32, as this rank numbers them. Choices go before rows, so that rows travel while choices
+    are sorted.
     """
     topk = weights.shape[1]
     assert weights.dtype == torch.float32
