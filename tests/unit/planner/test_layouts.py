@@ -207,6 +207,7 @@ def test_layers_that_stages_do_not_divide() -> None:
         (["packing.budget=2400", "parallel.tp=2"], True),
         (["packing.budget=8192", "parallel.tp=2"], True),
         (["packing.budget=2400", "parallel.tp=2", "parallel.sp=true"], False),
+        (["packing.budget=2400", "model.freeze=[vision]"], False),
     ],
 )
 def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(
