@@ -99,7 +99,8 @@ def test_nothing_is_left_behind(zoo: Zoo, tmp_path: Path) -> None:
                 assert stepped.applied, stepped
                 assert unchanged("weights", lambda: len(list(engine.hf_weights())))
             after = state()
-            assert not [k for k in before if before[k] != after[k] and k not in drawn]
+            changed = {k: [n for n in before[k] if before[k][n] != after[k].get(n)] if isinstance(before[k], dict) else "" for k in before if before[k] != after[k] and k not in drawn}
+            assert not changed, changed
 
         plan = unchanged("plan", lambda: zoo.plan(recipe(), 1))
         assert plan.fits is not False, plan

@@ -5,8 +5,7 @@ would harm without its fault, a probe asks megatron-core itself. Where the shim 
 changed around it, no run starts if data or safety hang on it, and a warning is given otherwise.
 
 tests/unit/engine/megatron shows every fault in the installed version, and asks for the removal of its shim or detour once it
-is gone. docs/megatron-faults.md holds the same as a table. Below stand the functions that are called in the
-place of faulty ones.
+is gone. docs/megatron-faults.md holds the same as a table. zoo/engine/megatron/replacements.py has what is called in the place of faulty functions.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zoo.engine.megatron import probes
+from zoo.engine.megatron import probes, replacements
 from zoo.errors import UserError
 
 
@@ -182,7 +180,7 @@ def _save_every_bucket_from_its_start() -> None:
         whole = [buffer.param_index_map for buffer in self.buffers]
         try:
             for buffer in self.buffers:
-                buffer.param_index_map = ranges_without_padding(buffer)
+                buffer.param_index_map = replacements.ranges_without_padding(buffer)
             return original(self, *arguments, **options)
         finally:
             for buffer, ranges in zip(self.buffers, whole, strict=True):
@@ -195,13 +193,26 @@ def _clip_in_few_kernels() -> None:
     from megatron.core.optimizer import clip_grads
 
     if clip_grads.multi_tensor_scale_tensor_impl is None and torch.cuda.is_available():
-        _replace(clip_grads, l2_norm_impl=l2_norm, multi_tensor_scale_impl=scale_in_place)
+        _replace(
+            clip_grads, l2_norm_impl=replacements.l2_norm, multi_tensor_scale_impl=replacements.scale_in_place
+        )
 
 
 def _set_the_scale_of_auxiliary_losses_anew() -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    _replace(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(set_aux_scale))
+    _replace(MoEAuxLossAutoScaler, set_loss_scale=staticmethod(replacements.set_aux_scale))
+
+
+def _sum_gradients_by_their_dtype() -> None:
+    from megatron.core.distributed import param_and_grad_buffer
+
+    ours = replacements.reduce_scatter
+    _replace(
+        param_and_grad_buffer,
+        reduce_scatter_with_fp32_accumulation=ours,
+        dist_reduce_scatter_func=ours,
+    )
 
 
 SHIMS = (
@@ -251,6 +262,13 @@ SHIMS = (
         "schedules has made without an axis: the next schedule's, of one element, does not fit, and the step fails",
         last_broken="0.19.2",
         apply=_set_the_scale_of_auxiliary_losses_anew,
+    ),
+    Shim(
+        name="one-sum-of-gradients",
+        fault="the last model that chooses bf16 gradients summed in fp32 chooses so for all models of the process; and such gradients are "
+        "sent, summed and copied also where one rank has them all, as those of experts",
+        last_broken="0.19.2",
+        apply=_sum_gradients_by_their_dtype,
     ),
 )
 
@@ -357,34 +375,3 @@ AVOIDED = (
         instead="an engine that closes takes these functions away (zoo/engine/train/optimization.py)",
     ),
 )
-
-
-def l2_norm(chunk: int, overflow: Any, tensors: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """The norm (1,) of all tensors together, in the place of `local_multi_tensor_l2_norm`."""
-    norms = torch._foreach_norm(tensors[0], 2, dtype=torch.float32)  # of bf16 ones, too
-    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
-
-
-def scale_in_place(chunk: int, overflow: Any, tensors: list[list[Tensor]], factor: float) -> None:
-    """Multiply all tensors, in the place of `local_multi_tensor_scale`; megatron-core gives them as source and target."""
-    if tensors[1]:  # a rank may hold no part of any gradient
-        torch._foreach_mul_(tensors[1], factor)
-
-
-def set_aux_scale(scale: Tensor) -> None:
-    """Take a scale of routers' auxiliary losses in the place of the one that is there, whatever the shape of either."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-
-    MoEAuxLossAutoScaler.main_loss_backward_scale = scale
-
-
-def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """`param_index_map` of a buffer whose buckets follow one another without the padding that ends each."""
-    removed, moves = 0, []  # by bucket: elements of padding before it
-    for bucket in buffer.buckets:
-        moves.append(removed)
-        removed += bucket.grad_data.numel() - bucket.numel_unpadded
-    return {
-        parameter: (start - moves[bucket], end - moves[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }

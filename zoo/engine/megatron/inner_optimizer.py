@@ -15,13 +15,6 @@ import torch
 from torch import Tensor
 
 
-def forget_reduce_scatter() -> None:
-    """Let the next DDP of this process choose how it sums gradients: megatron-core keeps the last one's choice of fp32 sums."""
-    from megatron.core.distributed import param_and_grad_buffer
-
-    param_and_grad_buffer.dist_reduce_scatter_func = torch.distributed.reduce_scatter_tensor
-
-
 def build(config: Any, inner: Callable[..., torch.optim.Optimizer], make: Callable[[], Any]) -> Any:
     """What `make` builds with megatron-core's `get_megatron_optimizer(config, ...)`, around optimizers made by `inner`.
 

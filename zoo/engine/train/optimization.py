@@ -10,7 +10,7 @@ import torch
 
 from zoo.config.derived import num_experts
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order, sum_in_fp32
+from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order
 from zoo.engine.distributed.weight_gathering import gather_once, settle_all
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
@@ -53,8 +53,6 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         average_in_collective=_averages() and ranks > 1 and not half and not num_experts(recipe.model.arch),
         bucket_size=BUCKET if overlap else None,
     )
-    inner_optimizer.forget_reduce_scatter()
-    sum_in_fp32()
     wrapped: list[Any] = [
         DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, shim, shows
 
-from zoo.engine.megatron import compat
+from zoo.engine.megatron import compat, replacements
 from zoo.errors import UserError
 
 
@@ -34,6 +34,26 @@ def test_save_without_a_manager(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked
 
 
+def test_one_sum_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    sent: list[int] = []
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda *_, **__: sent.append(1))
+    values = torch.ones(2, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"op": torch.distributed.ReduceOp.SUM, "async_op": False}
+    before = buffers.dist_reduce_scatter_func, buffers.reduce_scatter_with_fp32_accumulation
+    buffers.reduce_scatter_with_fp32_accumulation(values, values, group=group(1), **options)
+    if not sent and "global dist_reduce_scatter_func" not in inspect.getsource(buffers):
+        remove_me("one-sum-of-gradients")
+    sent.clear()
+    with compat.installed():
+        assert buffers.dist_reduce_scatter_func is buffers.reduce_scatter_with_fp32_accumulation
+        buffers.dist_reduce_scatter_func(values, values, group=group(1), **options)
+        assert not sent
+        buffers.dist_reduce_scatter_func = before[1]  # as every group of buckets of a model does
+    assert (buffers.dist_reduce_scatter_func, buffers.reduce_scatter_with_fp32_accumulation) == before
+
+
 def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import utils
 
@@ -46,10 +66,10 @@ def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch)
     if not read:
         remove_me("norms-one-by-one")
     read.clear()
-    fixed, _ = compat.l2_norm(0, None, [gradients], False)
+    fixed, _ = replacements.l2_norm(0, None, [gradients], False)
     assert not read and torch.equal(fixed, broken) and fixed.item() == 4.0
-    compat.scale_in_place(0, None, [gradients, gradients], 0.5)
-    compat.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
+    replacements.scale_in_place(0, None, [gradients, gradients], 0.5)
+    replacements.scale_in_place(0, None, [[], []], 0.5)  # of a rank that holds no gradient
     assert gradients[0].tolist() == [1.0] * 3
 
 
