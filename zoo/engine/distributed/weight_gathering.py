@@ -1,7 +1,7 @@
 """Updated weights come to all data-parallel ranks: once, those of every optimizer by itself, and beside other work.
 
-A model with experts has two distributed optimizers of megatron-core, one of them for the experts' weights. Each gathers the weights of both
-(megatron-core 0.19.2), so all weights are sent twice, and the first time half of them are not updated yet.
+A model with experts has two distributed optimizers of megatron-core, one of them for the experts' weights. By itself each gathers the weights of
+both, so all weights are sent twice, and the first time half of them are not updated yet.
 
 With `parallel.overlap_param_gather` the next forward pass begins while weights are gathered. In megatron-core's overlap of the same name each module
 waits for its own weights when it is called, but zoo's layers also read weights of modules that nobody calls. Here a layer waits for all weights in

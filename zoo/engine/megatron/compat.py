@@ -367,6 +367,12 @@ AVOIDED = (
         instead="two stacked weights and a grouped product (zoo/nn/decoder/experts/grouped.py)",
     ),
     Avoided(
+        name="weights-gathered-twice",
+        fault="each of the two optimizers of a model with experts gathers the updated weights of both",
+        last_broken="0.19.2",
+        instead="each gathers its own (zoo/engine/distributed/weight_gathering.py)",
+    ),
+    Avoided(
         name="ddp-is-never-freed",
         fault="DistributedOptimizer keeps views of fp32 parameters that autograd knows, these keep the parameters' nodes, and a "
         "function that DDP has hung on each node keeps DDP: a circle that no garbage collector sees, so a model with its "

@@ -12,7 +12,6 @@ import torch
 from zoo.config.schema import Recipe
 from zoo.engine.checkpoint.contents import Trainable
 from zoo.engine.distributed.signals import Interrupts
-from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.distributed.world import World
 from zoo.engine.model import lora
 from zoo.engine.report.step_timer import StepTimes
@@ -109,8 +108,6 @@ class TrainStep:
         self.progress.enter("update")
         self.before_update()
         totals, bad = self._update(sums, counts, fetched.waited)
-        if last:
-            settle_all()
         self.progress.enter("metrics")
         return StepResult(totals, counts, bad, fetched, sums, time.monotonic() - began)
 

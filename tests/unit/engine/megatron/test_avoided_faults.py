@@ -247,6 +247,23 @@ def test_llava_keeps_old_offsets() -> None:
     assert "packed_seq_params.cu_seqlens_q_padded" in inspect.getsource(splits)
 
 
+def test_weights_gathered_twice() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    dense, experts = (SimpleNamespace(buckets=[SimpleNamespace(params_list=[])]) for _ in range(2))
+    gathered: list[Any] = []
+    chunk = SimpleNamespace(
+        bucket_groups=[dense],
+        expert_parallel_bucket_groups=[experts],
+        _start_bucket_group_param_sync=lambda group, force_sync: gathered.append(group),
+    )
+    buffer = SimpleNamespace(buckets=dense.buckets)
+    optimizer: Any = SimpleNamespace(model_chunks=[chunk], buffers=[buffer], per_model_buffers={0: [buffer]})
+    DistributedOptimizer.start_param_sync_for_bucket_group_subset(optimizer)
+    if gathered != [dense, experts]:
+        remove_me("weights-gathered-twice")
+
+
 def test_experts_one_by_one() -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
 

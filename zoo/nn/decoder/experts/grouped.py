@@ -23,9 +23,8 @@ from zoo.nn.decoder.mlp import glu
 from zoo.nn.kernels import fused, has_triton
 from zoo.nn.kernels.widths import grouped_takes
 
-type Later = dict[
-    Tensor, Callable[[], Tensor]
-]  # weight -> what works out its gradient, which nobody has done yet
+# By weight: what works out its gradient.
+type Later = dict[Tensor, Callable[[], Tensor]]
 
 
 class GroupedExperts(MegatronModule):
@@ -159,7 +158,7 @@ def grouped_product(
         gradient_only: the values are not read, so they are not computed; the gradient is right.
         total: (E, out, in), DDP's buffer of the parameter `weight`: the weight gradient is accumulated there, and what autograd gets
             is not read.
-        later: gets what works out the weight gradient, by the weight, and autograd gets none for it: for whoever has something to send first.
+        later: gets a function that works out the weight gradient, and autograd gets none: the caller sends the gradient of x first.
     """
     out: Tensor = _GroupedProduct.apply(x, weight, ends, gradient_only, total, later)
     return out
