@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,17 @@ def ranges_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
         parameter: (start - moves[bucket], end - moves[bucket], bucket)
         for parameter, (start, end, bucket) in buffer.param_index_map.items()
     }
+
+
+def in_two_dimensions(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`linear_with_frozen_weight` with its input (T, ..., in) given as (N, in), which PyTorch multiplies in one product."""
+
+    @functools.wraps(multiply)
+    def flat(input: Tensor, *further: Any, **options: Any) -> Tensor:
+        out = multiply(input.reshape(-1, input.shape[-1]), *further, **options)
+        return out.view(-1, *input.shape[1:-1], out.shape[-1])  # sequence parallelism gathers T
+
+    return flat
 
 
 def reduce_scatter(output: Tensor, input: Tensor, *, op: Any, group: Any, async_op: bool) -> Any:

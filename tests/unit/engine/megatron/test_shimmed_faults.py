@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.megatron_faults import OnTheCpu, group, mcore_config, remove_me, shim, shows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zoo.engine.megatron import compat, replacements
 from zoo.errors import UserError
@@ -52,6 +53,42 @@ def test_one_sum_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not sent
         buffers.dist_reduce_scatter_func = before[1]  # as every group of buckets of a model does
     assert (buffers.dist_reduce_scatter_func, buffers.reduce_scatter_with_fp32_accumulation) == before
+
+
+class _Products(TorchDispatchMode):
+    """Names of the matrix products that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "mm" in func.__name__:
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_frozen_products_one_by_one() -> None:
+    from megatron.core.tensor_parallel import layers
+
+    x = torch.randn(1, 6, 4).transpose(0, 1).requires_grad_()  # (T, 1, in), as a layer's tokens
+    weight, bias = torch.randn(3, 4), torch.randn(3)
+
+    def outcome() -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        with _Products() as products:
+            out = layers.linear_with_frozen_weight(x, weight, bias, False, False, False, tp_group=group(1))
+            (gradient,) = torch.autograd.grad(out.square().sum(), x)
+        return products.names, out, gradient
+
+    one_by_one, *wanted = outcome()
+    if not any("bmm" in name for name in one_by_one):
+        remove_me("frozen-products-one-by-one")
+    with compat.installed():
+        once, *found = outcome()
+    assert once == ["mm.default", "mm.default"]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other)
 
 
 def test_norms_one_by_one(on_the_cpu: OnTheCpu, monkeypatch: pytest.MonkeyPatch) -> None:
