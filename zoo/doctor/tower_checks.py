@@ -57,7 +57,7 @@ def _tower_block(subject: Subject, tower: TowerHeads) -> Check:
             out: Tensor = torch.func.functional_call(plain, parameters, (x, layout.cu_seqlens), arguments)
             return out
 
-        x = randn(subject, layout.total, block.norm1.normalized_shape[0])
+        x = randn(subject, layout.total, *block.norm1.weight.shape)
         parameters = dict(block.named_parameters())
         return Trial(lambda x: block(x, layout.cu_seqlens, **arguments), exact, {"x": x}, parameters)
 

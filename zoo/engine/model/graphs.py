@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, delta_rule_kernel
 from zoo.nn.decoder.attention.varlen import has_flash
 from zoo.nn.graphs.layers import LayerGraphs
@@ -29,7 +31,7 @@ def use_graphs(chunks: Sequence[Any]) -> int:
         for name in chunk.tower_names():
             tower = getattr(chunk, name, None)
             blocks = getattr(tower, "blocks", None)
-            if blocks is not None and all(is_block(block) for block in blocks):
+            if blocks is not None and all(_has_layer_norms(block) for block in blocks):
                 if not _captured(name, _missing_in_tower(blocks[0])):
                     continue
                 graphs = LayerGraphs(blocks, getattr(tower, "deepstack_visual_indexes", ()))
@@ -37,6 +39,11 @@ def use_graphs(chunks: Sequence[Any]) -> int:
                     block.graphs, block.place = graphs, place
                 found += 1
     return found
+
+
+def _has_layer_norms(block: Any) -> bool:
+    """Whether it is a block of Qwen3's towers. Qwen2.5's have two sets of segments, frames and windows, where a captured row has one."""
+    return is_block(block) and isinstance(block.norm1, torch.nn.LayerNorm)
 
 
 def release_graphs(chunks: Sequence[Any]) -> None:

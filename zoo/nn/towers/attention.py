@@ -4,9 +4,9 @@ transformers' vision and audio encoders run all images or clips as one row with 
 Python for every implementation whose name lacks "flash". `use_varlen_attention` gives them this one: PyTorch's
 varlen flash attention on a GPU in half precision, else one masked call over the segments side by side.
 
-On a GPU in half precision, attention with one projection for queries, keys and values turns them in one pass, sums and
-norms of a block are one kernel, so are the gradients of GELU and of the bias before it, and a convolution whose input is
-one patch is the matrix product that it amounts to.
+On a GPU in half precision, queries, keys and values are one product and are turned in one pass, sums and norms of a block
+are one kernel, so are the gradients of GELU and of the bias before it, an MLP with a gate is two products of widths that a
+GPU takes, and a convolution whose input is one patch is the matrix product that it amounts to.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
-from transformers.activations import GELUTanh
+from transformers.activations import GELUTanh, SiLUActivation
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.varlen import has_flash, has_flash4, sdpa, varlen_attention
@@ -29,8 +29,10 @@ from zoo.nn.graphs.layers import Captured, LayerGraphs, Run, captured_of
 from zoo.nn.graphs.row import StaticRow
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import flash4_width, flash_takes
+from zoo.nn.towers.linears import MULTIPLE, joinable, joined
 from zoo.packing import PackedLayout
 
+SILU = torch.nn.SiLU, SiLUActivation
 NAME = "zoo_varlen_flash"  # "flash" makes the encoders pass cu_seqlens (is_flash_attention_requested)
 
 
@@ -46,22 +48,36 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             )
         if config is not None and hasattr(config, "_attn_implementation"):
             config._attn_implementation = NAME
-        if hasattr(module, "qkv") and hasattr(module, "proj") and hasattr(module, "num_heads"):
+        if _has(module, "qkv", "proj", "num_heads") or _has(module, "q", "k", "v", "proj", "num_heads"):
             _give(module, _attend)
         if isinstance(module, torch.nn.Conv3d):
             _give(module, _project_patches)
-        if isinstance(module, torch.nn.LayerNorm):
+        if isinstance(module, torch.nn.LayerNorm) or _is_rms_norm(module):
             _give(module, _normalise)
         if is_block(module):
             _give(module, _block)
         if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
             _give(module, _feed_forward)
+        if isinstance(getattr(module, "act_fn", None), SILU) and _has(
+            module, "gate_proj", "up_proj", "down_proj"
+        ):
+            _give(module, _gated_feed_forward)
     return tower
 
 
 def is_block(module: torch.nn.Module) -> bool:
-    """Whether a module is a vision block as in Qwen's towers: attention and MLP, each behind a LayerNorm."""
-    return all(isinstance(getattr(module, norm, None), torch.nn.LayerNorm) for norm in ("norm1", "norm2"))
+    """Whether a module is a vision block as in Qwen's towers: attention and MLP, each behind a LayerNorm or an RMSNorm."""
+    norms = [getattr(module, norm, None) for norm in ("norm1", "norm2")]
+    return all(isinstance(norm, torch.nn.LayerNorm) or _is_rms_norm(norm) for norm in norms)
+
+
+def _is_rms_norm(module: Any) -> bool:
+    """Whether a module is transformers' weight * x / rms(x), of which each model has a class of its own."""
+    return type(module).__name__.endswith("RMSNorm") and _has(module, "weight", "variance_epsilon")
+
+
+def _has(module: Any, *names: str) -> bool:
+    return all(hasattr(module, name) for name in names)
 
 
 def _give(module: Any, forward: Callable[..., Tensor]) -> None:
@@ -90,7 +106,7 @@ def _attend(
         return out
     from zoo.nn.kernels.rotary import rotate_qkv
 
-    qkv = self.qkv(hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
+    qkv = _queries_keys_values(self, hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
     head = qkv.shape[-1]
     padded = (
         flash4_width(head) if has_flash4(qkv) else None
@@ -99,6 +115,17 @@ def _attend(
     query, key, value = rotate_qkv(qkv, cos, sin, padded)
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
     return self.proj(attended[..., :head].flatten(1))
+
+
+def _queries_keys_values(attention: Any, hidden_states: Tensor) -> Tensor:
+    """(N, C) -> (N, 3 C)."""
+    if hasattr(attention, "qkv"):
+        out: Tensor = attention.qkv(hidden_states)
+        return out
+    parts = attention.q, attention.k, attention.v
+    if joinable(*parts) and not hidden_states.shape[-1] % MULTIPLE:
+        return joined(hidden_states, *parts)
+    return torch.cat([part(hidden_states) for part in parts], dim=-1)
 
 
 def _block(
@@ -150,13 +177,21 @@ def _run_block(
     position_embeddings: tuple[Tensor, Tensor] | None,
     **further: Any,
 ) -> Tensor:
-    from zoo.nn.kernels.layer_norm import add_layer_norm
-
-    first, second = self.norm1, self.norm2
-    normed, hidden = add_layer_norm(hidden_states, None, first.weight, first.bias, first.eps)
+    normed, hidden = _add_norm(self.norm1, hidden_states, None)
     attended = self.attn(normed, cu_seqlens, position_embeddings=position_embeddings, **further)
-    normed, hidden = add_layer_norm(hidden, attended, second.weight, second.bias, second.eps)
+    normed, hidden = _add_norm(self.norm2, hidden, attended)
     return hidden + self.mlp(normed)
+
+
+def _add_norm(norm: Any, hidden: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The norm of the sum of both (N, C), and the sum."""
+    if isinstance(norm, torch.nn.LayerNorm):
+        from zoo.nn.kernels.layer_norm import add_layer_norm
+
+        return add_layer_norm(hidden, added, norm.weight, norm.bias, norm.eps)
+    from zoo.nn.kernels.norm import rms_norm_residual
+
+    return rms_norm_residual(hidden if added is None else hidden + added, norm.weight, norm.variance_epsilon)
 
 
 def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
@@ -170,11 +205,27 @@ def _feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
     return self.linear_fc2(linear_gelu(hidden_state, first.weight, first.bias, tanh=True))
 
 
+def _gated_feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
+    """The MLP's own forward, hidden_state (N, C), with the gate in the kernel of the activation."""
+    x = hidden_state
+    if not fused(x) or x.ndim != 2 or x.shape[1] % MULTIPLE or not joinable(self.gate_proj, self.up_proj, self.down_proj):
+        out: Tensor = type(self).forward(self, hidden_state)
+        return out
+    from zoo.nn.kernels.swiglu import swiglu
+
+    return joined(swiglu(joined(x, self.gate_proj, self.up_proj)), self.down_proj)
+
+
 def _normalise(self: Any, x: Tensor) -> Tensor:
-    """The LayerNorm's own forward, x (..., C)."""
-    if not fused(x) or self.bias is None:
+    """The norm's own forward, x (..., C)."""
+    layer_norm_ = isinstance(self, torch.nn.LayerNorm)
+    if not fused(x) or (layer_norm_ and self.bias is None):
         out: Tensor = type(self).forward(self, x)
         return out
+    if not layer_norm_:
+        from zoo.nn.kernels.norm import rms_norm
+
+        return rms_norm(x, self.weight, self.variance_epsilon)
     from zoo.nn.kernels.layer_norm import layer_norm
 
     return layer_norm(x, self.weight, self.bias, self.eps)
