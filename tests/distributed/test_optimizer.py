@@ -214,7 +214,7 @@ def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(
     for one in found:
         assert one.gathered == [1], "one bucket, of the weights that both ranks have"
         assert one.moved > 0
-        assert one.exchanges == {"to_all": 1}, "one for all layers"
+        assert one.exchanges == {"ExchangeWithAll": 1}, "one for all layers"
     assert found[0].weights == found[1].weights
 
 

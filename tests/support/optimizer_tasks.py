@@ -173,14 +173,16 @@ class SharedOut:
     gathered: list[int]  # how often each bucket of weights is gathered
     weights: str  # a digest of the weights that both ranks have
     moved: float  # the largest change of one of them
-    exchanges: dict[str, int]  # exchanges that are planned: "to_all" for a forward pass, "of" for one layer
+    exchanges: dict[
+        str, int
+    ]  # exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer
 
 
 def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
     """One step of the smallest model with experts."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    from zoo.nn.decoder.experts.exchange import Exchange
+    from zoo.nn.decoder.experts import layer
 
     calls: Counter[int] = Counter()
     planned: Counter[str] = Counter()
@@ -190,12 +192,12 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         calls[whole.data_ptr()] += 1
         return plain(whole, part, **keys)
 
-    def counted(name: str) -> Any:
-        method = getattr(Exchange, name)
+    def counted(kind: Any) -> Any:
+        of = kind.of
 
         def plan(*args: Any) -> Any:
-            planned[name] += 1
-            return method(*args)
+            planned[kind.__name__] += 1
+            return of(*args)
 
         return plan
 
@@ -206,8 +208,8 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         shared = [p for p in run.trainable.chunks[0].parameters() if getattr(p, "allreduce", True)]
         before = [p.detach().clone() for p in shared]
         patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
-        for name in ("to_all", "of"):
-            patch.setattr(Exchange, name, counted(name))
+        for kind in (layer.ExchangeByChoice, layer.ExchangeWithAll):
+            patch.setattr(kind, "of", counted(kind))
         _step(run)
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
         return SharedOut([*calls.values()], digest(shared), moved, dict(planned))

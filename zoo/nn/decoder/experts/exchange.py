@@ -3,20 +3,22 @@
 A token goes to a rank once, with the numbers and weights of its experts; a rank sends back one sum for it.
 megatron-core's dispatcher sends it once for each expert: with 8 of 128 experts over 4 ranks 8 rows where 3.6 do.
 
-Where nearly every token has an expert on every rank, as there, all tokens go to all ranks (`Exchange.to_all`). What is sent doesn't follow
-from the router's choice then, so no host waits for that before the rows are on their way.
+Where nearly every token has an expert on every rank, as there, all tokens go to all ranks (`ExchangeWithAll`). What is sent doesn't follow
+from the router's choice then, so no host waits for that before the rows are on their way, and no row is copied to be sent.
 
 Under expert tensor parallelism each rank that shares an expert gets the token and gives its part of the sum.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.kernels import has_triton
@@ -102,30 +104,57 @@ def _read(number: Tensor) -> Callable[[], int]:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """The all-to-all of one layer's tokens: S rows that this rank sends, M rows that it receives, its own included.
+class Exchange(ABC):
+    """How N tokens of this rank come to the ranks of their experts, as some of M rows that each receives, and the sums of what these give back.
 
     Attributes:
         group: the R ranks that share the experts out.
         experts: that each rank has.
         first: the number, over all ranks, of this rank's first one.
-        tokens: (S,) int32, the token of each row that is sent, sorted by rank.
-        places: (N, R) int32, the row that goes to a rank for a token; -1: none does.
-        sent, received: rows to and from each rank.
-        choices: of all tokens, whose experts are on this rank; None: known when they have arrived.
     """
 
     group: Any
     experts: int
     first: int
+
+    @property
+    @abstractmethod
+    def choices(self) -> int | None:
+        """Of all tokens, whose experts are on this rank; None: known when they have arrived."""
+
+    def numbered(self, chosen: Tensor) -> Tensor:
+        """Experts (M, k), numbered over all ranks, as this rank numbers its own; `self.experts` for those of others."""
+        here = chosen - self.first
+        return torch.where((here >= 0) & (here < self.experts), here, self.experts)
+
+    @abstractmethod
+    def send(self, x: Tensor) -> Callable[[], Tensor]:
+        """What belongs to this rank's tokens (N, width) to the ranks of their experts -> (M, width), beside what this rank computes until it calls for it."""
+
+    @abstractmethod
+    def collect(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rows (M, width) to the ranks that the tokens came from, likewise, and their sums for each token -> (N, width)."""
+
+
+@dataclass(frozen=True)
+class ExchangeByChoice(Exchange):
+    """An all-to-all of one layer's tokens: S rows that this rank sends, M rows that it receives, its own included.
+
+    Attributes:
+        tokens: (S,) int32, the token of each row that is sent, sorted by rank.
+        places: (N, R) int32, the row that goes to a rank for a token; -1: none does.
+        sent, received: rows to and from each rank.
+        arriving: choices of all tokens whose experts are on this rank.
+    """
+
     tokens: Tensor
     places: Tensor
     sent: list[int]
     received: list[int]
-    choices: int | None
+    arriving: int
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> Exchange:
+    def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
         """Plan the exchange of this rank's tokens with the experts (N, k), numbered over all ranks.
 
         The host waits once, for the numbers of rows.
@@ -161,32 +190,73 @@ class Exchange:
             sum(of_rank[1][rank] for of_rank in numbers),
         )
 
-    @classmethod
-    def to_all(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> Exchange:
-        """Plan to send all of this rank's `count` tokens to all ranks. The plan goes with any choice of experts, so layers share it.
+    @property
+    def choices(self) -> int:
+        """Known beforehand."""
+        return self.arriving
 
-        The host waits once, for the other ranks' counts. Arguments are those of `of`.
+    def send(self, x: Tensor) -> Callable[[], Tensor]:
+        """A row for each rank that a token goes to."""
+        return _all_to_all(gather_rows(x, self.tokens), self.sent, self.received, self.group)
+
+    def collect(self, rows: Tensor) -> Callable[[], Tensor]:
+        """A row of each rank that a token went to."""
+        found = _all_to_all(rows, self.received, self.sent, self.group)
+        return lambda: sum_rows(found(), self.places)
+
+
+@dataclass(frozen=True)
+class ExchangeWithAll(Exchange):
+    """All tokens go to all ranks, whatever their experts, so layers share it: M = R * `most` rows, each rank's with empty ones behind.
+
+    Attributes:
+        most: tokens of the rank that has most.
+        places: (N, R) int32, the row of a token among those that come back from each rank.
+        empty: (M, 1) bool, rows that are no token's; None where there are none.
+    """
+
+    most: int
+    places: Tensor
+    empty: Tensor | None
+
+    @classmethod
+    def of(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> ExchangeWithAll:
+        """Plan the exchange of this rank's `count` tokens. The host waits once, for the other ranks' counts.
+
+        Further arguments are those of `ExchangeByChoice.of`.
         """
         size, rank = group.size(), dist.get_rank(group)
         counts = [of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group)]
-        places = (
-            torch.arange(size * count, dtype=torch.int32, device=device).view(size, count).t().contiguous()
-        )
-        tokens = torch.arange(count, dtype=torch.int32, device=device).repeat(size)
-        return cls(group, experts, rank // shares * experts, tokens, places, [count] * size, counts, None)
+        most = max(counts)
+        row = torch.arange(most, dtype=torch.int32, device=device)
+        starts = most * torch.arange(size, dtype=torch.int32, device=device)
+        places = row[:count, None] + starts
+        empty = None
+        if min(counts) < most:
+            empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
+        return cls(group, experts, rank // shares * experts, most, places, empty)
+
+    @property
+    def choices(self) -> None:
+        """They arrive with the tokens."""
+        return None
 
     def numbered(self, chosen: Tensor) -> Tensor:
-        """Experts (M, k), numbered over all ranks, as this rank numbers its own; `self.experts` for those of others."""
-        here = chosen - self.first
-        return torch.where((here >= 0) & (here < self.experts), here, self.experts)
+        """An empty row has no expert."""
+        found = super().numbered(chosen)
+        return found if self.empty is None else found.masked_fill_(self.empty, self.experts)
 
-    def dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Rows (S, width) of tokens to the ranks of their experts -> (M, width), beside what this rank computes until it calls for them."""
-        return _all_to_all(rows, self.sent, self.received, self.group)
+    def send(self, x: Tensor) -> Callable[[], Tensor]:
+        """Zeros in empty rows."""
+        whole = F.pad(x, (0, 0, 0, self.most - len(x))) if len(x) < self.most else x.contiguous()
+        found = x.new_empty(self.group.size() * self.most, x.shape[1])
+        return _after(dist.all_gather_into_tensor(found, whole, group=self.group, async_op=True), found)
 
-    def combine(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Rows (M, width) to the ranks that the tokens came from, likewise -> (S, width)."""
-        return _all_to_all(rows, self.received, self.sent, self.group)
+    def collect(self, rows: Tensor) -> Callable[[], Tensor]:
+        """A row of every rank."""
+        each = [self.most] * self.group.size()
+        found = _all_to_all(rows, each, each, self.group)
+        return lambda: sum_rows(found(), self.places)
 
 
 def _gather(mine: Tensor, group: Any) -> Any:
@@ -198,7 +268,12 @@ def _gather(mine: Tensor, group: Any) -> Any:
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Callable[[], Tensor]:
     found = rows.new_empty(sum(received), *rows.shape[1:])
-    work: Any = dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
+    work = dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group, async_op=True)
+    return _after(work, found)
+
+
+def _after(work: Any, found: Tensor) -> Callable[[], Tensor]:
+    """A call that waits for what arrives in a tensor. Until then `work` holds what is sent."""
 
     def wait() -> Tensor:
         work.wait()

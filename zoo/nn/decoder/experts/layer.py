@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zoo.errors import UserError
-from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.exchange import (
+    Exchange,
+    ExchangeByChoice,
+    ExchangeWithAll,
+    Permutation,
+    gather_rows,
+    sum_rows,
+)
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
 from zoo.packing.cost import ranks_sent_to
 
@@ -90,7 +97,7 @@ class MixtureOfExperts(MoELayer):
         """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
         exchange = self.exchange
         if exchange is None and self.tp_ep_group.size() > 1:
-            exchange = Exchange.of(chosen, *self._ranks())
+            exchange = ExchangeByChoice.of(chosen, *self._ranks())
         recompute = self.moe_layer_recompute and self.training
         return routed(self.experts, hidden, weights, chosen, exchange, recompute)
 
@@ -104,7 +111,7 @@ class MixtureOfExperts(MoELayer):
             return None
         if ranks_sent_to(ranks, config.num_moe_experts, config.moe_router_topk) < ranks:
             return None
-        return Exchange.to_all(hidden[..., 0].numel(), *self._ranks(), hidden.device)
+        return ExchangeWithAll.of(hidden[..., 0].numel(), *self._ranks(), hidden.device)
 
     @contextmanager
     def sharing(self, exchange: Exchange | None) -> Iterator[None]:
@@ -167,7 +174,7 @@ class _Routed(torch.autograd.Function):
         count: int | None = chosen.numel()
         if exchange is not None:
             choices = _dispatch_choices(exchange, weights, chosen)
-            arrived = exchange.dispatch(gather_rows(hidden, exchange.tokens))
+            arrived = exchange.send(hidden)
             weights, chosen = choices()
             count = exchange.choices
         permutation = Permutation.of(chosen, call.experts.num_local_experts, count)
@@ -182,13 +189,13 @@ class _Routed(torch.autograd.Function):
             each = weights.flatten().index_select(0, permutation.choices)
             given, _ = call.experts(gather_rows(hidden, permutation.tokens), permutation.ends, each)
         out = sum_rows(given, permutation.places)
-        return out if exchange is None else sum_rows(exchange.combine(out)(), exchange.places)
+        return out if exchange is None else exchange.collect(out)()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange, graph = ctx.exchange, ctx.graph
         if exchange is not None:
-            arrived = exchange.dispatch(gather_rows(grad, exchange.tokens))
+            arrived = exchange.send(grad)
         if graph is None:
             rows, weights = ctx.saved_tensors
             _, graph = _compute(ctx, rows, weights, gradient_only=True)
@@ -198,22 +205,20 @@ class _Routed(torch.autograd.Function):
         to_rows, to_weights, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
         to_hidden = None if to_rows is None else sum_rows(to_rows, ctx.permutation.places)
         if exchange is not None:
-            returned = [None if one is None else exchange.combine(one) for one in (to_hidden, to_weights)]
+            returned = [None if one is None else exchange.collect(one) for one in (to_hidden, to_weights)]
             # Beside the exchange, as nothing in it waits for them.
             to_trained = [
                 graph.later.pop(weight)() if weight in graph.later else gradient
                 for weight, gradient in zip(ctx.trained, to_trained, strict=True)
             ]
-            to_hidden, to_weights = (
-                None if rows is None else sum_rows(rows(), exchange.places) for rows in returned
-            )
+            to_hidden, to_weights = (None if sums is None else sums() for sums in returned)
         return None, to_hidden, to_weights, *to_trained
 
 
 def _dispatch_choices(
     exchange: Exchange, weights: Tensor, chosen: Tensor
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Send the tokens' weights (N, k) fp32 and experts (N, k) in one all-to-all; the call that is returned waits for those of the received rows.
+    """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
     It gives weights (M, k) fp32 and experts (M, k) int32, as this rank numbers them. Choices go before rows, so that rows travel while choices
     are sorted.
@@ -221,7 +226,7 @@ def _dispatch_choices(
     topk = weights.shape[1]
     assert weights.dtype == torch.float32
     both = torch.cat([weights, chosen.to(torch.int32).view(torch.float32)], dim=1)  # the same bits
-    arrived = exchange.dispatch(both.index_select(0, exchange.tokens))
+    arrived = exchange.send(both)
 
     def wait() -> tuple[Tensor, Tensor]:
         both = arrived()
