@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order
+from zoo.nn.decoder.attention.context_moves import (
+    channels_by_rank,
+    in_rank_order,
+    in_row_order,
+    side_by_side,
+)
 from zoo.packing import PackedLayout
 
-SECTIONS = (12, 12, 8, 8, 4, 4)
+# The widest values that all parts consist of, under bf16: 2 bytes, 8 and 16.
+SECTIONS = {"of 2": (12, 12, 8, 8, 4, 4), "of 8": (48, 32, 16, 16), "of 16": (64, 64, 128, 32)}
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
 
 
 def layout(size: int) -> PackedLayout:
@@ -28,12 +35,17 @@ def test_tokens_come_into_the_order_of_the_row_and_back(size: int) -> None:
     assert torch.equal(in_rank_order(in_row_order(x, row, size), row, size), x)
 
 
-@pytest.mark.parametrize("kept", [0, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", SECTIONS)
+@pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("size", [2, 4])
-def test_channels_are_shared_out_by_section_but_for_one(size: int, kept: int) -> None:
-    x = torch.randn(7, sum(SECTIONS), dtype=torch.float64, requires_grad=True)
-    found, own = channels_by_rank(x, SECTIONS, size, kept)
-    every = x.split(SECTIONS, dim=1)
+def test_channels_are_shared_out_by_section_but_for_one(
+    size: int, kept: int, widths: str, dtype: torch.dtype
+) -> None:
+    sections = SECTIONS[widths]
+    x = torch.randn(7, sum(sections), dtype=dtype, requires_grad=True)
+    found, own = channels_by_rank(x, sections, size, kept)
+    every = x.split(sections, dim=1)
     parts = [part for place, part in enumerate(every) if place != kept]
     wanted = torch.stack(
         [torch.cat([part.chunk(size, 1)[rank] for part in parts], 1) for rank in range(size)]
@@ -43,6 +55,16 @@ def test_channels_are_shared_out_by_section_but_for_one(size: int, kept: int) ->
         torch.cat([one.flatten(), other.flatten()]) for one, other in ((found, own), (wanted, every[kept]))
     ]
     assert torch.equal(*(_gradient(out, x) for out in both))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [3, 4, 24])
+def test_parts_of_a_token_come_together(width: int, dtype: torch.dtype) -> None:
+    x = torch.randn(3 * 7, width, dtype=dtype, requires_grad=True)
+    wanted = torch.cat(x.split(7), dim=1)
+    found = side_by_side(x, 3)
+    assert torch.equal(found, wanted)
+    assert torch.equal(*(_gradient(out, x) for out in (found, wanted)))
 
 
 def _gradient(out: Tensor, x: Tensor) -> Tensor:

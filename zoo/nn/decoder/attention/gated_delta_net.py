@@ -29,7 +29,12 @@ from torch import Tensor
 
 from zoo.errors import UserError
 from zoo.nn.decoder.attention.cache import DecodeCache
-from zoo.nn.decoder.attention.context_moves import channels_by_rank, in_rank_order, in_row_order
+from zoo.nn.decoder.attention.context_moves import (
+    channels_by_rank,
+    in_rank_order,
+    in_row_order,
+    side_by_side,
+)
 from zoo.nn.decoder.attention.delta_inputs import causal_convolution, delta_rule_inputs, gates
 from zoo.nn.decoder.attention.delta_rule_settings import use_shipped_settings
 from zoo.nn.decoder.attention.fla_import import import_fla
@@ -175,7 +180,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
     def _heads_of_my_tokens(self, rows: Tensor, layout: PackedLayout) -> Tensor:
         """(T, width / cp) of this rank's heads, in the order of the row -> (T / cp, width) of its tokens."""
         parts = all_to_all(self.pg_collection.cp, in_rank_order(rows, layout, self.cp_size))
-        return parts.unflatten(0, (self.cp_size, -1)).transpose(0, 1).flatten(1)
+        return side_by_side(parts, self.cp_size)
 
 
 def _initial_decay(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
