@@ -68,7 +68,7 @@ class ParallelConfig:
     etp: int = number(1, 1, 10**5)  # tensor parallel ranks inside an expert
     stage_layers: list[int] = field(default_factory=list, metadata={"bounds": Bounds(least=1, most=1e5)})  # decoder layers of each pipeline stage, pp * vpp numbers in the model's order; default: even, one fewer at the ends
     dispatch: str = choice("alltoall", "alltoall", "deepep", "hybridep")  # how tokens come to the ranks of their experts. alltoall: zoo's exchange | deepep, hybridep: megatron-core's flex dispatcher with the package deep_ep
-    overlap_param_gather: bool = False  # on GPUs, the next forward pass begins while updated weights are gathered from the data-parallel ranks
+    overlap_param_gather: bool = True  # on GPUs, without engine.cuda_graphs: the next forward pass begins while updated weights are gathered from the data-parallel ranks
     sp: bool | None = None  # sequence parallel; default: on when tp > 1 and the model has experts
     plan: list[str] = field(
         default_factory=list
