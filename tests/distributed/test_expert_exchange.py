@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.expert_exchange import EXPERTS, TOKENS, factors, route, tokens_of
+from support.expert_exchange import EXPERTS, TOKENS, TOPK, factors, route, tokens_of
 from support.pool import Pool
 
 
@@ -33,6 +33,8 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bo
         assert found["forward"] == ["exchange"] * 3
         assert found["backward"] == ["exchange"] * 3 + ["weight"]
     assert sum(len(found["sent"]) for found in results) == sum(TOKENS[:size])
+    # Experts compute the rows that chose them, and none for a token that is not there.
+    assert sum(found["computed"] for found in results) == sum(TOKENS[:size]) * TOPK * shares
     parts = [found["factors"] for found in results]
     whole = torch.cat([sum(parts[at : at + shares]) for at in range(0, size, shares)])  # type: ignore[misc]
     torch.testing.assert_close(whole, wanted_factors)

@@ -37,7 +37,7 @@ class Experts(torch.nn.Module):
 
     def __init__(self, first: int, count: int, shares: int) -> None:
         super().__init__()
-        self.num_local_experts, self.shares = count, shares
+        self.num_local_experts, self.shares, self.rows = count, shares, 0
         self.weight = torch.nn.Parameter(torch.diag_embed(factors()[first : first + count]))
 
     def forward(
@@ -48,6 +48,7 @@ class Experts(torch.nn.Module):
         gradient_only: bool = False,
         later: Later | None = None,
     ) -> tuple[Tensor, None]:
+        self.rows = len(rows)
         out = grouped.grouped_product(rows, self.weight, ends, later=later)
         return out * weights.unsqueeze(1) / self.shares, None
 
@@ -90,6 +91,7 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             "hidden": hidden.grad,
             "weights": weights.grad,
             "factors": experts.weight.grad.diagonal(dim1=1, dim2=2),
+            "computed": experts.rows,
             "sent": {token: int(count) for token, count in enumerate((exchange.places >= 0).sum(1))},
             "forward": done[:forward],
             "backward": done[forward:],

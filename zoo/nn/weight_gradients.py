@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.layers import (
 from torch import Tensor
 
 from zoo.nn.decoder.experts.grouped import GroupedExperts
-from zoo.nn.kernels import add_product, fused, weight_gradient
+from zoo.nn.kernels import add_product, bias_gradient, weight_gradient
 
 
 class _Products:
@@ -144,13 +144,4 @@ class _Linear(torch.autograd.Function):
         of_x = grad @ weight if needs_x else None
         flat = grad.reshape(-1, grad.shape[-1])
         of_weight = weight_gradient(weight, flat, x.reshape(-1, x.shape[-1])) if needs_weight else None
-        return of_x, of_weight, _sums(flat) if needs_bias else None
-
-
-def _sums(grad: Tensor) -> Tensor:
-    """A bias's gradient (out,), of grad (T, out)."""
-    if not fused(grad):
-        return grad.sum(0)
-    from zoo.nn.kernels.functions import column_sums
-
-    return column_sums(grad).to(grad.dtype)
+        return of_x, of_weight, bias_gradient(flat) if needs_bias else None

@@ -42,7 +42,11 @@ def use_graphs(chunks: Sequence[Any]) -> int:
 
 
 def _has_layer_norms(block: Any) -> bool:
-    """Whether it is a block of Qwen3's towers. Qwen2.5's have two sets of segments, frames and windows, where a captured row has one."""
+    """Whether a block's graphs have been tried: those of Qwen3's towers.
+
+    Qwen2.5's blocks, with RMSNorm, attend within windows and within frames by turns, and a captured row has one set of segments. GLM's,
+    with RMSNorm too, have not been tried.
+    """
     return is_block(block) and isinstance(block.norm1, torch.nn.LayerNorm)
 
 

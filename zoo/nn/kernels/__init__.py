@@ -35,6 +35,15 @@ def add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
 
 
+def bias_gradient(grad: Tensor) -> Tensor:
+    """Gradient (O,) of a linear's bias, of grad (T, O)."""
+    if not fused(grad):
+        return grad.sum(0)
+    from zoo.nn.kernels.functions import column_sums
+
+    return column_sums(grad).to(grad.dtype)
+
+
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
     """Gradient (O, I) of a linear's weight, of grad (T, O) and x (T, I).
 

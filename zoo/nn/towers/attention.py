@@ -52,8 +52,10 @@ def use_varlen_attention(tower: torch.nn.Module) -> torch.nn.Module:
             _give(module, _attend)
         if isinstance(module, torch.nn.Conv3d):
             _give(module, _project_patches)
-        if isinstance(module, torch.nn.LayerNorm) or _is_rms_norm(module):
-            _give(module, _normalise)
+        if isinstance(module, torch.nn.LayerNorm):
+            _give(module, _layer_norm)
+        if _is_rms_norm(module):
+            _give(module, _rms_norm)
         if is_block(module):
             _give(module, _block)
         if isinstance(getattr(module, "act_fn", None), GELUTanh) and hasattr(module, "linear_fc1"):
@@ -118,7 +120,7 @@ def _attend(
 
 
 def _queries_keys_values(attention: Any, hidden_states: Tensor) -> Tensor:
-    """(N, C) -> (N, 3 C)."""
+    """The three projections of hidden states (N, C), side by side: (N, 3 C)."""
     if hasattr(attention, "qkv"):
         out: Tensor = attention.qkv(hidden_states)
         return out
@@ -221,19 +223,24 @@ def _gated_feed_forward(self: Any, hidden_state: Tensor) -> Tensor:
     return joined(swiglu(joined(x, self.gate_proj, self.up_proj)), self.down_proj)
 
 
-def _normalise(self: Any, x: Tensor) -> Tensor:
-    """The norm's own forward, x (..., C)."""
-    layer_norm_ = isinstance(self, torch.nn.LayerNorm)
-    if not fused(x) or (layer_norm_ and self.bias is None):
+def _layer_norm(self: Any, x: Tensor) -> Tensor:
+    """The LayerNorm's own forward, x (..., C)."""
+    if not fused(x) or self.bias is None:
         out: Tensor = type(self).forward(self, x)
         return out
-    if not layer_norm_:
-        from zoo.nn.kernels.norm import rms_norm
-
-        return rms_norm(x, self.weight, self.variance_epsilon)
     from zoo.nn.kernels.layer_norm import layer_norm
 
     return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def _rms_norm(self: Any, x: Tensor) -> Tensor:
+    """The RMSNorm's own forward, x (..., C)."""
+    if not fused(x):
+        out: Tensor = type(self).forward(self, x)
+        return out
+    from zoo.nn.kernels.norm import rms_norm
+
+    return rms_norm(x, self.weight, self.variance_epsilon)
 
 
 def _project_patches(self: Any, x: Tensor) -> Tensor:

@@ -1,32 +1,40 @@
 """Linears of a tower that read the same rows, as one matrix product, of widths that a GPU's matrix products take.
 
-Rows of a tensor that are no multiple of 16 bytes take three times as long: Qwen2.5's towers have an MLP of 3,420 values in bf16. So each
-linear's outputs are followed by as many columns of zeros as are missing, and so may be the rows that it reads.
+A product takes three times as long where a row of a tensor is no multiple of 16 bytes, as in Qwen2.5's towers, whose MLP is 3,420 values wide.
+So columns of zeros follow the outputs of each linear up to such a multiple, and may follow the rows that it reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.nn.kernels import weight_gradient
+from zoo.nn.kernels import bias_gradient, weight_gradient
 
 MULTIPLE = 8  # values of half precision in 16 bytes
 
 
 def joinable(*linears: Any) -> bool:
-    """Whether `joined` does what linears do: PyTorch's own, without an adapter or another hook."""
+    """Whether `joined` can stand in for linears: they are PyTorch's own, and no adapter or other hook changes what they give."""
     return all(isinstance(linear, torch.nn.Linear) and not linear._forward_hooks for linear in linears)
 
 
 def joined(x: Tensor, *linears: Any) -> Tensor:
-    """x (N, in) or with columns of zeros behind -> (N, widths), what each linear gives and zeros up to a `MULTIPLE`, side by side.
+    """The outputs of linears side by side, each followed by columns of zeros up to a `MULTIPLE`.
 
-    For tensors that zoo's kernels take (`zoo.nn.kernels.fused`), N and all widths above zero. Kept for the backward pass: x and the weights.
+    The backward pass keeps x and the weights.
+
+    Args:
+        x: (N, width), where columns of zeros may follow the `in` values that the linears read.
+        linears: (out, in) each, with a bias or without.
+
+    Returns:
+        (N, sum of each `out` rounded up to a `MULTIPLE`).
     """
     out: Tensor = _Joined.apply(x, *(one for linear in linears for one in (linear.weight, linear.bias)))
     return out
@@ -37,44 +45,54 @@ class _Joined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
         weights, biases = parameters[::2], parameters[1::2]
         ctx.save_for_backward(x, *weights)
-        ctx.of_biases = [None if bias is None else bias.dtype for bias in biases]
-        return F.linear(x, _stacked(weights, x.shape[1]), _stacked_biases(weights, biases))
+        return F.linear(x, _stacked(weights, x.shape[1]), _end_to_end(weights, biases))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from zoo.nn.kernels.functions import column_sums
-
         x, *weights = ctx.saved_tensors
         needs_x, *needed = ctx.needs_input_grad
         of_x = grad @ _stacked(weights, x.shape[1]) if needs_x else None
-        sums = column_sums(grad) if any(needed[1::2]) else None
+        of_biases = bias_gradient(grad) if any(needed[1::2]) else grad.new_empty(grad.shape[1])
         found: list[Tensor | None] = []
-        start = 0
-        for place, weight in enumerate(weights):
-            mine = slice(start, start + len(weight))
-            start += _whole(len(weight))
-            needs_weight, needs_bias = needed[2 * place : 2 * place + 2]
+        for weight, mine, *needs in zip(weights, _places(weights), needed[::2], needed[1::2], strict=True):
             rows = x[:, : weight.shape[1]]
-            found.append(weight_gradient(weight, grad[:, mine], rows) if needs_weight else None)
-            found.append(sums[mine].to(ctx.of_biases[place]) if needs_bias and sums is not None else None)
+            found.append(weight_gradient(weight, grad[:, mine], rows) if needs[0] else None)
+            found.append(of_biases[mine] if needs[1] else None)
         return of_x, *found
 
 
-def _whole(width: int) -> int:
-    return width + -width % MULTIPLE
+def _places(weights: Sequence[Any]) -> list[slice]:
+    """The columns of each linear's output."""
+    starts = accumulate((_whole(len(w)) for w in weights[:-1]), initial=0)
+    return [slice(start, start + len(w)) for start, w in zip(starts, weights, strict=True)]
+
+
+def _width(weights: Sequence[Any]) -> int:
+    """The columns of all outputs."""
+    return sum(_whole(len(w)) for w in weights)
+
+
+def _whole(count: int) -> int:
+    return count + -count % MULTIPLE
 
 
 def _stacked(weights: Sequence[Any], width: int) -> Tensor:
-    """Weights (out, in) one below the other, (widths, `width`), with rows and columns of zeros."""
-    whole = [F.pad(w, (0, width - w.shape[1], 0, -len(w) % MULTIPLE)) for w in weights]
-    return whole[0] if len(whole) == 1 else torch.cat(whole)
+    """Weights (out, in) one below the other, with rows and columns of zeros: (output columns, `width`)."""
+    if len(weights) == 1 and weights[0].shape == (_width(weights), width):
+        only: Tensor = weights[0]
+        return only
+    whole = weights[0].new_zeros(_width(weights), width)
+    for weight, mine in zip(weights, _places(weights), strict=True):
+        whole[mine, : weight.shape[1]] = weight
+    return whole
 
 
-def _stacked_biases(weights: Sequence[Any], biases: Sequence[Tensor | None]) -> Tensor | None:
+def _end_to_end(weights: Sequence[Any], biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Biases (out,) of the linears that have one, zeros elsewhere: (output columns,)."""
     if all(bias is None for bias in biases):
         return None
-    whole = [
-        F.pad(w.new_zeros(len(w)) if bias is None else bias, (0, -len(w) % MULTIPLE))
-        for w, bias in zip(weights, biases, strict=True)
-    ]
-    return whole[0] if len(whole) == 1 else torch.cat(whole)
+    whole: Tensor = weights[0].new_zeros(_width(weights))
+    for bias, mine in zip(biases, _places(weights), strict=True):
+        if bias is not None:
+            whole[mine] = bias
+    return whole

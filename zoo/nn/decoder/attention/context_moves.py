@@ -1,8 +1,8 @@
 """Tokens and channels on their way between context-parallel ranks. Their gradients are moves as well.
 
 Autograd's gradient of `index_select` adds to zeros, element by element, as an index may come twice. That of a permutation is another
-permutation: rows are read and written once. Parts of rows are moved as the widest values that they consist of, since a GPU copies a
-hundred values of 16 bytes in the time of a hundred of 2.
+permutation: rows are read and written once. Parts of rows are moved as the widest values that they consist of, of up to 16 bytes: as values of 2
+bytes PyTorch joined them at some 1.5 TB/s on an H200, a third of what its memory gives.
 """
 
 from __future__ import annotations

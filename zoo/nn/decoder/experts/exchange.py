@@ -111,16 +111,13 @@ class Exchange(ABC):
         group: the R ranks that share the experts out.
         experts: that each rank has.
         first: the number, over all ranks, of this rank's first one.
+        choices: how many of all tokens' k choices of an expert fall on this rank's; None where only the choices themselves tell, once they have arrived.
     """
 
     group: Any
     experts: int
     first: int
-
-    @property
-    @abstractmethod
-    def choices(self) -> int | None:
-        """Of all tokens, whose experts are on this rank; None: known when they have arrived."""
+    choices: int | None
 
     def numbered(self, chosen: Tensor) -> Tensor:
         """Experts (M, k), numbered over all ranks, as this rank numbers its own; `self.experts` for those of others."""
@@ -144,14 +141,12 @@ class ExchangeByChoice(Exchange):
         tokens: (S,) int32, the token of each row that is sent, sorted by rank.
         places: (N, R) int32, the row that goes to a rank for a token; -1: none does.
         sent, received: rows to and from each rank.
-        arriving: choices of all tokens whose experts are on this rank.
     """
 
     tokens: Tensor
     places: Tensor
     sent: list[int]
     received: list[int]
-    arriving: int
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
@@ -183,31 +178,26 @@ class ExchangeByChoice(Exchange):
             group,
             experts,
             rank // shares * experts,
+            sum(of_rank[1][rank] for of_rank in numbers),
             (pairs % count).to(torch.int32),
             torch.where(goes, row.view(size, count).t(), -1).contiguous(),
             sent,
             [of_rank[0][rank] for of_rank in numbers],
-            sum(of_rank[1][rank] for of_rank in numbers),
         )
 
-    @property
-    def choices(self) -> int:
-        """Known beforehand."""
-        return self.arriving
-
     def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """A row for each rank that a token goes to."""
+        """See `Exchange`. A token's row is sent to each rank that has one of its experts."""
         return _all_to_all(gather_rows(x, self.tokens), self.sent, self.received, self.group)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
-        """A row of each rank that a token went to."""
+        """See `Exchange`. Each rank that a token went to sends one row back."""
         found = _all_to_all(rows, self.received, self.sent, self.group)
         return lambda: sum_rows(found(), self.places)
 
 
 @dataclass(frozen=True)
 class ExchangeWithAll(Exchange):
-    """All tokens go to all ranks, whatever their experts, so layers share it: M = R * `most` rows, each rank's with empty ones behind.
+    """All tokens go to all ranks, whatever their experts, so that layers share the plan. Each rank sends `most` rows, the last ones empty: M = R * `most`.
 
     Attributes:
         most: tokens of the rank that has most.
@@ -234,26 +224,21 @@ class ExchangeWithAll(Exchange):
         empty = None
         if min(counts) < most:
             empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
-        return cls(group, experts, rank // shares * experts, most, places, empty)
-
-    @property
-    def choices(self) -> None:
-        """They arrive with the tokens."""
-        return None
+        return cls(group, experts, rank // shares * experts, None, most, places, empty)
 
     def numbered(self, chosen: Tensor) -> Tensor:
-        """An empty row has no expert."""
+        """See `Exchange`. Empty rows get `self.experts`, as if their experts were elsewhere."""
         found = super().numbered(chosen)
         return found if self.empty is None else found.masked_fill_(self.empty, self.experts)
 
     def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """Zeros in empty rows."""
+        """See `Exchange`. Empty rows are zeros."""
         whole = F.pad(x, (0, 0, 0, self.most - len(x))) if len(x) < self.most else x.contiguous()
         found = x.new_empty(self.group.size() * self.most, x.shape[1])
         return _after(dist.all_gather_into_tensor(found, whole, group=self.group, async_op=True), found)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
-        """A row of every rank."""
+        """See `Exchange`. Every rank sends one row back for each token."""
         each = [self.most] * self.group.size()
         found = _all_to_all(rows, each, each, self.group)
         return lambda: sum_rows(found(), self.places)
