@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import adapt
 from support.engine import Zoo, packed_batch, single_process_world
 from support.on_gpu import ON_GPU
 from support.stacks import STACKS
@@ -47,7 +48,6 @@ def test_graphs_give_the_same_gradients(
     case: tuple[str, ...], here: Any, tmp_path: Path, reports: list[str]
 ) -> None:
     from zoo.engine.model.graphs import use_graphs
-    from zoo.nn.weight_gradients import accumulate_in_place
 
     name = case[0]
     stack = STACKS[name]
@@ -56,10 +56,7 @@ def test_graphs_give_the_same_gradients(
     samples = [example.sample for example in stack.examples(zoo.assembly.processor).values()]
     rows = [samples, samples[:2], samples[1:], samples, samples[:1]]
     plain = [zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row)) for row in rows]
-    for parameter in zoo.model.parameters():
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    accumulate_in_place([zoo.model])
+    _accumulate(zoo)
     left_out = (
         pytest.warns(UserWarning, match="layers of the .* run without") if "odd" in name else nullcontext()
     )
@@ -67,20 +64,11 @@ def test_graphs_give_the_same_gradients(
         assert use_graphs([zoo.model]) == STACKS_CAPTURED[name]
     for row, (loss, wanted) in zip(rows, plain, strict=True):
         found, rest = zoo.gradients([packed_batch(row)], sum(one.num_labels for one in row))
-        gradients = {
-            key: parameter.main_grad
-            + (0 if rest.get(key) is None or parameter.grad_added_to_main_grad else rest[key])  # type: ignore[attr-defined]
-            for key, parameter in zoo.model.named_parameters()
-            if parameter.requires_grad
-        }
-        errors = abs(found - loss) / loss, distance(gradients, wanted)
+        errors = abs(found - loss) / loss, distance(_gradients(zoo, rest), wanted)
         reports.append(
             f"graphs {' '.join(case)}, {len(row)} samples: loss {errors[0]:.1e}, gradient {errors[1]:.1e}"
         )
         assert errors[0] < 1e-3 and errors[1] < APART, errors
-        for parameter in zoo.model.parameters():
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     stacks = {module.graphs for module in zoo.model.modules() if getattr(module, "graphs", None) is not None}
     assert len(stacks) == STACKS_CAPTURED[name]
     assert name in BOTH_WAYS or all(stack._captured for stack in stacks if stack.trained)
@@ -89,13 +77,67 @@ def test_graphs_give_the_same_gradients(
     torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl 2b", "qwen35_vl 2b"])
+def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
+    name: str, here: Any, tmp_path: Path, reports: list[str]
+) -> None:
+    """Masks of layers launched one by one, drawn as captured ones are."""
+    from zoo.engine.model.graphs import use_graphs
+    from zoo.engine.model.lora import seed_dropout
+    from zoo.nn.graphs import random
+    from zoo.nn.graphs.row import size_of
+
+    stack, adapters = STACKS[name], ("lora.rank=8", "lora.parts=[language]", "lora.dropout=0.3")
+    zoo = _load(stack, stack.write(tmp_path / "model"), here, *adapters)
+    samples = [example.sample for example in stack.examples(zoo.assembly.processor).values()]
+    size = size_of(sum(len(one.input_ids) for one in samples))
+    seed_dropout(zoo.recipe, 3, here)
+    with random.inside():
+        plain = [zoo.gradients([packed_batch(samples)], 1, pad_to=size) for _ in range(2)]
+    apart = distance({k: v for k, v in plain[0][1].items() if v is not None}, plain[1][1])
+    _accumulate(zoo)
+    use_graphs([zoo.model])
+    for _ in range(2):  # captured in between, and not
+        seed_dropout(zoo.recipe, 3, here)
+        for loss, wanted in plain:
+            found, rest = zoo.gradients([packed_batch(samples)], 1, pad_to=size)
+            errors = abs(found - loss) / loss, distance(_gradients(zoo, rest), wanted)
+            reports.append(
+                f"graphs with dropout, {name}: loss {errors[0]:.1e}, gradient {errors[1]:.1e}; other masks {apart:.1e}"
+            )
+            assert errors[0] < 1e-3 and errors[1] < APART < apart, (errors, apart)
+
+
+def _accumulate(zoo: Zoo) -> None:
+    from zoo.nn.weight_gradients import accumulate_in_place
+
+    for parameter in zoo.model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    accumulate_in_place([zoo.model])
+
+
+def _gradients(zoo: Zoo, rest: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Gradients in DDP's buffers, which are emptied, and those that autograd gave beside them."""
+    found = {}
+    for key, parameter in zoo.model.named_parameters():
+        if parameter.requires_grad:
+            more = None if parameter.grad_added_to_main_grad else rest.get(key)  # type: ignore[attr-defined]
+            found[key] = parameter.main_grad + (0 if more is None else more)  # type: ignore[attr-defined]
+        parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+    return found
+
+
 def _load(stack: Any, folder: Path, here: Any, *overrides: str) -> Zoo:
     from zoo.config.files import read_recipe
 
     family = read_recipe(stack.recipe).tree["model"]["family"]
-    return Zoo.load(
-        folder, here, f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16", *overrides
-    )
+    fixed = (f"model.family={family}", "train.mtp_loss=0", "engine.precision=bf16")
+    zoo = Zoo.load(folder, here, *fixed, *overrides)
+    if zoo.recipe.lora.rank:
+        adapt([zoo.model], zoo.assembly, zoo.recipe, here)
+    return zoo
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor | None]) -> float:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.adapters import adapt
 from support.engine import Zoo, packed_batch
 from support.recorded_again import RecordedAgain, go_by_lengths
 from support.stacks import TINY
@@ -13,6 +14,9 @@ from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 import zoo.engine.model.graphs as graphs_of_models
 from zoo.config.files import read_recipe
 from zoo.engine.model.graphs import release_graphs, use_graphs
+from zoo.engine.model.lora import seed_dropout
+from zoo.nn.graphs import random
+from zoo.nn.graphs.row import size_of
 
 # Decoders without experts. A row of gemma3 or gemma4 with an image, whose tokens see one another both ways, is not captured.
 DENSE = ("qwen3_vl", "qwen35_vl", "llava onevision", "internvl", "qwen25_vl", "qwen3_asr", "qwen25_omni", "gemma3", "gemma3_text", "gemma4")  # fmt: skip
@@ -23,12 +27,24 @@ def loaded(name: str, folder: Path, world: Any, *overrides: str) -> tuple[Zoo, l
     stack = TINY[name]
     family = read_recipe(stack.recipe).tree["model"]["family"]
     zoo = Zoo.load(stack.write(folder), world, f"model.family={family}", "train.mtp_loss=0", *overrides)
+    if zoo.recipe.lora.rank:
+        adapt([zoo.model], zoo.assembly, zoo.recipe, world)
     for parameter in zoo.model.parameters():
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     assert use_graphs([zoo.model]) >= 1
     zoo.model.decoder.graphs.recorder = RecordedAgain()  # type: ignore[union-attr]
     return zoo, [example.sample for example in stack.examples(zoo.assembly.processor).values()]
+
+
+def compare(zoo: Zoo, rest: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Hold gradients, in DDP's buffers and beside them, against the wanted ones; then empty the buffers."""
+    for key, parameter in zoo.model.named_parameters():
+        if (want := wanted.get(key)) is None:
+            continue
+        own = parameter.main_grad + (0 if rest[key] is None else rest[key])  # type: ignore[attr-defined, operator]
+        torch.testing.assert_close(own, want, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
 FEW_TRAINED = [
@@ -54,17 +70,39 @@ def test_a_captured_decoder_has_the_gradients_of_its_layers(
     for _ in range(2):  # captured, then replayed
         found, rest = zoo.gradients([packed_batch(samples)], count)
         assert found == pytest.approx(loss, rel=1e-6)
-        for key, parameter in zoo.model.named_parameters():
-            if (want := wanted.get(key)) is None:
-                continue
-            own = parameter.main_grad + (0 if rest[key] is None else rest[key])  # type: ignore[attr-defined, operator]
-            torch.testing.assert_close(own, want, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-            parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        compare(zoo, rest, wanted)
     pieces = 0 if name in BOTH_WAYS else 2 * len(graphs.starts)  # type: ignore[union-attr, arg-type]
     assert graphs.recorder.records == pieces  # type: ignore[union-attr]
     assert bool(graphs._captured) == bool(pieces)  # type: ignore[union-attr]
     release_graphs([zoo.model])
     assert graphs.recorder.released and not graphs._captured  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])
+def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
+    name: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = ("lora.rank=4", "lora.parts=[language]", "lora.dropout=0.4")
+    zoo, samples = loaded(name, tmp_path / "model", cpu_world, *adapters)
+    go_by_lengths(monkeypatch)
+    graphs, recipe = zoo.model.decoder.graphs, zoo.recipe
+    size = size_of(
+        sum(len(one.input_ids) for one in samples)
+    )  # masks of as many tokens, with graphs and without
+    zoo.model.decoder.graphs = None  # type: ignore[assignment, union-attr]
+    seed_dropout(recipe, 3, cpu_world)
+    with random.inside():
+        plain = [zoo.gradients([packed_batch(samples)], 1, pad_to=size) for _ in range(2)]
+    assert abs(plain[0][0] - plain[1][0]) > 1e-3, "other masks"
+    zoo.model.decoder.graphs = graphs  # type: ignore[assignment, union-attr]
+    for _ in range(2):  # captured in between, and not
+        seed_dropout(recipe, 3, cpu_world)
+        for loss, wanted in plain:
+            found, rest = zoo.gradients([packed_batch(samples)], 1, pad_to=size)
+            assert found == pytest.approx(loss, rel=1e-6)
+            compare(zoo, rest, wanted)
+    seed_dropout(recipe, 4, cpu_world)
+    assert abs(zoo.gradients([packed_batch(samples)], 1, pad_to=size)[0] - plain[0][0]) > 1e-3
 
 
 def test_what_goes_by_lengths_is_refused_rather_than_wrong(cpu_world: Any, tmp_path: Path) -> None:

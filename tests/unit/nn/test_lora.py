@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo.nn.decoder import lora
 from zoo.nn.decoder.lora import ExpertAdapter, LinearAdapter, Lowrank
+from zoo.nn.graphs import random
 
 WIDTH, RANK = 24, 3
 
@@ -119,6 +120,25 @@ def test_dropout_keeps_the_mean_and_drops_its_share(tracker: None) -> None:
     assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7))
     assert not torch.equal(kept, made._dropped(x)), "another mask each time"
     assert torch.equal(made.eval()._dropped(x), x)
+
+
+def test_layers_that_are_captured_drop_their_share_of_values_and_of_gradients(tracker: None) -> None:
+    made = adapter(torch.zeros(8, dtype=torch.long), dropout=0.3).train()
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    x = torch.ones(4000, WIDTH, requires_grad=True)
+    with random.inside():
+        kept = made._dropped(x)
+        again = made._dropped(x)
+    assert float((kept == 0).float().mean()) == pytest.approx(0.3, abs=0.01)
+    assert torch.equal(kept[kept != 0], torch.full_like(kept[kept != 0], 1 / 0.7))
+    assert not torch.equal(kept, again), "another mask each time"
+    (grad,) = torch.autograd.grad(kept.sum(), x)
+    assert torch.equal(grad, kept), "of ones"
+    lora.seed_dropout(torch.device("cpu"), 1, 2)
+    with random.unchanged(), random.inside():
+        made._dropped(x)  # a try, that takes no numbers
+    with random.inside():
+        assert torch.equal(made._dropped(x), kept), "from its seed"
 
 
 def test_masks_are_alike_where_inputs_are(tracker: None) -> None:

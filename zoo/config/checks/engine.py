@@ -71,7 +71,6 @@ def not_captured(recipe: Recipe) -> str | None:
         f"parallel.cp={parallel.cp}": parallel.cp > 1,
         f"parallel.pp={parallel.pp}": parallel.pp > 1,
         "packing.mode=none": recipe.packing.mode == "none",
-        f"lora.dropout={recipe.lora.dropout}": recipe.lora.rank > 0 and recipe.lora.dropout > 0,
     }
     return next((name for name, there in others.items() if there), None)
 

@@ -38,6 +38,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from zoo.nn.graphs import random
+
 SAME, OWN = (
     "zoo-lora-same",
     "zoo-lora-own",
@@ -194,8 +196,10 @@ class LinearAdapter(Adapter):
         """x with dropout: of one mask on all ranks that have the same x, of others where theirs differ."""
         if not (self.lowrank.dropout and self.training):
             return x
-        same = self.split == "rows" and not self.sequence_parallel
-        with get_cuda_rng_tracker().fork(SAME if same else OWN):
+        name = SAME if self.split == "rows" and not self.sequence_parallel else OWN
+        if generator := random.generator_inside(name, x.device):
+            return random.dropout(x, self.lowrank.dropout, generator)
+        with get_cuda_rng_tracker().fork(name):
             return F.dropout(x, self.lowrank.dropout)
 
 
@@ -271,7 +275,11 @@ def _add_delta(linear: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any)
 
 
 def seed_dropout(device: torch.device, same: int, own: int) -> None:
-    """Start the masks' random numbers from two seeds; megatron-core's recompute goes back to them by itself."""
+    """Start the masks' random numbers from two seeds; megatron-core's recompute goes back to them by itself.
+
+    Layers that are captured as graphs draw other masks from the same seeds.
+    """
     tracker: Any = get_cuda_rng_tracker()
     for name, seed in ((SAME, same), (OWN, own)):
         tracker.states_[name] = torch.Generator(device).manual_seed(seed).get_state()
+        random.seed(name, device, seed)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from zoo.nn.graphs import random
 from zoo.nn.graphs.recorder import Recorder
 from zoo.nn.graphs.row import StaticRow, segments_of, size_of
 from zoo.nn.graphs.weights import Leaves, NoGradientError
@@ -97,7 +98,7 @@ class LayerGraphs:
 
     def _capture(self, hidden: Tensor, row: StaticRow, runner: Callable[[StaticRow], Run]) -> Captured:
         """Graphs of all layers for rows like `hidden`."""
-        with self.recorder.session(hidden.device):
+        with self.recorder.session(hidden.device), random.unchanged():
             states = hidden.new_zeros(row.tokens, *hidden.shape[1:])
             _warm_up(self.layers, states, runner(row))
             run = runner(row)
@@ -214,7 +215,7 @@ def _put(x: Tensor, into: Tensor) -> None:
 def _run(layer: Any, states: Tensor, run: Run) -> tuple[Leaves, Tensor, Tensor]:
     """What a layer makes of states (T, ...), with weights and states that gradients of it are taken for."""
     leaves, taken = Leaves(layer), states.detach().requires_grad_()
-    with torch.enable_grad(), leaves.in_place():
+    with torch.enable_grad(), leaves.in_place(), random.inside():
         return leaves, taken, run(layer, taken)
 
 

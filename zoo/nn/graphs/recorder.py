@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.nn.graphs import random
+
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
@@ -52,6 +54,7 @@ class Recorder:
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """What does the work again, and the tensor that its result stands in each time; the work itself has not run yet."""
         graph = torch.cuda.CUDAGraph()
+        random.register(graph)
         # Other threads, that load data and watch over the run, may call CUDA meanwhile.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         out = work()
