@@ -31,6 +31,7 @@ BOTH_WAYS = (
 FEW_TRAINED = (
     ("qwen35_vl 2b", "lora.rank=8"),
     ("qwen3_vl 2b", "lora.rank=8", "lora.parts=[language,vision]"),
+    ("qwen35_vl 2b", "lora.rank=8", "lora.base_dtype=fp8"),
     ("qwen35_vl 2b", "model.freeze=[vision]"),
     ("qwen3_vl 2b", "model.freeze=[language]"),
 )

@@ -50,6 +50,8 @@ def compare(zoo: Zoo, rest: dict[str, Any], wanted: dict[str, Any]) -> None:
 FEW_TRAINED = [
     ("qwen3_vl", "lora.rank=4", "lora.parts=[language]"),
     ("qwen35_vl", "lora.rank=4", "lora.parts=[language]"),
+    ("qwen3_vl", "lora.rank=4", "lora.parts=[language]", "lora.base_dtype=fp8"),
+    ("qwen35_vl", "lora.rank=4", "lora.parts=[language]", "lora.base_dtype=fp8"),
     ("qwen3_vl", "model.freeze=[vision]"),
     ("qwen35_vl", "model.freeze=[language]"),
 ]

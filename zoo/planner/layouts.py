@@ -106,12 +106,11 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
     """The recipe with `engine.cuda_graphs` chosen, if that is planned.
 
     Nothing is captured under sequence parallelism, so a dense model gives it up for graphs that pay, if `parallel.sp` is open (`sp_is_open`).
-    Adapters and frozen parts run without graphs, as these have not been measured with them.
     """
     if "graphs" not in recipe.parallel.planned:
         return recipe
-    choices = [] if recipe.lora.rank or recipe.model.freeze else [recipe]
-    if choices and recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
+    choices = [recipe]
+    if recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
         choices.append(replace(recipe, parallel=replace(recipe.parallel, sp=False)))
     for choice in choices:
         pays = not_captured(choice) is None and Speed(model, row).launches_longer(choice, ranks)
