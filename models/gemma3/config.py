@@ -45,6 +45,5 @@ class Gemma3Config(WindowedConfig):
         image = patches * embedded + depth * layer + tokens * 2.0 * width * hidden
         kept = patches * depth * (4.0 * width + 2.0 * vision.intermediate_size)
         kept += vision.num_channels * vision.image_size**2 + 2.0 * patches * width + 3.0 * tokens * width
-        return {
-            "vision": TowerCost(image, 0.0, 1.0 / tokens, kept=kept, attended=float(patches * depth * width))
-        }
+        attended = float(patches * depth * width)
+        return {"vision": TowerCost(image, 0.0, 1.0 / tokens, kept=kept, attended=attended, layers=depth)}

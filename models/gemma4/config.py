@@ -91,7 +91,11 @@ class Gemma4Config(WindowedConfig):
         pair = 4.0 * queries * vision.num_hidden_layers + 2.0 * width / pooled
         kept = vision.num_hidden_layers * (12.0 * width + 4.0 * inner + 4.0 * (queries + keys))
         attended = float(vision.num_hidden_layers * queries)
-        return {"vision": TowerCost(row, pair, float(pooled), kept=kept, attended=attended)}
+        return {
+            "vision": TowerCost(
+                row, pair, float(pooled), kept=kept, attended=attended, layers=vision.num_hidden_layers
+            )
+        }
 
 
 def _last_full(text: Any) -> int:

@@ -82,5 +82,6 @@ class GLM45VConfig(FamilyConfig):
             + 8.0 * width
             + (5.0 * out + 4.0 * inner) / square,
             attended=width * vision.depth,
+            layers=vision.depth,
         )
         return {"vision": cost}

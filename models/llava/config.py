@@ -108,7 +108,8 @@ class LlavaConfig(FamilyConfig):
             + vision.num_channels * tiling.tile**2
         )
         kept += tiling.tile_tokens * (width * len(self.feature_layers) + 2.0 * hidden)
-        cost = TowerCost(tile, 0.0, 1.0 / tiling.tile_tokens, kept=kept, attended=float(seen * depth * width))
+        attended = float(seen * depth * width)
+        cost = TowerCost(tile, 0.0, 1.0 / tiling.tile_tokens, kept=kept, attended=attended, layers=depth)
         return {"vision": cost}
 
     @cached_property

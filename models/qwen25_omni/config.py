@@ -54,5 +54,6 @@ class Qwen25OmniConfig(OmniConfig):
             window=2 * audio.n_window,
             kept=mel + 3.0 * width + kept / 2,
             attended=layers * width / 2,
+            layers=layers,
         )
         return {"vision": window_cost(self.vision), "audio": cost}

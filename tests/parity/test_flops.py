@@ -48,6 +48,7 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
         samples = sorted((one for one in samples if _is_even(one, chunk)), key=lambda sample: sample.length)
         longest = {sample.kind: sample for sample in samples}
         assert len(longest) > 1 or assembly.family.modalities == ("text",)
+        ran = {tower: _layers_that_run(getattr(model, tower)) for tower in assembly.config.tower_costs()}
         for sample in longest.values():
             batch = collate([sample], PackedLayout.from_lengths([sample.length]))
             rows = {
@@ -70,6 +71,18 @@ def test_flops_of_a_sample_by_part(name: str, size: str) -> None:
                 assert flops == pytest.approx(counted[part], rel=0.1), (sample.kind, part)
             total = sum(counted.values())
             assert 3 * total == pytest.approx(total + backward.get_total_flops(), rel=0.1)
+        assert {name: len(layers) for name, layers in ran.items()} == {
+            name: tower.layers for name, tower in cost.towers.items()
+        }
+
+
+def _layers_that_run(tower: torch.nn.Module) -> set[int]:
+    """Numbers of the tower's layers, which come in as they run."""
+    found: set[int] = set()
+    stacks = [module for module in tower.modules() if isinstance(module, torch.nn.ModuleList)]
+    for number, layer in enumerate(max(stacks, key=len)):
+        layer.register_forward_hook(lambda *_, number=number: found.add(number))
+    return found
 
 
 def _is_even(sample: Any, chunk: int) -> bool:

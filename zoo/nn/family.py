@@ -205,7 +205,12 @@ class FamilyConfig:
         kept = vision.depth * (4.0 * width + 2.0 * vision.intermediate_size)
         kept += patch + 4.0 * width * (1 + self.deepstack_layers)
         cost = TowerCost(
-            per_row, 4.0 * width * vision.depth, float(square), kept=kept, attended=width * vision.depth
+            per_row,
+            4.0 * width * vision.depth,
+            float(square),
+            kept=kept,
+            attended=width * vision.depth,
+            layers=vision.depth,
         )
         return {"vision": cost}
 

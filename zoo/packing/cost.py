@@ -56,6 +56,7 @@ class TowerCost:
     attended: float = (
         0.0  # queries of a row, over all layers; attention keeps them, keys, values and the result
     )
+    layers: int = 0  # that the host launches one by one
 
     def flops(self, rows: float) -> float:
         """Forward FLOPs of an item (an image, a frame of a video, a clip) of `rows` rows."""

@@ -33,7 +33,6 @@ TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this 
 PP = 0.1  # share for each doubling of stages
 READ = 3e12  # bytes/s
 LAUNCH = 4.5e-3  # seconds in which a host launches a layer forward and backward (Qwen3.5-VL 2B, rows of 2 and 4 samples)
-TOWER_LAYERS = 24  # of a tower, about
 BEYOND = 0.3  # share for each doubling of tp * cp that leaves a node
 
 
@@ -68,9 +67,9 @@ class Speed:
 
     def launches_longer(self, recipe: Recipe, ranks: int) -> bool:
         """Whether the host takes longer to launch a row's layers than a GPU to compute them; experts are not counted."""
-        layers = sum(not sparse for sparse in self.sparse) + sum(
-            TOWER_LAYERS for name in self.forward if name not in ("decoder", "head")
-        )
+        towers = self.model.cost.towers.items()
+        layers = sum(not sparse for sparse in self.sparse)
+        layers += sum(tower.layers for name, tower in towers if self.forward[name])
         return self.seconds(recipe, ranks) * data_parallel(recipe, ranks) < LAUNCH * layers
 
     def _flops(self, recipe: Recipe) -> float:

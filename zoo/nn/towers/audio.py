@@ -121,6 +121,7 @@ def audio_cost(audio: Any) -> TowerCost:
         + (audio.encoder_layers * (4.0 * width + 2.0 * audio.encoder_ffn_dim) + 4.0 * width) / rows,
         piece=chunk,
         attended=audio.encoder_layers * width / rows,
+        layers=audio.encoder_layers,
     )
 
 
