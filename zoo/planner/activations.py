@@ -122,14 +122,19 @@ class Kept:
             kept += side_by_side * size * 4 * queries + self.tokens * size * queries
             if self._indexed(self.row.lengths):
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
-        kept += self._dropped(text.hidden_size + queries)
+        kept += self._dropped(text.hidden_size + gated * queries, kept=(not gated) * queries)
         return self._norms() + self._into_linear() + kept
 
-    def _dropped(self, widths: float) -> float:
-        """Inputs of adapted linears of so much width, kept once more where adapters drop out some of them."""
+    def _dropped(self, inputs: float, kept: float = 0.0) -> float:
+        """What dropout adds to inputs of adapted linears, so many values a token.
+
+        A copy and a mask of a byte each. The input itself is not kept by a linear that isn't trained; of `kept` values something else keeps it.
+        """
         lora = self.recipe.lora
-        adapted = lora.rank and lora.dropout and "language" in lora.parts
-        return self.tokens * widths * (self.size + 1) if adapted else 0.0  # and a mask of a byte each
+        if not (lora.rank and lora.dropout and "language" in lora.parts):
+            return 0.0
+        gone = inputs * self.size if self.fused else 0.0
+        return self.tokens * ((inputs + kept) * (self.size + 1) - gone)
 
     @staticmethod
     def _unpacked(lengths: Sequence[float]) -> float:
@@ -164,6 +169,7 @@ class Kept:
                 * (inner + (text.linear_conv_kernel_dim + 1) * convolved + 2 * keys + values)
             )
             kept += whole * FP32 * rule + self.tokens * size * 5 * values
+        kept += self._dropped(text.hidden_size + values)
         return self.norm(self.shared, text.hidden_size) + self._into_linear() + kept
 
     def _mlp(self, width: float) -> float:

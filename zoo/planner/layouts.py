@@ -113,9 +113,10 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
     if recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
         choices.append(replace(recipe, parallel=replace(recipe.parallel, sp=False)))
     for choice in choices:
+        captured = replace(choice, engine=replace(choice.engine, cuda_graphs=True))
         pays = not_captured(choice) is None and Speed(model, row).launches_longer(choice, ranks)
-        if pays and (choice is recipe or _fits(model, choice, ranks, row)):
-            return replace(choice, engine=replace(choice.engine, cuda_graphs=True))
+        if pays and _fits(model, captured, ranks, row):
+            return captured
     return replace(recipe, engine=replace(recipe.engine, cuda_graphs=False))
 
 
