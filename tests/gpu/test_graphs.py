@@ -16,12 +16,12 @@ from torch import Tensor
 
 # Without a GPU there are no graphs; tests/parity/test_graphs.py does the recorded work again on the CPU.
 pytestmark = pytest.mark.skipif(not ON_GPU, reason="CUDA graphs are a GPU's")
-# How many stacks of a model are captured: decoders without experts, and vision towers of Qwen3's kind. No kernel takes heads of 20, nor the
-# widths of the delta rule of `qwen35_vl odd`.
+# How many stacks of a model are captured: decoders without experts, and vision towers of Qwen's and GLM's kind. No kernel takes heads of 18 or 20,
+# nor the widths of the delta rule of `qwen35_vl odd`.
 STACKS_CAPTURED = {
     "qwen3_vl": 2, "qwen35_vl": 2, "qwen3_vl moe": 1, "qwen35_vl moe": 1, "qwen3_omni": 1, "llava onevision": 1, "internvl": 1,
     "qwen25_vl": 1, "qwen3_asr": 1, "qwen25_omni": 1, "gemma3": 1, "gemma3_text": 1, "gemma4": 1, "qwen3_vl 2b": 2, "qwen35_vl 2b": 2,
-    "qwen3_asr 0.6b": 1, "qwen3 0.6b": 1, "qwen25_vl 3b": 1, "gemma3 4b": 1, "internvl 1b": 1, "qwen3_vl odd": 0, "qwen35_vl odd": 1,
+    "qwen3_asr 0.6b": 1, "qwen3 0.6b": 1, "qwen25_vl 3b": 2, "qwen25_omni 3b": 2, "glm45v 4.5-106b-a12b": 1, "gemma3 4b": 1, "internvl 1b": 1, "qwen3_vl odd": 0, "qwen35_vl odd": 1,
 }  # fmt: skip
 BOTH_WAYS = (
     "gemma3",

@@ -1,6 +1,7 @@
 """A decoder whose layers are captured for rows of a size, with what is recorded done again each time: gradients are those of the layers."""
 
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.stacks import TINY
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 import zoo.engine.model.graphs as graphs_of_models
+import zoo.nn.towers.attention as towers
 from zoo.config.files import read_recipe
 from zoo.engine.model.graphs import release_graphs, use_graphs
 from zoo.engine.model.lora import seed_dropout
@@ -33,7 +35,8 @@ def loaded(name: str, folder: Path, world: Any, *overrides: str) -> tuple[Zoo, l
         parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     assert use_graphs([zoo.model]) >= 1
-    zoo.model.decoder.graphs.recorder = RecordedAgain()  # type: ignore[union-attr]
+    if zoo.model.decoder.graphs is not None:  # type: ignore[union-attr]
+        zoo.model.decoder.graphs.recorder = RecordedAgain()  # type: ignore[union-attr]
     return zoo, [example.sample for example in stack.examples(zoo.assembly.processor).values()]
 
 
@@ -78,6 +81,54 @@ def test_a_captured_decoder_has_the_gradients_of_its_layers(
     assert bool(graphs._captured) == bool(pieces)  # type: ignore[union-attr]
     release_graphs([zoo.model])
     assert graphs.recorder.released and not graphs._captured  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen25_vl", "qwen25_omni", "glm45v"])
+def test_a_captured_tower_has_the_gradients_of_its_blocks(
+    name: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows, frames and what is behind a row, in rows of several sizes by turns; blocks run as transformers has them."""
+    zoo, samples = loaded(name, tmp_path / "model", cpu_world)
+    if zoo.model.decoder is not None:
+        zoo.model.decoder.graphs = None
+    (tower,) = (
+        part for part in zoo.model.modules() if any(hasattr(b, "place") for b in getattr(part, "blocks", ()))
+    )
+    graphs: Any = tower.blocks[0].graphs  # type: ignore[index, union-attr]
+    graphs.recorder = RecordedAgain()
+    monkeypatch.setattr(towers, "_run_block", _plain_block)
+    segments = towers._segments
+    monkeypatch.setattr(
+        towers, "_segments", lambda lengths, device: segments(tuple(filter(None, lengths)), device)
+    )
+    with_media = [one for one in samples if "pixel_values" in one.media or "pixel_values_videos" in one.media]
+    rows = [samples, with_media[:1], with_media[1:], samples, with_media[:1]]
+    plain = [zoo.gradients([packed_batch(row)], 1) for row in rows]
+    for block in tower.blocks:  # type: ignore[union-attr]
+        block.forward = MethodType(_block_in_graphs, block)
+    for row, (loss, wanted) in zip(rows, plain, strict=True):
+        for buffer in graphs._buffers.values():
+            buffer.zero_()  # this recorder does the work that it records, with the gradient of the row before
+        found, rest = zoo.gradients([packed_batch(row)], 1)
+        assert found == pytest.approx(loss, rel=1e-6)
+        compare(zoo, rest, wanted)
+    sizes = len(graphs._captured)
+    assert 1 < sizes <= 3 and graphs.recorder.records == 2 * len(graphs.starts) * sizes
+    windows = {block.window for block in tower.blocks}  # type: ignore[union-attr]
+    assert (len(windows) > 1) == name.startswith("qwen25")
+
+
+def _plain_block(block: Any, states: Any, cu_seqlens: Any, angles: Any, **further: Any) -> Any:
+    return type(block).forward(block, states, cu_seqlens, position_embeddings=angles, **further)
+
+
+def _block_in_graphs(
+    block: Any, states: Any, cu_seqlens: Any, position_embeddings: Any, **further: Any
+) -> Any:
+    graphs = towers._graphs(block, states, cu_seqlens, position_embeddings)
+    if graphs is None:
+        return _plain_block(block, states, cu_seqlens, position_embeddings, **further)
+    return graphs.go_on(block.place, states)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen35_vl"])

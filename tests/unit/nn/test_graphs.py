@@ -8,7 +8,7 @@ from support.recorded_again import RecordedAgain
 from torch import Tensor
 
 from zoo.nn.graphs.layers import LayerGraphs, Run
-from zoo.nn.graphs.row import StaticRow, segments_of, size_of
+from zoo.nn.graphs.row import StaticRow, pieces_behind, segments_of, size_of
 from zoo.packing import PackedLayout
 
 WIDTH = 8
@@ -91,6 +91,21 @@ def test_rows_of_one_size_share_a_recording_and_give_what_the_layers_give() -> N
             layer.zero_grad()
 
 
+def test_recordings_of_several_sizes_write_to_the_same_memory() -> None:
+    graphs = LayerGraphs(stack(2), ends=[0], recorder=RecordedAgain())
+    for length in (130, 200, 500):
+        out = run_graphs(graphs, *case([length], length)[:3], [])
+        assert out is not None
+        out.sum().backward()
+    pieces = [list(one._pieces.values()) for one in graphs._captured.values()]
+    memory = [
+        [x.data_ptr() for piece in row for x in (piece.states, piece._out, piece.grad_out, piece._grad_in)]
+        for row in pieces
+    ]
+    assert memory[0] == memory[1] and len(set(memory[0])) == 8
+    assert not set(memory[0]) & set(memory[2]), "four times as many tokens"
+
+
 def test_a_row_before_the_last_ones_backward_pass_runs_without() -> None:
     graphs = LayerGraphs(stack(2), recorder=RecordedAgain())
     first = run_graphs(graphs, *case([40], 1)[:3], [])
@@ -146,6 +161,21 @@ def test_sizes() -> None:
     assert [size_of(n) for n in (1, 64, 65, 2049, 4097, 20000)] == [64, 64, 128, 2112, 4224, 20480]
     assert [segments_of(n) for n in (1, 6, 7, 14, 15)] == [8, 8, 16, 16, 32]
     assert all(size_of(n) >= n and size_of(n) <= max(n + 63, n * 33 // 32 + 1) for n in range(1, 5000, 7))
+
+
+@pytest.mark.parametrize(("lengths", "tokens"), [([64, 12, 64, 9], 149), ([64] * 40, 2560), ([7], 7)])
+def test_windows_are_short_behind_a_row_too(lengths: list[int], tokens: int) -> None:
+    """And longer segments, which other layers attend within, end where they end; what is behind them is one."""
+    count = segments_of(len(lengths) + pieces_behind(tokens, 64))
+    row = StaticRow(size_of(tokens), count, torch.device("cpu"))
+    assert row.outer_offsets.diff().tolist() == [row.tokens, *(0,) * (count - 1)], "before it is written"
+    row.fill_offsets(torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0), 64)
+    row.fill_outer_offsets(torch.tensor([0, tokens], dtype=torch.int32))
+    written = row.offsets.diff()
+    assert written[: len(lengths)].tolist() == lengths and int(written.sum()) == row.tokens
+    assert int(written.min()) >= 0 and int(written.max()) <= 64
+    assert row.outer_offsets.diff().tolist()[:2] == [tokens, row.tokens - tokens]
+    assert int(row.outer_offsets[-1]) == row.tokens and row.outer_offsets.dtype == torch.int32
 
 
 def test_chunks_of_the_delta_rule_cover_every_token_once() -> None:

@@ -52,9 +52,10 @@ def test_rows_with_zeros_behind_and_a_linear_without_bias_beside_one_with() -> N
         torch.testing.assert_close(one, other)
 
 
-def test_gradients_of_weights_are_added_to_ddps_buffer_and_frozen_ones_get_none() -> None:
-    added, frozen = linears(11, 11)
-    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("behind", [0, 5])
+def test_gradients_of_weights_are_added_to_ddps_buffer_and_frozen_ones_get_none(behind: int) -> None:
+    added, frozen = linears(11, 11, width=WIDTH - behind)
+    x = F.pad(torch.randn(ROWS, WIDTH - behind, dtype=torch.float64), (0, behind)).requires_grad_()
     (wanted,) = gradients(apart(x, [added, frozen]), added.weight)
     weight: Any = added.weight
     weight.adds_products, weight.main_grad = True, torch.ones_like(weight)

@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from zoo.nn.decoder.attention.gated_delta_net import GatedDeltaNet, delta_rule_kernel
 from zoo.nn.decoder.attention.varlen import has_flash
 from zoo.nn.graphs.layers import LayerGraphs
@@ -31,23 +29,32 @@ def use_graphs(chunks: Sequence[Any]) -> int:
         for name in chunk.tower_names():
             tower = getattr(chunk, name, None)
             blocks = getattr(tower, "blocks", None)
-            if blocks is not None and all(_has_layer_norms(block) for block in blocks):
-                if not _captured(name, _missing_in_tower(blocks[0])):
+            if blocks is not None and all(map(is_block, blocks)):
+                if not _captured(name, _missing_in_tower(tower)):
                     continue
-                graphs = LayerGraphs(blocks, getattr(tower, "deepstack_visual_indexes", ()))
-                for place, block in enumerate(blocks):
-                    block.graphs, block.place = graphs, place
+                _capture_tower(tower)
                 found += 1
     return found
 
 
-def _has_layer_norms(block: Any) -> bool:
-    """Whether a block's graphs have been tried: those of Qwen3's towers.
+def _capture_tower(tower: Any) -> None:
+    windows = _windows(tower)
+    changes = {place - 1 for place in range(1, len(windows)) if windows[place] != windows[place - 1]}
+    graphs = LayerGraphs(tower.blocks, {*getattr(tower, "deepstack_visual_indexes", ()), *changes})
+    for place, (block, window) in enumerate(zip(tower.blocks, windows, strict=True)):
+        block.graphs, block.place, block.window = graphs, place, window
+        block.enters_frames = place - 1 in changes and window is None
 
-    Qwen2.5's blocks, with RMSNorm, attend within windows and within frames by turns, and a captured row has one set of segments. GLM's,
-    with RMSNorm too, have not been tried.
-    """
-    return is_block(block) and isinstance(block.norm1, torch.nn.LayerNorm)
+
+def _windows(tower: Any) -> list[int | None]:
+    """The most patches of a window that a block attends within; None: it attends within frames."""
+    places = range(len(tower.blocks))
+    full = getattr(tower, "fullatt_block_indexes", places)
+    if all(place in full for place in places):
+        return [None] * len(places)
+    merge = tower.spatial_merge_size
+    side = tower.window_size // merge // tower.patch_size * merge
+    return [None if place in full else side**2 for place in places]
 
 
 def release_graphs(chunks: Sequence[Any]) -> None:
@@ -77,7 +84,11 @@ def _missing_in_decoder(decoder: Any) -> str | None:
     return next(filter(None, (_missing_attention(weight, head) for head in sorted(heads))), None)
 
 
-def _missing_in_tower(block: Any) -> str | None:
+def _missing_in_tower(tower: Any) -> str | None:
+    """Why a tower's blocks can't be captured: the kernel that they have to do without on a GPU, or windows that come late."""
+    windows, block = _windows(tower), tower.blocks[0]
+    if any(windows) and windows[0] is None:
+        return "its first layer attends within frames, and how many windows come behind it can't be told by these"
     weight = block.norm1.weight
     return _missing_attention(weight, len(weight) // block.attn.num_heads) if weight.is_cuda else None
 

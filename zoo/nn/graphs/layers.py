@@ -103,11 +103,19 @@ class LayerGraphs:
             _warm_up(self.layers, states, runner(row))
             run = runner(row)
             pieces = [
-                Piece(self.layers[first:stop], run, self._shared("in", first, states), self.recorder)
+                Piece(
+                    self.layers[first:stop],
+                    run,
+                    self._shared("in", first, states),
+                    self._shared("out", first, states),
+                    self.recorder,
+                )
                 for first, stop in pairwise([*self.starts, len(self.layers)])
             ]
             for first, piece in zip(reversed(self.starts), reversed(pieces), strict=True):
-                piece.capture_backward(self._shared("grad", first, piece.out))
+                piece.capture_backward(
+                    self._shared("grad of out", first, states), self._shared("grad of in", first, states)
+                )
         return Captured(self, row, dict(zip(self.starts, pieces, strict=True)))
 
     def _shared(self, what: str, piece: int, like: Tensor) -> Tensor:
@@ -158,19 +166,25 @@ class Pass:
 
 
 class Piece:
-    """Consecutive layers: a forward graph from `states` to `out`, and a backward graph from `grad_out` to `grad_in`."""
+    """Consecutive layers: a forward graph from `states` to `out`, and a backward graph from `grad_out` to `grad_in`.
 
-    def __init__(self, layers: Sequence[Any], run: Run, states: Tensor, recorder: Recorder) -> None:
+    All four are memory that pieces of other sizes use as well: what a graph made would stay in memory for each size.
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], run: Run, states: Tensor, out: Tensor, recorder: Recorder
+    ) -> None:
         """Captures the forward pass."""
         self.layers, self.run, self.states, self.recorder = layers, run, states, recorder
+        self._out = out
         self._kept: list[
             tuple[Leaves, Tensor, Tensor]
         ] = []  # a layer's weights, what it took and what it gave
         self.replay_forward, self.out = recorder.record(self._forward)
 
-    def capture_backward(self, grad_out: Tensor) -> None:
+    def capture_backward(self, grad_out: Tensor, grad_in: Tensor) -> None:
         """Captures the backward pass."""
-        self.grad_out = grad_out
+        self.grad_out, self._grad_in = grad_out, grad_in
         self.replay_backward, self.grad_in = self.recorder.record(self._backward)
 
     def _forward(self) -> Tensor:
@@ -178,14 +192,14 @@ class Piece:
         for layer in self.layers:
             self._kept.append(_run(layer, states, self.run))
             states = self._kept[-1][2].detach()
-        return states
+        return self._out.copy_(states)
 
     def _backward(self) -> Tensor:
         grad = self.grad_out
         while self._kept:  # a layer's activations go when its gradient is there
             leaves, taken, given = self._kept.pop()
             grad = leaves.gradients(given, taken, grad)
-        return grad
+        return self._grad_in.copy_(grad)
 
 
 class _Replay(Function):

@@ -32,12 +32,20 @@ def segments_of(segments: int) -> int:
     return max(SEGMENTS, 1 << (segments + 1).bit_length())
 
 
+def pieces_behind(tokens: int, longest: int) -> int:
+    """Segments of `longest` tokens at most that hold what is behind so many in their static row."""
+    return -(-(size_of(tokens) - tokens) // longest)
+
+
 class StaticRow:
     """Memory for the offsets, places and further tensors of a row with `tokens` tokens and `segments` segments."""
 
     def __init__(self, tokens: int, segments: int, device: torch.device) -> None:
         self.tokens, self.segments = tokens, segments
         self.offsets = torch.zeros(segments + 1, dtype=torch.int32, device=device)
+        # of layers that attend within other, longer segments: until they are written, of one segment
+        self.outer_offsets = torch.full_like(self.offsets, tokens)
+        self.outer_offsets[0] = 0
         self.long_offsets = torch.zeros(segments + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         self.chunks = torch.zeros(tokens // CHUNK + segments, 2, dtype=torch.int64, device=device)
@@ -61,11 +69,20 @@ class StaticRow:
         self.chunks.copy_(self._chunks(layout))
         self.fill_tokens(by_token)
 
-    def fill_offsets(self, cu_seqlens: Tensor) -> None:
-        """Write the offsets (S + 1,) of a row's segments."""
+    def fill_offsets(self, cu_seqlens: Tensor, longest: int | None = None) -> None:
+        """Write the offsets (S + 1,) of a row's segments, of which none is longer than `longest`."""
         count = len(cu_seqlens)
         self.offsets[:count].copy_(cu_seqlens)
         self.offsets[count:].fill_(self.tokens)
+        if longest is not None:  # what is behind is cut as well
+            ends = torch.arange(1, len(self.offsets) - count, device=self.offsets.device) * longest
+            self.offsets[count:-1].copy_((ends + cu_seqlens[-1]).clamp(max=self.tokens))
+
+    def fill_outer_offsets(self, cu_seqlens: Tensor) -> None:
+        """Write the offsets (S + 1,) of the longer segments, which are as many as the others at most."""
+        count = len(cu_seqlens)
+        self.outer_offsets[:count].copy_(cu_seqlens)
+        self.outer_offsets[count:].fill_(self.tokens)
 
     def fill_tokens(self, by_token: Mapping[str, Tensor]) -> None:
         """Write further tensors (T, ...) of a row's tokens; zeros behind them."""

@@ -45,13 +45,19 @@ def bias_gradient(grad: Tensor) -> Tensor:
 
 
 def weight_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-    """Gradient (O, I) of a linear's weight, of grad (T, O) and x (T, I).
+    """Gradient (O, I) of a linear's weight, of grad (T, O) and x (T, I), behind whose I values columns of zeros may follow.
 
     Where the weight is marked (`adds_products`, see `zoo.nn.weight_gradients`), it is added to DDP's buffer, and what is returned
     says no more than that there is one.
     """
+    width = weight.shape[1]
     if not getattr(weight, "adds_products", False):
-        return (grad.t() @ x).to(weight.dtype)
-    add_product(weight.main_grad, grad, x)  # type: ignore[attr-defined]
+        return (grad.t() @ x)[:, :width].to(weight.dtype)
+    total: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    if x.shape[1] == width:
+        add_product(total, grad, x)
+    else:  # a product of all columns, as one of a width that is no multiple of 16 bytes takes twice as long
+        found = grad.t() @ x if x.dtype == total.dtype else torch.mm(grad.t(), x, out_dtype=total.dtype)
+        total.add_(found[:, :width])
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return torch.empty_like(weight)

@@ -26,7 +26,7 @@ from zoo.errors import UserError
 from zoo.nn.decoder.attention.varlen import has_flash, has_flash4, sdpa, varlen_attention
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.graphs.layers import Captured, LayerGraphs, Run, captured_of
-from zoo.nn.graphs.row import StaticRow
+from zoo.nn.graphs.row import StaticRow, pieces_behind
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import flash4_width, flash_takes
 from zoo.nn.towers.linears import MULTIPLE, joinable, joined
@@ -157,19 +157,30 @@ def _graphs(
     if stack is None or angles is None or not block.training:
         return None
     if block.place > 0:
-        return captured_of(hidden_states)
+        found = captured_of(hidden_states)
+        if found is not None and block.enters_frames:
+            found.row.fill_outer_offsets(cu_seqlens)
+        return found
+    window = block.window
 
     def fill(row: StaticRow) -> None:
-        row.fill_offsets(cu_seqlens)
+        row.fill_offsets(cu_seqlens, window)
         row.fill_tokens({"cos": angles[0], "sin": angles[1]})
 
     def runner(row: StaticRow) -> Run:
         x = row.by_token
-        return lambda block, states: _run_block(
-            block, states, row.offsets, (x["cos"], x["sin"]), max_seqlen=row.tokens
-        )
 
-    return stack.begin(hidden_states, len(cu_seqlens) - 1, fill, runner)
+        def run(block: Any, states: Tensor) -> Tensor:
+            offsets = row.offsets if block.window == window else row.outer_offsets
+            longest = block.window or row.tokens
+            return _run_block(block, states, offsets, (x["cos"], x["sin"]), max_seqlen=longest)
+
+        return run
+
+    segments = len(cu_seqlens) - 1
+    if window is not None:
+        segments += pieces_behind(len(hidden_states), window)
+    return stack.begin(hidden_states, segments, fill, runner)
 
 
 def _run_block(

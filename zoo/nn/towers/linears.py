@@ -55,8 +55,7 @@ class _Joined(torch.autograd.Function):
         of_biases = bias_gradient(grad) if any(needed[1::2]) else grad.new_empty(grad.shape[1])
         found: list[Tensor | None] = []
         for weight, mine, *needs in zip(weights, _places(weights), needed[::2], needed[1::2], strict=True):
-            rows = x[:, : weight.shape[1]]
-            found.append(weight_gradient(weight, grad[:, mine], rows) if needs[0] else None)
+            found.append(weight_gradient(weight, grad[:, mine], x) if needs[0] else None)
             found.append(of_biases[mine] if needs[1] else None)
         return of_x, *found
 
