@@ -83,12 +83,23 @@ def test_a_captured_decoder_has_the_gradients_of_its_layers(
     assert graphs.recorder.released and not graphs._captured  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen25_vl", "qwen25_omni", "glm45v"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("qwen3_vl",),
+        ("qwen25_vl",),
+        ("qwen25_omni",),
+        ("glm45v",),
+        ("qwen25_vl", "lora.rank=4", "lora.parts=[vision]"),
+    ],
+    ids=" ".join,
+)
 def test_a_captured_tower_has_the_gradients_of_its_blocks(
-    name: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, ...], cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows, frames and what is behind a row, in rows of several sizes by turns; blocks run as transformers has them."""
-    zoo, samples = loaded(name, tmp_path / "model", cpu_world)
+    name = case[0]
+    zoo, samples = loaded(name, tmp_path / "model", cpu_world, *case[1:])
     if zoo.model.decoder is not None:
         zoo.model.decoder.graphs = None
     (tower,) = (
