@@ -63,6 +63,16 @@ class Stack:
 
     def write(self, folder: Path) -> Path:
         """Write a checkpoint with random weights and give back its folder."""
+        kind, config, build = self.parts()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            tiny.random_model(kind, config.root, self.randomise).save_pretrained(folder)
+        tiny.rewrite(folder, lambda tensors: self.stored(tensors))
+        build(config.hf, None).save(folder)
+        return folder
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """transformers' class, the family's config, and what builds its processor."""
         import transformers
 
         from zoo.config.compose import load_recipe
@@ -83,14 +93,7 @@ class Stack:
             root["tie_word_embeddings"] = decoder["tie_word_embeddings"] = False
             decoder["mtp_num_hidden_layers"] = 0
         config, build = family.load("config").from_arch(arch), family.load("processor")
-        config = config.for_processor(build(config.hf, None))
-        kind = getattr(transformers, self.kind)
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            tiny.random_model(kind, config.root, self.randomise).save_pretrained(folder)
-        tiny.rewrite(folder, lambda tensors: self.stored(tensors))
-        build(config.hf, None).save(folder)
-        return folder
+        return getattr(transformers, self.kind), config.for_processor(build(config.hf, None)), build
 
 
 QWEN3_VL: dict[str, Any] = {"kind": "Qwen3VLForConditionalGeneration"}
@@ -372,7 +375,7 @@ WIDE = {
     "glm45v 4.5-106b-a12b": Stack(
         "glm45v_sft",
         "4.5-106b-a12b",
-        text=SMALL | {"n_routed_experts": 8, "num_experts_per_tok": 2},
+        text=SMALL | {"n_routed_experts": 8, "num_experts_per_tok": 2, "pad_token_id": None},
         vision={"depth": 2},
         **GLM45V,
     ),
