@@ -113,11 +113,11 @@ def disk(path: Path) -> tuple[int, int, bool] | None:
 
 
 def size(number: float) -> str:
-    """Bytes as a person reads them."""
-    for unit, step in (("GB", 1e9), ("MB", 1e6)):
+    """Bytes as a person reads them: `1.5 GB`."""
+    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= step:
             return f"{number / step:.1f} {unit}"
-    return f"{number / 1e3:.0f} kB"
+    return f"{number:.0f} B"
 
 
 def part_of(part: float, whole: float) -> str:

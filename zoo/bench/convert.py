@@ -23,11 +23,11 @@ from torch import Tensor
 from zoo.bench.options import Bounded, scratch
 from zoo.bench.training.train import with_layers
 from zoo.bridge import ExportWriter, Planned, ShardWriter
-from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe
 from zoo.config.layers.keys import number
 from zoo.engine.model.meta_model import build_meta_model
 from zoo.errors import UserError
+from zoo.errors import size as in_words
 from zoo.files import sync
 from zoo.subprocesses import module_command
 

@@ -26,7 +26,6 @@ import xxhash
 from zoo.bench.options import Bounded, scratch
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
-from zoo.bridge.progress import size as in_words
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.config.layers.keys import number
 from zoo.config.schema import Recipe
@@ -37,6 +36,7 @@ from zoo.engine.distributed.world import world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.report.startup_time import Startup
 from zoo.errors import UserError
+from zoo.errors import size as in_words
 
 BLOCK = 2**24  # bytes of one call of dd
 MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them

@@ -42,10 +42,10 @@ from zoo.bridge.parallel import (
     shard_axis,
     together,
 )
-from zoo.bridge.progress import Progress, size
+from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, Reader, run, to_hf
 from zoo.config.locate import Place
-from zoo.errors import UserError
+from zoo.errors import UserError, size
 
 
 def export_hf(

@@ -6,6 +6,8 @@ import sys
 import time
 from typing import TextIO
 
+from zoo.errors import size
+
 _EVERY_TTY, _EVERY_FILE = 0.2, 10.0  # seconds between lines
 
 
@@ -47,11 +49,3 @@ class Progress:
             print(f"\r{text}\x1b[K", end="", file=self.stream, flush=True)
         else:
             print(text, file=self.stream, flush=True)
-
-
-def size(count: float) -> str:
-    """Bytes as text: 1.5 GB."""
-    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= one:
-            return f"{count / one:.1f} {unit}"
-    return f"{count:.0f} B"

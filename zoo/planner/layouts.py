@@ -106,11 +106,12 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
     """The recipe with `engine.cuda_graphs` chosen, if that is planned.
 
     Nothing is captured under sequence parallelism, so a dense model gives it up for graphs that pay, if `parallel.sp` is open (`sp_is_open`).
+    Adapters under tensor parallelism run without graphs, as that has not been tried on GPUs.
     """
     if "graphs" not in recipe.parallel.planned:
         return recipe
-    choices = [recipe]
-    if recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
+    choices = [] if recipe.lora.rank and recipe.parallel.tp > 1 else [recipe]
+    if choices and recipe.parallel.sp and sp_is_open and not num_experts(recipe.model.arch):
         choices.append(replace(recipe, parallel=replace(recipe.parallel, sp=False)))
     for choice in choices:
         captured = replace(choice, engine=replace(choice.engine, cuda_graphs=True))

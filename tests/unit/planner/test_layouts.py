@@ -209,6 +209,7 @@ def test_layers_that_stages_do_not_divide() -> None:
         (["packing.budget=2400", "parallel.tp=2", "parallel.sp=true"], False),
         (["packing.budget=2400", "model.freeze=[vision]"], True),
         (["packing.budget=2400", "lora.rank=16", "lora.dropout=0.05"], True),
+        (["packing.budget=2400", "lora.rank=16", "parallel.tp=2"], False),
     ],
 )
 def test_graphs_are_for_rows_that_a_gpu_is_done_with_sooner_than_the_host(

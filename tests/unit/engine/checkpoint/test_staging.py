@@ -349,7 +349,7 @@ def test_two_checkpoints_are_staged_at_most_while_the_run_folder_is_slow(
     assert copier.left == 2 and copier.unreported and not copier.ready
     while not (copier.under_way() and "copying 0" not in str(copier.under_way())):
         time.sleep(0.001)
-    assert str(copier.under_way()).split(",")[0].endswith("of 20 kB to run.dir")
+    assert str(copier.under_way()).split(",")[0].endswith("of 20.0 kB to run.dir")
     copier.wait(1)
     assert copier.left == 1 and [path.name for path in checkpoints(tmp_path / "run")] == ["iter_2"]
     assert copier.take().step == 2 and copier.unreported

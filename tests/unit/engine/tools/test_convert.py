@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from zoo.bridge import ExportWriter, Planned, SafetensorsFolder, ShardWriter
-from zoo.bridge.progress import Progress, size
+from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job
 from zoo.engine.tools import convert
-from zoo.errors import UserError
+from zoo.errors import UserError, size
 
 
 def job(name: str, pieces: Any) -> Job:
