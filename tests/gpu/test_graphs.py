@@ -23,11 +23,8 @@ STACKS_CAPTURED = {
     "qwen25_vl": 1, "qwen3_asr": 1, "qwen25_omni": 1, "gemma3": 1, "gemma3_text": 1, "gemma4": 1, "qwen3_vl 2b": 2, "qwen35_vl 2b": 2,
     "qwen3_asr 0.6b": 1, "qwen3 0.6b": 1, "qwen25_vl 3b": 2, "qwen25_omni 3b": 2, "glm45v 4.5-106b-a12b": 1, "gemma3 4b": 1, "internvl 1b": 1, "qwen3_vl odd": 0, "qwen35_vl odd": 1,
 }  # fmt: skip
-BOTH_WAYS = (
-    "gemma3",
-    "gemma4",
-    "gemma3 4b",
-)  # rows with an image, whose tokens see one another, are not captured
+# Rows with an image, whose tokens see one another, are not captured.
+BOTH_WAYS = ("gemma3", "gemma4", "gemma3 4b")
 FEW_TRAINED = (
     ("qwen35_vl 2b", "lora.rank=8"),
     ("qwen3_vl 2b", "lora.rank=8", "lora.parts=[language,vision]"),

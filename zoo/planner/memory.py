@@ -22,9 +22,8 @@ MOMENT = {"fp32": 4.0, "bf16": 2.0, "fp8": 1 + 1 / 128}  # bytes a weight
 HOST_PROCESS = 6e9  # bytes that a rank's libraries take of the host's memory beside a GPU, by rule of thumb
 FP8 = 1 + 2 / 128  # bytes of a frozen weight that is held in FP8, with its block's scale
 SAVED_MOMENT = {"fp32": 4, "bf16": 2, "fp8": 2}  # the same in a checkpoint
-GRAPHS = (
-    3 * 2**30
-)  # bytes that captured layers and the rest of a step can't share: 2.6 to 4.6 GiB in runs of Qwen3.5-VL 2B
+# Bytes that captured layers and the rest of a step can't share: 2.6 to 4.6 GiB in runs of Qwen3.5-VL 2B.
+GRAPHS = 3 * 2**30
 
 
 @dataclass(frozen=True)
