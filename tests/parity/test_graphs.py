@@ -150,9 +150,8 @@ def test_dropout_is_drawn_anew_at_each_replay_and_follows_from_its_seeds(
     zoo, samples = loaded(name, tmp_path / "model", cpu_world, *adapters)
     go_by_lengths(monkeypatch)
     graphs, recipe = zoo.model.decoder.graphs, zoo.recipe
-    size = size_of(
-        sum(len(one.input_ids) for one in samples)
-    )  # masks of as many tokens, with graphs and without
+    # Masks are of as many tokens with graphs and without.
+    size = size_of(sum(len(one.input_ids) for one in samples))
     zoo.model.decoder.graphs = None  # type: ignore[assignment, union-attr]
     seed_dropout(recipe, 3, cpu_world)
     with random.inside():

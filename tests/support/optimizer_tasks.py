@@ -173,9 +173,8 @@ class SharedOut:
     gathered: list[int]  # how often each bucket of weights is gathered
     weights: str  # a digest of the weights that both ranks have
     moved: float  # the largest change of one of them
-    exchanges: dict[
-        str, int
-    ]  # exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer
+    # Exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer.
+    exchanges: dict[str, int]
 
 
 def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:

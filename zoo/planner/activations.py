@@ -122,7 +122,8 @@ class Kept:
             kept += side_by_side * size * 4 * queries + self.tokens * size * queries
             if self._indexed(self.row.lengths):
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
-        kept += self._dropped(text.hidden_size + gated * queries, kept=(not gated) * queries)
+        # What goes into the output projection is attention's result, which attention keeps, unless a gate has changed it.
+        kept += self._dropped(text.hidden_size + (queries if gated else 0.0), 0.0 if gated else queries)
         return self._norms() + self._into_linear() + kept
 
     def _dropped(self, inputs: float, kept: float = 0.0) -> float:

@@ -116,21 +116,22 @@ def _with_graphs(model: Model, recipe: Recipe, ranks: int, row: Row, *, sp_is_op
     for choice in choices:
         captured = replace(choice, engine=replace(choice.engine, cuda_graphs=True))
         pays = not_captured(choice) is None and Speed(model, row).launches_longer(choice, ranks)
-        if pays and _fits(model, captured, ranks, row, without=True):
+        if pays and _fits(model, captured, ranks, row, twice=True):
             return captured
     return replace(recipe, engine=replace(recipe.engine, cuda_graphs=False))
 
 
-def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, without: bool = False) -> bool:
+def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = False) -> bool:
     """Whether the recipe fits the memory of the host and of every stage's GPU.
 
-    `without`: beside graphs, which keep their memory, a row that runs without them, as of one size too many.
+    `twice`: with two rows' activations, those in the graphs, which keep their memory, and those of a row that runs without, as of one size too many.
     """
     host, limit = host_room(recipe), room(recipe)
     if host is not None and host_bytes(model, recipe, ranks) > host:
         return False
     stages = memory(model, recipe, row, ranks, fused=True)
-    return limit is None or max(one.total + without * one.activations for one in stages) <= limit
+    most = max(stage.total + (stage.activations if twice else 0.0) for stage in stages)
+    return limit is None or most <= limit
 
 
 def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:

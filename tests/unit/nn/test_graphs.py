@@ -163,7 +163,9 @@ def test_sizes() -> None:
     assert all(size_of(n) >= n and size_of(n) <= max(n + 63, n * 33 // 32 + 1) for n in range(1, 5000, 7))
 
 
-@pytest.mark.parametrize(("lengths", "tokens"), [([64, 12, 64, 9], 149), ([64] * 40, 2560), ([7], 7)])
+@pytest.mark.parametrize(
+    ("lengths", "tokens"), [([64, 12, 64, 9], 149), ([64] * 40, 2560), ([7], 7), ([64] * 64 + [10], 4106)]
+)
 def test_windows_are_short_behind_a_row_too(lengths: list[int], tokens: int) -> None:
     """And longer segments, which other layers attend within, end where they end; what is behind them is one."""
     count = segments_of(len(lengths) + pieces_behind(tokens, 64))

@@ -40,10 +40,11 @@ def use_graphs(chunks: Sequence[Any]) -> int:
 def _capture_tower(tower: Any) -> None:
     windows = _windows(tower)
     changes = {place - 1 for place in range(1, len(windows)) if windows[place] != windows[place - 1]}
+    first = windows.index(None) if None in windows else None
     graphs = LayerGraphs(tower.blocks, {*getattr(tower, "deepstack_visual_indexes", ()), *changes})
     for place, (block, window) in enumerate(zip(tower.blocks, windows, strict=True)):
         block.graphs, block.place, block.window = graphs, place, window
-        block.enters_frames = place - 1 in changes and window is None
+        block.enters_frames = place == first
 
 
 def _windows(tower: Any) -> list[int | None]:
