@@ -34,6 +34,7 @@ from zoo.engine.train.preference.base_model import BaseModel
 from zoo.engine.train.preference.divergence import Divergence
 
 LIMIT = 5e-5  # relative
+ADAPTER_LIMITS = {"gdn": 2e-4}  # transformers' own in float32 and in float64 are up to 9e-5 apart
 NOISE = 1e-5  # gradients of keys' biases that cancel in a softmax: what is left of them is rounding
 LOSSES = ("dpo", "ipo", "simpo", "orpo")
 OTHERS = (
@@ -199,7 +200,7 @@ def test_adapters_of_a_reward_model_are_those_of_peft(name: str, tmp_path: Path)
         assert published.keys() == theirs.keys()
         for key, grad in theirs.items():
             error = float((published[key] - grad).norm())
-            assert error < LIMIT * max(float(grad.norm()), 1e-3), key
+            assert error < ADAPTER_LIMITS.get(name, LIMIT) * max(float(grad.norm()), 1e-3), key
         init = replace(zoo.recipe.lora, init=str(tmp_path / "by_peft"))
         lora_files.start(adapters, replace(zoo.recipe, lora=init))
         again, _ = zoo.gradients([batch], len(found), align=4)
