@@ -12,6 +12,7 @@ from torch import Tensor
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopK
+from zoo.nn.head.shares import Exchange
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ class ModelInputs:
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
     label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: all rows
     targets: Tensor | None = (
-        None  # (N,) int64 the token each such row should predict; None: logits of the rows
+        None  # (N,) int64 the token each such row should predict, behind the exchange; None: logits of the rows
     )
+    label_exchange: Exchange | None = None  # brings the states of label_rows to the ranks of their targets
     count_correct: bool = False  # also say whether each target was the most likely token
-    # The logits of label_rows are divided by it before anything else: a number, or (N,) on the device.
+    # The logits of targets are divided by it before anything else: a number, or (N,) on the device.
     temperature: float | Tensor = 1.0
     entropy: bool = False  # also the entropy of what predicts each target
-    teaching: Teaching | None = None  # of the label_rows: also the divergence from it
-    top: TopK | None = None  # the most likely tokens of the label_rows, in the place of losses
+    teaching: Teaching | None = None  # of the targets: also the divergence from it
+    top: TopK | None = None  # the most likely tokens in the place of targets, in the place of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 

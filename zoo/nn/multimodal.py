@@ -39,7 +39,7 @@ from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
-from zoo.nn.decoder.mtp import MultiTokenPrediction
+from zoo.nn.decoder.mtp import Ahead, MultiTokenPrediction
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
 from zoo.nn.head.score import ScoreHead
@@ -208,7 +208,7 @@ class MultimodalModel(LanguageModule):
             sent = _join(hidden, (*features, *ahead))
             # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
             return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
-        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs)
+        out = self._head(hidden, inputs, inputs)
         if not inputs.ahead:
             return out
         return torch.cat([out, *self._predict_ahead(hidden, rotary, inputs, ahead)], dim=-1)
@@ -228,7 +228,7 @@ class MultimodalModel(LanguageModule):
             mask = self._local_mask(ahead.padding_mask)
             assert mask is not None
             hidden = self.multi_token(depth, hidden, embedded, rotary, inputs.seq_params, mask)
-            losses.append(self._head(hidden, ahead.label_rows, ahead.targets))
+            losses.append(self._head(hidden, ahead))
         return losses
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
@@ -336,14 +336,8 @@ class MultimodalModel(LanguageModule):
         deepstack = Deepstack(_to(rows, hidden), tuple(pieces[:count]), first) if count else None
         return hidden, deepstack, tuple(pieces[count:])
 
-    def _head(
-        self,
-        hidden: Tensor,
-        rows: Tensor | None,
-        targets: Tensor | None,
-        wanted: ModelInputs | None = None,
-    ) -> Tensor:
-        """Losses of the rows that predict a label, or logits, as `forward` says; `wanted`: what else of the former."""
+    def _head(self, hidden: Tensor, labels: ModelInputs | Ahead, wanted: ModelInputs | None = None) -> Tensor:
+        """Losses of labels, or logits, as `forward` says; `wanted`: what else of the former."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -351,8 +345,9 @@ class MultimodalModel(LanguageModule):
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
+        rows, targets, states = labels.label_rows, labels.targets, hidden.reshape(-1, hidden.shape[-1])
         if targets is None:
-            states = hidden if rows is None else hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+            states = hidden if rows is None else states.index_select(0, rows)
             if self.scores:
                 return self.score(states)
             logits = self._logits(states, weight)
@@ -360,10 +355,13 @@ class MultimodalModel(LanguageModule):
             logits = logits[..., : self.vocab_size]
             return logits.transpose(0, 1) if rows is None else logits
         assert rows is not None
-        count = rows.shape[0]
-        if count == 0:  # the head runs all the same: its gradient is waited for
-            rows, targets = rows.new_zeros(1), targets.new_zeros(1)
-        logits = self._logits(hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows), weight)
+        count, first = len(targets), states[:1]
+        states = states.index_select(0, rows)
+        if labels.label_exchange is not None:
+            states = labels.label_exchange(states)
+        if count == 0:  # the head runs all the same: its gradient is waited for, and that of what was sent
+            states, targets = torch.cat((states, first)), targets.new_zeros(1)
+        logits = self._logits(states, weight)
         if wanted is not None and wanted.top is not None:
             return top_tokens(logits, *wanted.top, self.tp_group).joined()[:, :count]
         if wanted is not None and count:

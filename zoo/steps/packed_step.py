@@ -28,6 +28,7 @@ from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopTokens
+from zoo.nn.head.shares import Exchange
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
@@ -307,7 +308,8 @@ class PackedStep:
         found = mine.last_tokens() if logits == "last" else mine.labels()
         labels, output = self._shard_labels(parts, mine, shares, self.mtp_depths if training else 0, found)
         if logits:
-            labels |= {"targets": None} if logits == "last" else {"label_rows": None, "targets": None}
+            labels |= {"targets": None, "label_exchange": None}
+            labels |= {} if logits == "last" else {"label_rows": None}
         return ModelInputs(**tokens, **towers, **labels, count_correct=evaluate), output
 
     def _mine(self, parts: Parts) -> ContextShard:
@@ -378,13 +380,22 @@ class PackedStep:
             further = mine.labels(depth + 1)
             ids, padding, placements = mine.successors(depth)
             placed = mine.placements(placements, shares)
-            rows, targets = self._move(further.rows), self._move(further.targets)
-            ahead.append(Ahead(self._move(ids), self._move(padding), placed, rows, targets))
+            ahead.append(Ahead(self._move(ids), self._move(padding), placed, **self._predicted(further)))
             places.append(parts.source[further.at])
-        rows, targets = self._move(labels.rows), self._move(labels.targets)
-        inputs = {"label_rows": rows, "targets": targets, "ahead": tuple(ahead)}
+        inputs = {**self._predicted(labels), "ahead": tuple(ahead)}
         segments, source = parts.segment_ids[labels.at], parts.source[labels.at]
         return inputs, LossInputs(segments, parts.layout.num_segments, source, (), torch.cat(places))
+
+    def _predicted(self, labels: Labels) -> dict[str, Any]:
+        """Rows, targets and exchange of labels, as `ModelInputs` and `Ahead` name them."""
+        exchange = None
+        if labels.sent is not None and labels.received is not None:
+            exchange = Exchange(self.cp_group, labels.sent, labels.received)
+        return {
+            "label_rows": self._move(labels.rows),
+            "targets": self._move(labels.targets),
+            "label_exchange": exchange,
+        }
 
     def _move(self, tensor: Any) -> Any:
         """A tensor on its way to the device; a number as it is."""

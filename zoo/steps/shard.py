@@ -1,6 +1,7 @@
 """The part of a micro-batch that one context-parallel rank holds: tokens, placements of embeddings, labels.
 
-One index, `PackedLayout.cp_index`, cuts everything that has a token axis. All of it on the host.
+One index, `PackedLayout.cp_index`, cuts everything that has a token axis; labels are shared out evenly over the ranks, as their logits
+may take as long as many layers (`zoo.nn.head.shares`). All of it on the host.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.nn.head.shares import share_out
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
 from zoo.steps.media import RankShare
@@ -37,15 +39,18 @@ class Parts:
 
 @dataclass(frozen=True)
 class Labels:
-    """Tokens of one rank that predict a label.
+    """Tokens of one rank that predict a label, and labels whose losses it works out: the same ones, unless they are exchanged.
 
-    rows: (N,) int64 of this rank's flattened (T'/cp * R) states. targets: (N,) int64 tokens that they predict.
-    at: (row, column) of each label in `Parts`.
+    rows: (M,) int64 of this rank's flattened (T'/cp * R) states, in the order in which they are sent. targets: (N,) int64 tokens that
+    are predicted. at: (row, column) of each such label in `Parts`. sent, received: rows to and from each context-parallel rank; None
+    where each rank keeps its own.
     """
 
     rows: Tensor
     targets: Tensor
     at: tuple[Tensor, Tensor]
+    sent: list[int] | None = None
+    received: list[int] | None = None
 
 
 class ContextShard:
@@ -56,10 +61,11 @@ class ContextShard:
         self.parts = parts
         self.row, self.rank, self.size = row, rank, size
         self.index = row.cp_index(rank, size)
-        self.local = torch.full(
-            (row.total,), -1, dtype=torch.int64
-        )  # column of the row -> of this rank, or -1
-        self.local[self.index] = torch.arange(len(self.index))
+        # column of the row -> its place where the ranks' tokens stand one behind the other, and among this rank's, or -1
+        self.place = row.cp_restore_index(size)
+        first, stop = rank * len(self.index), (rank + 1) * len(self.index)
+        here = (self.place >= first) & (self.place < stop)
+        self.local = torch.where(here, self.place - first, -1)
 
     def take(self, x: Tensor) -> Tensor:
         """(R, T') -> (R, T'/cp)."""
@@ -85,18 +91,25 @@ class ContextShard:
         return found
 
     def labels(self, ahead: int = 1) -> Labels:
-        """This rank's tokens that predict the label `ahead` tokens behind them, in their own segment."""
+        """Labels whose losses this rank works out, each predicted by the token `ahead` tokens before it in its own segment."""
         parts, rows = self.parts, self.parts.labels.shape[0]
         follows = (parts.labels[:, ahead:] != IGNORE) & (parts.token_index[:, ahead:] >= ahead)
         row, column = follows.nonzero(as_tuple=True)
-        here = self.local[column]
-        keep = here >= 0
-        row, column, here = row[keep], column[keep], here[keep]
-        label = (row, column + ahead)
-        assert bool((parts.segment_ids[label] == parts.segment_ids[row, column]).all()), (
+        assert bool((parts.segment_ids[row, column + ahead] == parts.segment_ids[row, column]).all()), (
             "a label out of its segment"
         )
-        return Labels(here * rows + row, parts.labels[label], label)
+        place = self.place[column] * rows + row
+        if self.size == 1:
+            return Labels(place, parts.labels[row, column + ahead], (row, column + ahead))
+        place, order = place.sort()
+        label = (row[order], column[order] + ahead)
+        states = len(self.index) * rows
+        counts = torch.bincount(place // states, minlength=self.size).tolist()
+        sent, received = share_out(counts, self.rank)
+        own = place.split(counts)[self.rank] - self.rank * states
+        first = len(place) * self.rank // self.size
+        label = (label[0].narrow(0, first, sum(received)), label[1].narrow(0, first, sum(received)))
+        return Labels(own, parts.labels[label], label, sent, received)
 
     def last_tokens(self) -> Labels:
         """The last token of each segment, where this rank holds it: it predicts a token that is not there yet."""

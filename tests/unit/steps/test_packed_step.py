@@ -153,6 +153,8 @@ def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, de
     align = 2 * size if size > 1 else 1
     given = batch(rows)
     seen, wanted = [], []
+    sent: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(size)}  # tokens by where they go
+    targets = []
     for rank in range(size):
         group = Group(rank, size) if size > 1 else None
         made = step(mode=mode, align=align, cp_group=group, mtp_depths=depth)
@@ -171,11 +173,20 @@ def test_successors_over_ranks_and_segments(rows: list[list[int]], size: int, de
                 continue
             seen.append((segment, at, token, after, masked))
         rows_of = here[0].shape[0]
-        for row, target in zip(ahead.label_rows.tolist(), ahead.targets.tolist(), strict=True):
-            column, line = row // rows_of, row % rows_of
-            segment, at = int(here[0][line, column]), int(here[1][line, column])
+        column, line = ahead.label_rows // rows_of, ahead.label_rows % rows_of
+        tokens = list(zip(here[0][line, column].tolist(), here[1][line, column].tolist(), strict=True))
+        exchange = ahead.label_exchange
+        for to, count in enumerate([len(tokens)] if exchange is None else exchange.sent):
+            sent[to] += tokens[:count]
+            del tokens[:count]
+        assert not tokens
+        targets.append(ahead.targets.tolist())
+    for rank, mine in enumerate(targets):
+        for (segment, at), target in zip(sent[rank], mine, strict=True):
             assert rows[segment][at + depth + 1] == target
             wanted.append((segment, at))
+    counts = [len(mine) for mine in targets]
+    assert max(counts) - min(counts) <= 1
     expected = [
         (segment, at, row[at], row[at + depth] if at + depth < len(row) else 0, at + depth >= len(row))
         for segment, row in enumerate(rows)
