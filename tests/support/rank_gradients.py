@@ -57,6 +57,7 @@ class Held:
         default_factory=dict
     )  # micro-batch -> (B, T0); the last stage's ranks
     encoded: dict[str, int] = field(default_factory=dict)  # tower -> rows of media that this rank encoded
+    whole: int = 0  # micro-batches whose samples context-parallel ranks held whole
 
 
 @lru_cache(maxsize=8)
@@ -181,6 +182,7 @@ class _Built:
         metrics = self._schedule(lambda data, model: step(data, model, loss_scale=scale), mine)
         loss = sum(float(f["nll"]) for f in metrics) / plan.labels if world.counts_loss else 0.0
         held = self.held(loss, len(mine))
+        held.whole = sum(step.pack(batch, step.capture(batch)).whole is not None for batch in mine)
         if plan.logprobs:
             held.logprobs = self._logprobs(step, mine)
         return held

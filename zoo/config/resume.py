@@ -40,7 +40,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
         "data.row_seconds", "data.row_mb", "data.encode_in_workers", "data.ahead_mb",
     ),
     "layout": (
-        "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.stage_layers", "parallel.cp", "parallel.ep", "parallel.etp", "parallel.sp",
+        "parallel.tp", "parallel.pp", "parallel.vpp", "parallel.stage_layers", "parallel.cp", "parallel.cp_split", "parallel.ep", "parallel.etp", "parallel.sp",
         "parallel.plan", "parallel.planned", "packing.pad_to", "packing.align", "train.micro_batch",
     ),
     "how the same numbers are computed": (

@@ -64,6 +64,7 @@ class ParallelConfig:
     pp: int = number(1, 1, 10**5)  # pipeline stages
     vpp: int = number(1, 1, 10**5)  # model chunks per pipeline stage (interleaved schedule when > 1)
     cp: int = number(1, 1, 10**5)  # context parallel ranks
+    cp_split: str = choice("auto", "auto", "zigzag")  # what context-parallel ranks hold. auto: whole samples, in rows where each rank then has as much work, else chunks of each | zigzag: chunks of each
     ep: int = number(1, 1, 10**5)  # expert parallel ranks
     etp: int = number(1, 1, 10**5)  # tensor parallel ranks inside an expert
     stage_layers: list[int] = field(default_factory=list, metadata={"bounds": Bounds(least=1, most=1e5)})  # decoder layers of each pipeline stage, pp * vpp numbers in the model's order; default: even, one fewer at the ends

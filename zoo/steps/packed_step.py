@@ -4,7 +4,8 @@
 
 Everything up to `shard` runs on host tensors whose sizes the host knows, so nothing waits for the device.
 `capture` reads lengths or the mask before anything strips them; a batch whose lengths can't be known is
-refused. One index, `layout.cp_index`, cuts everything that has a token axis.
+refused. One index cuts everything that has a token axis: `layout.cp_index`, or `WholeSegments.index` where context-parallel
+ranks hold samples whole.
 
 A step keeps nothing of a call: packed, padded and evaluation calls can alternate on one model.
 
@@ -24,14 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopTokens
 from zoo.nn.head.shares import Exchange
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
-from zoo.packing.blocks import Blocks
+from zoo.packing.whole import WholeSegments, whole_segments
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_values
@@ -39,7 +39,7 @@ from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss
 from zoo.steps.losses.sums import LossInputs, answer_loss, distillation_loss, label_loss
 from zoo.steps.media import MediaStream, RankShare, rank_share
-from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts
+from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts, padded_rows
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
@@ -71,6 +71,7 @@ class PackedStep:
         encodes_media: bool = True,
         preference: AnswerLoss | None = None,
         distillation: DistillationLoss | None = None,
+        flops: Callable[[int], float] | None = None,
     ) -> None:
         """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
 
@@ -79,7 +80,8 @@ class PackedStep:
         all; `encodes_media`: this rank has the towers, else media stay on the host; `mtp_depths`: depths of multi-token
         prediction of the model, whose mean loss counts `mtp_weight` times; `preference`: the loss of training batches, whose
         samples are pairs or labelled answers; None: that of each label, or of
-        `distillation`, whose batches bring what a teacher says of them (`teaching`).
+        `distillation`, whose batches bring what a teacher says of them (`teaching`); `flops`: what the decoder takes for a sample of
+        so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.packing.whole`); None: all are cut.
         """
         self.config = config
         self.packing = packing
@@ -91,6 +93,7 @@ class PackedStep:
         self.mtp_depths = mtp_depths
         self.mtp_weight = mtp_weight
         self.encodes_media = encodes_media
+        self.flops = flops
         self.preference, self.distillation = preference, distillation
         self.reported = preference or distillation  # the loss that has metrics of its own
         self.scores = (
@@ -187,7 +190,7 @@ class PackedStep:
             ValueError: a batch that has none of them, as lengths are never guessed from labels or token ids; or one that
                 contradicts itself (`zoo.steps.claims`).
         """
-        # packing.mode=none pads each row by itself, see `_padded_rows`
+        # packing.mode=none pads each row by itself, see `padded_rows`
         pad_to = self.packing.pad_to if self.packing.mode == "thd" else None
         layout = layout_of(batch, self.packing.align or 1, pad_to)
         check_layout(batch, layout)
@@ -211,14 +214,28 @@ class PackedStep:
                 for x, fill in zip(tokens, FILLS, strict=True)
             )
         layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
+        whole = self._whole_segments(layout)
+        if whole is not None:
+            tokens = (ids, labels, source)
+            ids, labels, source = (
+                whole.lay_out(x, layout, fill) for x, fill in zip(tokens, FILLS, strict=True)
+            )
+            layout = whole.layout
         positions = self.positions(ids, layout, batch.media)
         check_positions(getattr(batch, "position_ids", None), source, positions, batch.input_ids.shape)
         rows = [ids, labels, positions, layout.padding_mask, layout.positions, layout.segment_ids, source]
         if self.packing.mode == "none":
-            rows = self._padded_rows(rows, layout)
+            rows = padded_rows(rows, layout, self.packing.align or 1, self.packing.pad_to)
         ids, labels, positions, padding, index, segments, source = rows
         placements = self.place(ids, padding)
-        return Parts(layout, ids, labels, positions, padding, index, segments, source, placements)
+        return Parts(layout, ids, labels, positions, padding, index, segments, source, placements, whole)
+
+    def _whole_segments(self, layout: PackedLayout) -> WholeSegments | None:
+        """How context-parallel ranks hold the samples of a row whole; None where samples are cut."""
+        if self.cp_size == 1 or self.flops is None or self.packing.mode == "none":
+            return None
+        most = max(layout.total, self.packing.budget)
+        return whole_segments(layout, self.cp_size, self.flops, most, self.packing.pad_to)
 
     def expand(
         self, layout: PackedLayout, ids: Tensor, labels: Tensor, source: Tensor, media: Mapping[str, Tensor]
@@ -228,24 +245,6 @@ class PackedStep:
         A family whose processor may leave one token a medium calls `zoo.steps.expansion.expand_row` here.
         """
         return layout, ids, labels, source
-
-    def _padded_rows(self, rows: list[Tensor], layout: PackedLayout) -> list[Tensor]:
-        """Packed (1, T) tensors as right-padded (B, W); W is the longest length, aligned, or pad_to."""
-        align = self.packing.align or 1
-        width = self.packing.pad_to or -(-max(layout.lengths) // align) * align
-        plain = layout.without_batch()
-        ids, labels, positions, padding, _, segments, source = rows
-        wide = plain.unpack(positions, width, batch_dim=1)
-        index = torch.arange(width).expand(layout.num_segments, width)
-        return [
-            plain.unpack(ids, width),
-            plain.unpack(labels, width, fill=IGNORE),
-            wide,
-            plain.unpack(padding, width, fill=True),
-            index,
-            plain.unpack(segments, width, fill=-1),
-            plain.unpack(source, width, fill=-1),
-        ]
 
     def positions(self, ids: Tensor, layout: PackedLayout, media: Mapping[str, Tensor]) -> Tensor:
         """(A, 1, T) positions of the packed row (1, T), starting again in each segment. Plain by default."""
@@ -325,17 +324,10 @@ class PackedStep:
             "input_ids": self._move(mine.take(parts.input_ids)),
             "positions": self._move(mine.positions()),
             "padding_mask": self._move(mine.take(parts.padding_mask)) if has_padding else None,
-            "seq_params": self._seq_params(parts, padded),
+            "seq_params": mine.seq_params(
+                self.two_way_tokens(parts.input_ids), self.cp_group, self.device, padded
+            ),
         }
-
-    def _seq_params(self, parts: Parts, padded: bool) -> SeqParams | None:
-        """Offsets of the packed row, and the runs that attend to one another both ways; None where there is neither."""
-        two_way, blocks = self.two_way_tokens(parts.input_ids), None
-        if two_way is not None:
-            blocks = Blocks.of(two_way & ~parts.padding_mask, parts.token_index)
-        if padded:
-            return SeqParams(qkv_format="sbhd", blocks=blocks) if blocks and blocks.spans else None
-        return SeqParams.of(parts.layout.to(self.device), self.cp_group, blocks)
 
     def _shard_media(
         self, parts: Parts, mine: ContextShard, media: Mapping[str, Tensor]

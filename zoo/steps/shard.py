@@ -1,6 +1,6 @@
 """The part of a micro-batch that one context-parallel rank holds: tokens, placements of embeddings, labels.
 
-One index, `PackedLayout.cp_index`, cuts everything that has a token axis; labels are shared out evenly over the ranks, as their logits
+One index, `PackedLayout.cp_index` or `WholeSegments.index`, cuts everything that has a token axis; labels are shared out evenly over the ranks, as their logits
 may take as long as many layers (`zoo.nn.head.shares`). All of it on the host.
 """
 
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from zoo.nn.decoder.attention.self_attention import SeqParams
 from zoo.nn.head.shares import share_out
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
+from zoo.packing.blocks import Blocks
+from zoo.packing.whole import WholeSegments
 from zoo.steps.media import RankShare
 
 IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
@@ -35,6 +39,25 @@ class Parts:
     # (R, T') int64 index into the caller's flattened batch, -1 for what the caller doesn't have
     source: Tensor
     placements: Mapping[str, Placement]  # rows counted over the whole micro-batch, seq-major: t * R + r
+    whole: WholeSegments | None = (
+        None  # the context-parallel ranks that hold each segment; None: all, chunks of it
+    )
+
+
+def padded_rows(rows: list[Tensor], layout: PackedLayout, align: int, pad_to: int | None) -> list[Tensor]:
+    """The tensors of `Parts`, packed (1, T), as right-padded (B, W); W is the longest length, aligned, or `pad_to`."""
+    width = pad_to or -(-max(layout.lengths) // align) * align
+    plain = layout.without_batch()
+    ids, labels, positions, padding, _, segments, source = rows
+    return [
+        plain.unpack(ids, width),
+        plain.unpack(labels, width, fill=IGNORE),
+        plain.unpack(positions, width, batch_dim=1),
+        plain.unpack(padding, width, fill=True),
+        torch.arange(width).expand(layout.num_segments, width),
+        plain.unpack(segments, width, fill=-1),
+        plain.unpack(source, width, fill=-1),
+    ]
 
 
 @dataclass(frozen=True)
@@ -58,11 +81,11 @@ class ContextShard:
 
     def __init__(self, parts: Parts, row: PackedLayout, rank: int, size: int) -> None:
         """`row`: the layout of each of the rows, which for a padded batch is one segment."""
-        self.parts = parts
+        self.parts, whole = parts, parts.whole
         self.row, self.rank, self.size = row, rank, size
-        self.index = row.cp_index(rank, size)
+        self.index = row.cp_index(rank, size) if whole is None else whole.index(rank)
         # column of the row -> its place where the ranks' tokens stand one behind the other, and among this rank's, or -1
-        self.place = row.cp_restore_index(size)
+        self.place = row.cp_restore_index(size) if whole is None else whole.restore_index()
         first, stop = rank * len(self.index), (rank + 1) * len(self.index)
         here = (self.place >= first) & (self.place < stop)
         self.local = torch.where(here, self.place - first, -1)
@@ -73,7 +96,26 @@ class ContextShard:
 
     def positions(self) -> Tensor:
         """(A, R, T'/cp)."""
+        if self.parts.whole is not None:
+            return self.parts.positions.index_select(2, self.index)
         return self.row.cp_shard(self.parts.positions, self.rank, self.size, dim=2)
+
+    def seq_params(
+        self, two_way: Tensor | None, cp_group: Any, device: torch.device, padded: bool
+    ) -> SeqParams | None:
+        """Offsets of the packed row, and the runs that attend to one another both ways; None where there is neither.
+
+        Those of the whole row where ranks hold chunks of it, of this rank's where they hold segments. `two_way`: (R, T') bool,
+        the tokens of the runs.
+        """
+        parts, blocks, whole = self.parts, None, self.parts.whole
+        if two_way is not None:
+            runs = (two_way & ~parts.padding_mask, parts.token_index)
+            blocks = Blocks.of(*(runs if whole is None else map(self.take, runs)))
+        if padded:
+            return SeqParams(qkv_format="sbhd", blocks=blocks) if blocks and blocks.spans else None
+        layout = parts.layout if whole is None else whole.local(self.rank)
+        return SeqParams.of(layout.to(device), cp_group, blocks, cut=whole is None)
 
     def placements(
         self, placements: Mapping[str, Placement], shares: Mapping[str, RankShare]

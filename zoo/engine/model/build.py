@@ -14,12 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
 from zoo.bridge.parallel import model_parameters
+from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
 from zoo.errors import UserError
+from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
 from zoo.registry import ModelFamily, get_family
 from zoo.steps.losses.distillation import DistillationLoss
@@ -188,7 +190,15 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
         encodes_media=world.pp_rank == 0,
         preference=preference_loss(recipe),
         distillation=distillation_loss(recipe),
+        flops=_sample_flops(assembly, recipe),
     )
+
+
+def _sample_flops(assembly: Assembly, recipe: Recipe) -> Callable[[int], float] | None:
+    """What the decoder takes for a sample, where context-parallel ranks may hold samples whole. Transformer Engine's attention wants chunks."""
+    if recipe.parallel.cp == 1 or recipe.parallel.cp_split == "zigzag" or uses_transformer_engine(recipe):
+        return None
+    return model_cost(assembly.config, assembly.config.mtp_layers(recipe)).decoder.flops
 
 
 def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:

@@ -6,8 +6,8 @@ flash-linear-attention, asks the device for the offsets in every layer, and has 
 Causal convolution and state start anew at every segment: with flash-linear-attention through its offsets, without
 (on a CPU, in fp32 checks) by `delta_rule_inputs` and `gated_delta_rule`, which know the layout.
 
-Context parallelism: every rank trades its tokens' channels for all tokens of its heads in one all-to-all, puts them
-in row order, runs convolution and rule over whole segments, and trades back.
+Context parallelism: where segments are cut, every rank trades its tokens' channels for all tokens of its heads in one all-to-all,
+puts them in row order, runs convolution and rule over whole segments, and trades back.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         if layout is None:
             layout = uniform_layout(batch, tokens * self.cp_size).to(mixed.device)
         rows, cache = mixed.transpose(0, 1).flatten(0, 1), getattr(packed_seq_params, "cache", None)
-        if self.cp_size > 1:
+        if self.cp_size > 1 and getattr(packed_seq_params, "cut", True):
             rows, gate = self._tokens_of_my_heads(rows, layout)
-            out, _ = self._mix(rows, layout, cache, gated=False)
+            out, _ = self._mix(rows, layout, cache, cut=True)
             out = self._heads_of_my_tokens(out.flatten(1), layout).unflatten(1, (-1, self.value_head_dim))
         else:
             out, gate = self._mix(rows, layout, cache)
@@ -104,27 +104,28 @@ class GatedDeltaNet(McoreGatedDeltaNet):
         return self.out_proj(out.unflatten(0, (batch, tokens)).transpose(0, 1).contiguous())
 
     def _mix(
-        self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None, *, gated: bool = True
+        self, rows: Tensor, layout: PackedLayout, cache: DecodeCache | None = None, *, cut: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(N, channels of this rank's heads) -> the rule's output (N, G, V) and the output gate (N, G * V).
 
-        `gated`: whether the gate is among the channels; without it, an empty tensor is returned in its place.
+        `cut`: the heads are shared out over context-parallel ranks, and the gate is not among the channels; an empty tensor is
+        returned in its place.
         """
-        sections = [self.qk_dim_local_tp, self.qk_dim_local_tp, self.v_dim_local_tp]
-        widths = [section // self.cp_size for section in sections]
-        kernel, a_log, dt_bias = (
-            get_parameter_local_cp(parameter, dim=0, cp_group=self.pg_collection.cp, split_sections=parts)
-            for parameter, parts in (
-                (self.conv1d.weight, sections),
-                (self.A_log, None),
-                (self.dt_bias, None),
+        every = list(self.in_proj_split_sections[:4])  # queries, keys, values, gate
+        parameters = (self.conv1d.weight, self.A_log, self.dt_bias)
+        if cut:
+            sections = (every[:3], None, None)
+            parameters = tuple(
+                get_parameter_local_cp(parameter, dim=0, cp_group=self.pg_collection.cp, split_sections=parts)
+                for parameter, parts in zip(parameters, sections, strict=True)
             )
-        )
-        taps, every = kernel.squeeze(1), (*widths, self.feat_dim_split[1] if gated else 0)
+            every = [*(section // self.cp_size for section in every[:3]), 0]
+        kernel, a_log, dt_bias = parameters
+        taps, heads, convolved = kernel.squeeze(1), len(a_log), sum(every[:3])
         if cache is not None:
-            gate, beta, alpha = rows[:, sum(widths) :].split([every[-1], *self.feat_dim_split[2:]], dim=-1)
+            gate, beta, alpha = rows[:, convolved:].split([every[3], heads, heads], dim=-1)
             decay, beta = gates(alpha, beta, a_log, dt_bias)
-            out = self._mix_cached(rows[:, : sum(widths)], taps, decay, beta, layout, cache)
+            out = self._mix_cached(rows[:, :convolved], taps, decay, beta, layout, cache)
         else:
             *qkv, gate, decay, beta = delta_rule_inputs(rows, taps, a_log, dt_bias, layout, every)
             out = gated_delta_rule(*self._heads(*qkv), decay, beta, layout, self.delta_rule)

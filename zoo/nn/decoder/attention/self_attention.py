@@ -39,18 +39,22 @@ class SeqParams(PackedSeqParams):
 
     `layout` is the packed row, or None for a padded (B, T) batch; it lives on the device of the call, and knows nothing
     of a padded batch that the row came from. `cache` is what a generation's passes share; None in training. `blocks` are
-    the runs of the row, or of the batch, that attend to one another both ways.
+    the runs of the row, or of the batch, that attend to one another both ways. `cut`: context-parallel ranks hold chunks of each segment;
+    otherwise the row is one rank's, whose segments are on no other.
     """
 
     layout: PackedLayout | None = None
     cache: DecodeCache | None = None
     blocks: Blocks = field(default_factory=Blocks)
+    cut: bool = True
 
     @classmethod
-    def of(cls, layout: PackedLayout, cp_group: Any = None, blocks: Blocks | None = None) -> SeqParams:
+    def of(
+        cls, layout: PackedLayout, cp_group: Any = None, blocks: Blocks | None = None, cut: bool = True
+    ) -> SeqParams:
         """`layout` as mcore (and Transformer Engine) takes it, with the layout itself."""
         layout = layout.without_batch()
-        params = cls(layout=layout, blocks=blocks or Blocks())
+        params = cls(layout=layout, blocks=blocks or Blocks(), cut=cut)
         params.__dict__.update(vars(layout.packed_seq_params(cp_group)))  # mcore's own checks would sync
         return params
 
@@ -216,6 +220,9 @@ class VarlenCoreAttention(torch.nn.Module):
             blocks = None
         reach = Reach(self.window, blocks or Blocks())
         if layout is not None:
+            assert isinstance(packed_seq_params, SeqParams)
+            if not packed_seq_params.cut:
+                return segment_attention(query, key, value, layout, self.scale, reach)
             return self._attend(query, key, value, layout, reach)
         if self.cp_size > 1 or not reach.plain:
             return self._padded_as_segments(query, key, value, reach)

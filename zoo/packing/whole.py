@@ -1,0 +1,155 @@
+"""Rows whose segments context-parallel ranks hold whole, in the place of chunks of each.
+
+A row of many samples needs no exchange between ranks where each holds some of the samples: attention, convolution and state never
+leave a sample. It takes ranks with equally many tokens, and about equally much work: a sample longer than a rank's share has
+to be cut.
+
+Guarantees: every segment is on one rank, all ranks hold the same number of tokens, and every rank finds the same from the same lengths.
+Costs: O(S log S) on the host for S segments, for each of at most TRIES improvements.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zoo.packing import index
+from zoo.packing.layout import PackedLayout
+
+TRIES = 16
+SLACK = (
+    0.05  # of a rank's work that may be padding or waiting: cutting samples costs more (docs/benchmarks.md)
+)
+
+
+@dataclass(frozen=True)
+class WholeSegments:
+    """A packed row, and the rank that holds each segment.
+
+    Attributes:
+        layout: of the row, padded so that ranks hold equally many tokens.
+        rank_of: S ranks.
+        size: how many ranks there are.
+    """
+
+    layout: PackedLayout
+    rank_of: tuple[int, ...]
+    size: int
+
+    def local(self, rank: int) -> PackedLayout:
+        """The packed row that a rank holds: its segments, in the order of the row."""
+        mine = self._segments(rank)
+        lengths, padded = self.layout.lengths, self.layout.padded_lengths
+        kept = tuple(lengths[segment] for segment in mine), tuple(padded[segment] for segment in mine)
+        return PackedLayout(*kept, device=self.layout.device)
+
+    def index(self, rank: int) -> Tensor:
+        """(T / size,) int64 positions in the row of a rank's tokens, in the order in which it holds them."""
+        padded, mine = self.layout.padded_lengths, self._segments(rank)
+        starts = index.starts(padded)
+        return index.ragged([padded[segment] for segment in mine], [starts[segment] for segment in mine])
+
+    def restore_index(self) -> Tensor:
+        """(T,) int64, where each token of the row is among all ranks' tokens, from rank 0 up."""
+        gathered = torch.cat([self.index(rank) for rank in range(self.size)])
+        restore = torch.empty_like(gathered)
+        restore[gathered] = index.arange(gathered.numel())
+        return restore
+
+    def lay_out(self, row: Tensor, given: PackedLayout, fill: complex) -> Tensor:
+        """(1, T', ...) of the layout `given`, of the same segments, -> (1, T, ...) of this one, `fill` on padding."""
+        real = row[0].index_select(0, given.real_index)
+        return index.put(real, 0, self.layout.real_index, self.layout.total, fill)[None]
+
+    def _segments(self, rank: int) -> list[int]:
+        return [segment for segment, holder in enumerate(self.rank_of) if holder == rank]
+
+
+def whole_segments(
+    layout: PackedLayout,
+    size: int,
+    flops: Callable[[int], float],
+    most: int,
+    pad_to: int | None = None,
+) -> WholeSegments | None:
+    """How `size` ranks can hold the segments of a row whole; None where they are better cut.
+
+    Args:
+        layout: of the row, on the host; `layout.align / size` divides a rank's tokens.
+        flops: what a segment of so many tokens costs.
+        most: tokens that the row may have with its padding.
+        pad_to: those that it has to have, or None.
+    """
+    lengths = layout.lengths
+    if len(lengths) < size or layout.align % size:
+        return None
+    rank_of, fullest = _balanced(lengths, size)
+    unit = layout.align // size
+    tokens = -(-fullest // unit) * unit if pad_to is None else pad_to // size
+    if fullest > tokens or tokens * size > most:
+        return None
+    work, held, last = [0.0] * size, [0] * size, [0] * size
+    for segment, (length, rank) in enumerate(zip(lengths, rank_of, strict=True)):
+        work[rank] += flops(length)
+        held[rank] += length
+        last[rank] = segment
+    padded = list(lengths)
+    for segment, count in zip(last, held, strict=True):
+        padded[segment] += tokens - count
+    of_padding = flops(1)
+    cut = (sum(work) + of_padding * (layout.total - layout.real_tokens)) / size
+    if (
+        max(own + of_padding * (tokens - count) for own, count in zip(work, held, strict=True))
+        > (1 + SLACK) * cut
+    ):
+        return None
+    return WholeSegments(PackedLayout(lengths, tuple(padded)), tuple(rank_of), size)
+
+
+def _balanced(lengths: Sequence[int], size: int) -> tuple[list[int], int]:
+    """The rank of each segment, so that ranks have about equally many tokens, and the most that one has.
+
+    Longest first, each to the rank with the fewest; then the fullest rank gives one to the emptiest, or swaps two with it.
+    """
+    held: list[list[tuple[int, int]]] = [[] for _ in range(size)]  # (length, segment) by rank
+    sums = [0] * size
+    for length, segment in sorted(((length, at) for at, length in enumerate(lengths)), reverse=True):
+        rank = sums.index(min(sums))
+        held[rank].append((length, segment))
+        sums[rank] += length
+    for _ in range(TRIES):
+        most, least = sums.index(max(sums)), sums.index(min(sums))
+        found = _exchange(held[most], held[least], sums[most] - sums[least])
+        if found is None:
+            break
+        given, taken = found
+        for one, source, target in ((given, most, least), (taken, least, most)):
+            if one is not None:
+                held[source].remove(one)
+                held[target].append(one)
+                sums[source] -= one[0]
+                sums[target] += one[0]
+    rank_of = [0] * len(lengths)
+    for rank, segments in enumerate(held):
+        for _, segment in segments:
+            rank_of[segment] = rank
+    return rank_of, max(sums)
+
+
+def _exchange(
+    fuller: Sequence[tuple[int, int]], emptier: Sequence[tuple[int, int]], gap: int
+) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
+    """What the fuller rank gives, and takes for it, so that what is left of `gap` is smallest; None where nothing makes it smaller."""
+    there = [(0, -1), *sorted(emptier)]
+    best, found = gap, None
+    for given in sorted(fuller):
+        place = bisect(there, (given[0] - gap // 2, -1))
+        for taken in there[max(0, place - 1) : place + 1]:
+            left = abs(gap - 2 * (given[0] - taken[0]))
+            if left < best:
+                best, found = left, (given, taken if taken[1] >= 0 else None)
+    return found
