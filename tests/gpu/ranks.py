@@ -57,8 +57,9 @@ class Case:
         )
 
 
+WHOLE = ("parallel.cp=2",)  # samples, where ranks can hold them whole: each comes twice
 CP2, TP2, PP2, EP2 = (
-    ("parallel.cp=2",),
+    ("parallel.cp=2", "parallel.cp_split=zigzag"),
     ("parallel.tp=2", "parallel.sp=true"),
     ("parallel.pp=2",),
     ("parallel.ep=2",),
@@ -67,17 +68,21 @@ TP2CP2, EP4 = ("parallel.tp=2", "parallel.sp=true", "parallel.cp=2"), ("parallel
 CASES = {
     2: (
         Case(2, "gdn", CP2),
+        Case(2, "gdn", WHOLE),
         Case(2, "omni", CP2),
+        Case(2, "omni", WHOLE),
         Case(2, "gdn", TP2),
         Case(2, "omni", TP2),
         Case(2, "omni", PP2),
         Case(2, "omni", EP2),
         Case(2, "qwen35_vl 2b", CP2, "bf16"),
+        Case(2, "qwen35_vl 2b", WHOLE, "bf16"),
         Case(2, "qwen35_vl 2b", TP2, "bf16"),
         Case(2, "qwen3_omni", CP2, "bf16"),
         Case(2, "qwen3_omni", EP2, "bf16"),
         Case(2, "qwen3_vl", PP2, "bf16"),
         Case(2, "qwen3_omni_sft", CP2, "run"),
+        Case(2, "qwen3_omni_sft", WHOLE, "run"),
         Case(2, "qwen3_omni_sft", ("parallel.overlap_param_gather=true",), "run"),
         Case(2, "qwen3_omni_sft", (*CP2, "parallel.overlap_param_gather=true"), "run"),
         Case(2, "qwen35_vl 2b", ("engine.cuda_graphs=true",), "bf16"),
@@ -128,9 +133,9 @@ def prepare(case: Case, root: Path) -> Any:
         processor = assemble(recipe_for(folder, recipe=given.recipe)).processor
         samples = [example.sample for example in given.examples(processor).values()]
         (kept / "batches").write_bytes(
-            pickle.dumps([packed_batch(samples[first::MICRO_BATCHES]) for first in range(MICRO_BATCHES)])
+            pickle.dumps([packed_batch(2 * samples[first::MICRO_BATCHES]) for first in range(MICRO_BATCHES)])
         )
-        labels = sum(sample.num_labels for sample in samples)
+        labels = 2 * sum(sample.num_labels for sample in samples)
         (kept / "details").write_bytes(pickle.dumps((str(folder), labels)))
     folder, labels = pickle.loads((kept / "details").read_bytes())
     stored = str(kept / "batches")

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
+from zoo.nn.decoder.label_shares import Exchange
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopK
-from zoo.nn.head.shares import Exchange
 
 
 @dataclass(frozen=True)
@@ -77,3 +78,25 @@ class RotaryShape:
     fraction: float = 1.0  # share of a head's width that is rotated
     whole: bool = False  # that share of the frequencies of a whole head, of which the rest are zero
     factor: float = 1.0  # positions are divided by it
+
+
+def on_device_of(index: Tensor, like: Tensor) -> Tensor:
+    """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
+    if like.is_cuda and not index.is_cuda:
+        index = index.pin_memory()
+    return index.to(like.device, non_blocking=True)
+
+
+def put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
+    """hidden (T, B, C) with values (N, C) in the place of these rows of its T * B."""
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    return flat.index_copy(0, rows, values.to(flat.dtype)).view(hidden.shape)
+
+
+def media_rows(placements: Mapping[str, Placement], encoded: Mapping[str, Encoded], like: Tensor) -> Tensor:
+    """(N, hidden) embeddings in the order of the placements' rows, one tower after the other."""
+    rows = [
+        encoded[name].embeddings.index_select(0, on_device_of(p.source, like))
+        for name, p in placements.items()
+    ]
+    return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])

@@ -39,12 +39,22 @@ from zoo.nn.decoder.attention.rotary import Rotary
 from zoo.nn.decoder.block import Decoder, Deepstack
 from zoo.nn.decoder.config import FullHeads
 from zoo.nn.decoder.experts.router import track_layers
-from zoo.nn.decoder.mtp import Ahead, MultiTokenPrediction
+from zoo.nn.decoder.label_shares import Exchange
+from zoo.nn.decoder.mtp import MultiTokenPrediction
 from zoo.nn.head.distillation import divergence, top_tokens
 from zoo.nn.head.entropy import entropy
 from zoo.nn.head.score import ScoreHead
 from zoo.nn.head.tokens import at_temperature, clear_padding, cross_entropy, most_likely, without_padding
-from zoo.nn.inputs import Encoded, ModelInputs, Placement, RotaryShape, Stage
+from zoo.nn.inputs import (
+    Encoded,
+    ModelInputs,
+    Placement,
+    RotaryShape,
+    Stage,
+    media_rows,
+    on_device_of,
+    put_rows,
+)
 from zoo.nn.towers.gather import GatherEncoded, sum_over_tensor_parallel
 
 
@@ -208,7 +218,7 @@ class MultimodalModel(LanguageModule):
             sent = _join(hidden, (*features, *ahead))
             # mcore's schedules free what was sent, which they refuse for a view: deepstack rows added last leave one.
             return make_viewless_tensor(sent, requires_grad=sent.requires_grad, keep_graph=True)
-        out = self._head(hidden, inputs, inputs)
+        out = self._head(hidden, inputs.label_rows, inputs.targets, inputs.label_exchange, inputs)
         if not inputs.ahead:
             return out
         return torch.cat([out, *self._predict_ahead(hidden, rotary, inputs, ahead)], dim=-1)
@@ -222,13 +232,13 @@ class MultimodalModel(LanguageModule):
             embedded = self._embedded(ahead.input_ids)
             rows = [placement.rows for placement in ahead.placements.values()]
             if rows:
-                embedded = _put_rows(embedded, _to(torch.cat(rows), embedded), values)
+                embedded = put_rows(embedded, on_device_of(torch.cat(rows), embedded), values)
             if self.config.sequence_parallel:
                 embedded = scatter_to_sequence_parallel_region(embedded, group=self.tp_group)
             mask = self._local_mask(ahead.padding_mask)
             assert mask is not None
             hidden = self.multi_token(depth, hidden, embedded, rotary, inputs.seq_params, mask)
-            losses.append(self._head(hidden, ahead))
+            losses.append(self._head(hidden, ahead.label_rows, ahead.targets, ahead.label_exchange))
         return losses
 
     def _local_mask(self, mask: Tensor | None) -> Tensor | None:
@@ -253,9 +263,9 @@ class MultimodalModel(LanguageModule):
             encoded[name] = self._gather(name, encoded.get(name), longest, hidden)
         deepstack: Deepstack | None = None
         for name, placement in inputs.placements.items():
-            rows = _to(placement.rows, hidden)
-            source = _to(placement.source, hidden)
-            hidden = _put_rows(hidden, rows, encoded[name].embeddings.index_select(0, source))
+            rows = on_device_of(placement.rows, hidden)
+            source = on_device_of(placement.source, hidden)
+            hidden = put_rows(hidden, rows, encoded[name].embeddings.index_select(0, source))
             if encoded[name].deepstack:
                 deepstack = self._local_deepstack(placement, encoded[name], hidden)
         hidden = self._anchor_idle_towers(hidden, encoded)
@@ -264,7 +274,7 @@ class MultimodalModel(LanguageModule):
             hidden = hidden.requires_grad_()
         if self.config.sequence_parallel:
             hidden = scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        media = tuple(_media_rows(ahead.placements, encoded, hidden) for ahead in inputs.ahead)
+        media = tuple(media_rows(ahead.placements, encoded, hidden) for ahead in inputs.ahead)
         return hidden, deepstack, media
 
     def _gather(self, name: str, mine: Encoded | None, longest: int, hidden: Tensor) -> Encoded:
@@ -287,9 +297,9 @@ class MultimodalModel(LanguageModule):
             # Each rank adds its own rows only, so the towers' gradient is summed here over the ranks: what
             # the scatter of the embeddings does for them.
             features = tuple(copy_to_tensor_model_parallel_region(f, group=self.tp_group) for f in features)
-        source = _to(placement.source[keep], hidden)
+        source = on_device_of(placement.source[keep], hidden)
         features = tuple(feature.index_select(0, source) for feature in features)
-        return Deepstack(_to(rows, hidden), features)
+        return Deepstack(on_device_of(rows, hidden), features)
 
     def _local_rows(self, placement: Placement, tokens: int, batch: int) -> tuple[Tensor, Tensor]:
         """(rows within this rank's share of `tokens`, mask of which placements those are), on the host."""
@@ -333,11 +343,18 @@ class MultimodalModel(LanguageModule):
         media = [sum(len(p.rows) for p in ahead.placements.values()) for ahead in inputs.ahead]
         sizes = [len(rows)] * count + media
         pieces = rest.reshape(-1, hidden.shape[-1])[: sum(sizes)].split(sizes)
-        deepstack = Deepstack(_to(rows, hidden), tuple(pieces[:count]), first) if count else None
+        deepstack = Deepstack(on_device_of(rows, hidden), tuple(pieces[:count]), first) if count else None
         return hidden, deepstack, tuple(pieces[count:])
 
-    def _head(self, hidden: Tensor, labels: ModelInputs | Ahead, wanted: ModelInputs | None = None) -> Tensor:
-        """Losses of labels, or logits, as `forward` says; `wanted`: what else of the former."""
+    def _head(
+        self,
+        hidden: Tensor,
+        rows: Tensor | None,
+        targets: Tensor | None,
+        exchange: Exchange | None = None,
+        wanted: ModelInputs | None = None,
+    ) -> Tensor:
+        """Losses of the rows that predict a label, or logits, as `forward` says; `wanted`: what else of the former."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.tp_group
@@ -345,7 +362,7 @@ class MultimodalModel(LanguageModule):
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
-        rows, targets, states = labels.label_rows, labels.targets, hidden.reshape(-1, hidden.shape[-1])
+        states = hidden.reshape(-1, hidden.shape[-1])
         if targets is None:
             states = hidden if rows is None else states.index_select(0, rows)
             if self.scores:
@@ -357,8 +374,8 @@ class MultimodalModel(LanguageModule):
         assert rows is not None
         count, first = len(targets), states[:1]
         states = states.index_select(0, rows)
-        if labels.label_exchange is not None:
-            states = labels.label_exchange(states)
+        if exchange is not None:
+            states = exchange(states)
         if count == 0:  # the head runs all the same: its gradient is waited for, and that of what was sent
             states, targets = torch.cat((states, first)), targets.new_zeros(1)
         logits = self._logits(states, weight)
@@ -385,18 +402,6 @@ class MultimodalModel(LanguageModule):
         return without_padding(logits, self.local_vocab)
 
 
-def _to(index: Tensor, like: Tensor) -> Tensor:
-    """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
-    if like.is_cuda and not index.is_cuda:
-        index = index.pin_memory()
-    return index.to(like.device, non_blocking=True)
-
-
-def _put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    return flat.index_copy(0, rows, values.to(flat.dtype)).view(hidden.shape)
-
-
 def _layer_kinds(config: TransformerConfig) -> tuple[list[int], list[int]]:
     """Per decoder layer, whether it has experts, and whether its attention is linear."""
     none = [0] * config.num_layers
@@ -404,12 +409,6 @@ def _layer_kinds(config: TransformerConfig) -> tuple[list[int], list[int]]:
     linear = config.linear_attention_freq or none
     assert isinstance(sparse, list) and isinstance(linear, list)
     return sparse, linear
-
-
-def _media_rows(placements: Mapping[str, Placement], encoded: Mapping[str, Encoded], like: Tensor) -> Tensor:
-    """(N, hidden) embeddings in the order of the placements' rows, one tower after the other."""
-    rows = [encoded[name].embeddings.index_select(0, _to(p.source, like)) for name, p in placements.items()]
-    return torch.cat(rows) if rows else like.new_zeros(0, like.shape[-1])
 
 
 def _join(hidden: Tensor, carried: tuple[Tensor, ...]) -> Tensor:

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from zoo.nn.decoder.experts.router import Routing
+from zoo.nn.decoder.label_shares import Exchange
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopTokens
-from zoo.nn.head.shares import Exchange
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
-from zoo.packing.whole import WholeSegments, whole_segments
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
 from zoo.steps.claims import check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_values
@@ -40,6 +39,7 @@ from zoo.steps.losses.preference import AnswerLoss
 from zoo.steps.losses.sums import LossInputs, answer_loss, distillation_loss, label_loss
 from zoo.steps.media import MediaStream, RankShare, rank_share
 from zoo.steps.shard import IGNORE, ContextShard, Labels, Parts, padded_rows
+from zoo.steps.whole_segments import WholeSegments, whole_segments
 
 FILLS = (0, IGNORE, -1)  # of token ids, labels and places in the caller's batch, on padding
 
@@ -81,7 +81,7 @@ class PackedStep:
         prediction of the model, whose mean loss counts `mtp_weight` times; `preference`: the loss of training batches, whose
         samples are pairs or labelled answers; None: that of each label, or of
         `distillation`, whose batches bring what a teacher says of them (`teaching`); `flops`: what the decoder takes for a sample of
-        so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.packing.whole`); None: all are cut.
+        so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.steps.whole_segments`); None: all are cut.
         """
         self.config = config
         self.packing = packing

@@ -1,7 +1,7 @@
 """The part of a micro-batch that one context-parallel rank holds: tokens, placements of embeddings, labels.
 
 One index, `PackedLayout.cp_index` or `WholeSegments.index`, cuts everything that has a token axis; labels are shared out evenly over the ranks, as their logits
-may take as long as many layers (`zoo.nn.head.shares`). All of it on the host.
+may take as long as many layers (`zoo.nn.decoder.label_shares`). All of it on the host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.decoder.attention.self_attention import SeqParams
-from zoo.nn.head.shares import share_out
+from zoo.nn.decoder.label_shares import share_out
 from zoo.nn.inputs import Placement
 from zoo.packing import PackedLayout
 from zoo.packing.blocks import Blocks
-from zoo.packing.whole import WholeSegments
 from zoo.steps.media import RankShare
+from zoo.steps.whole_segments import WholeSegments
 
 IGNORE = -100  # label of a token that carries no loss, as in torch.nn.CrossEntropyLoss
 

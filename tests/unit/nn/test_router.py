@@ -1,4 +1,4 @@
-"""Router metrics, where several models with experts live in one world."""
+"""The router: its metrics where several models with experts live in one world, its choice and gradients against megatron-core's."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from zoo.nn.decoder.experts.gating import logits_of
-from zoo.nn.decoder.experts.router import track_layers
+from zoo.nn.decoder.experts.router import Router, Routing, track_layers
 
 
 def config(layers: int, experts: int | None = 4, mtp: int | None = None) -> Any:
@@ -73,3 +74,77 @@ def test_logits_of_bf16_states_are_those_of_fp32(cpu_world: Any) -> None:
         # Within the rounding of the result to bf16, which a gradient rounded to bf16 before the product is not.
         torch.testing.assert_close(found.grad, want.grad.bfloat16(), rtol=2**-7, atol=1e-4)
         assert (found.grad != want.grad.bfloat16()).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 1.5},
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_pre_softmax": True},
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"moe_z_loss_coeff": 1e-2, "moe_aux_loss_coeff": 0.0},
+    ],
+    ids=["softmax", "before top-k", "groups", "sigmoid", "z-loss"],
+)
+def test_choices_and_gradients_are_those_of_megatron_core(
+    cpu_world: Any, settings: dict[str, Any], masked: bool
+) -> None:
+    """Of weights, auxiliary losses and the bias's counts: megatron-core's forward pass spreads them over all experts."""
+    values = {"moe_aux_loss_coeff": 1e-1, "moe_router_load_balancing_type": "aux_loss", **settings}
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=2, num_moe_experts=8, moe_router_topk=3,
+        moe_router_dtype="fp32", add_bias_linear=False, **values,
+    )  # fmt: skip
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, 32, generator=random)
+    grad = torch.randn(80, 3, generator=random)
+    mask = torch.rand(40, 2, generator=random) < 0.3 if masked else None
+    found = []
+    for direct in (True, False):
+        torch.manual_seed(0)
+        router = Router(config=config, pg_collection=cpu_world.groups, is_mtp_layer=False)
+        router.set_layer_number(1)
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(torch.linspace(-0.2, 0.2, 8))
+        given = x.clone().requires_grad_()
+        if direct:
+            weights, chosen = router.choose(given, mask)
+        else:
+            probs, experts = router(given, mask)
+            assert torch.equal(experts, torch.zeros_like(experts).scatter(1, chosen, True))
+            weights = probs.gather(1, chosen)
+        weights.backward(grad)
+        moe_logging.destroy_moe_metrics_tracker()
+        found.append((weights.detach(), given.grad, router.weight.grad, router.local_tokens_per_expert))
+    for own, wanted in zip(*found, strict=True):
+        if own is not None or wanted is not None:
+            torch.testing.assert_close(own, wanted)
+
+
+def test_given_experts_leave_the_auxiliary_loss_to_the_routers_own(cpu_world: Any) -> None:
+    """As megatron-core has it: a replayed choice is not what the router is to balance."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, moe_router_topk=2,
+        moe_router_dtype="fp32", moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss", moe_layer_freq=[1],
+    )  # fmt: skip
+    x = torch.randn(30, 1, 16, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    for direct in (True, False):
+        torch.manual_seed(0)
+        router = Router(config=config, pg_collection=cpu_world.groups, is_mtp_layer=False)
+        router.set_layer_number(1)
+        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+        given = torch.tensor([[0, 1]]).expand(30, 1, 2)
+        layer = SimpleNamespace(mlp=SimpleNamespace(router=router), config=config, layer_number=1)
+        with Routing(given).on(layer):
+            if direct:
+                weights, chosen = router.choose(x, None)
+                assert torch.equal(chosen, given[:, 0])
+            else:
+                weights = router(x, None)[0].gather(1, given[:, 0])
+        weights.sum().backward()
+        gradients.append(router.weight.grad)
+    torch.testing.assert_close(*gradients)

@@ -44,7 +44,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.block import run_layer
-from zoo.nn.head.shares import Exchange
+from zoo.nn.decoder.label_shares import Exchange
 
 
 @dataclass(frozen=True)

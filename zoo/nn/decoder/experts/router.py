@@ -11,7 +11,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    topk_routing_with_score_function,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -85,15 +89,41 @@ class Router(TopKRouter):
         return self
 
     def choose(self, hidden: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens."""
-        before = self.router_replay
-        self.router_replay = choice = before or _Choice()
-        try:
-            probs, _ = self(hidden, padding_mask)
-        finally:
-            self.router_replay = before
-        assert choice.chosen is not None
-        return probs.gather(1, choice.chosen).float(), choice.chosen
+        """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens.
+
+        megatron-core's forward pass, which spreads both over all experts and looks for the largest scores once more for the auxiliary
+        loss: here that counts the experts that were found, unless a bias or groups had a part in finding them.
+        """
+        config, choice = self.config, self.router_replay or _Choice()
+        logits = self.gating(self.apply_input_jitter(hidden)).flatten(0, -2)
+        mask = None if padding_mask is None else padding_mask.flatten()
+        logits = self.apply_z_loss(logits, padding_mask=mask)
+        weights, chosen = topk_routing_with_score_function(
+            logits,
+            self.topk,
+            use_pre_softmax=config.moe_router_pre_softmax,
+            num_groups=config.moe_router_num_groups,
+            group_topk=config.moe_router_group_topk,
+            scaling_factor=config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            expert_bias=self.expert_bias,
+            router_replay=choice,
+            dense_output=True,
+        )
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            assert choice.own is not None
+            if self.score_function == "softmax" and not config.moe_router_num_groups:
+                scores, counted = logits.softmax(dim=-1, dtype=torch.float32), _spread(choice.own, logits)
+                if mask is not None:
+                    scores, counted = scores * ~mask[:, None], counted & ~mask[:, None]
+            else:
+                counted, scores = compute_routing_scores_for_aux_loss(
+                    logits, self.topk, self.score_function, padding_mask=mask
+                )
+            weights = self._apply_aux_loss(weights, scores, counted, with_padding_mask=mask is not None)
+        if self.enable_expert_bias:
+            self._apply_expert_bias(_spread(chosen, logits), mask)
+        return weights.float(), chosen
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
@@ -149,6 +179,11 @@ class Router(TopKRouter):
         self.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
+def _spread(chosen: Tensor, like: Tensor) -> Tensor:
+    """(N, E) bool of experts (N, k); E as in `like` (N, E)."""
+    return torch.zeros_like(like, dtype=torch.bool).scatter_(1, chosen, True)
+
+
 @dataclass(frozen=True)
 class Routing:
     """The experts of one call's tokens, in the decoder's layers with experts: given, noted, or both.
@@ -188,12 +223,12 @@ class _Choice:
     Attributes:
         routing: the experts that are given, and a place to note those that are taken; None: the router's own are taken.
         index: of the layer among the layers with experts.
-        chosen: (N, k) experts of the last call.
+        own: (N, k) experts that the router itself chose in the last call.
     """
 
     routing: Routing | None = None
     index: int = 0
-    chosen: Tensor | None = None
+    own: Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -206,11 +241,11 @@ class _Choice:
         """(N, k) scores and indices of the experts of each token, out of scores (N, E)."""
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        self.own = chosen
         if self.routing is not None:
             if self.routing.given is not None:
                 given = self.routing.given[:, self.index]
                 chosen = torch.where((given >= 0).all(dim=1, keepdim=True), given, chosen)
                 values = scores.gather(1, chosen)
             self.routing.noted[self.index] = chosen.detach()
-        self.chosen = chosen.detach()
         return values, chosen

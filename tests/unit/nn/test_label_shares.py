@@ -2,7 +2,7 @@
 
 import pytest
 
-from zoo.nn.head.shares import share_out
+from zoo.nn.decoder.label_shares import share_out
 
 
 @pytest.mark.parametrize(
