@@ -85,10 +85,12 @@ class ContextShard:
         self.row, self.rank, self.size = row, rank, size
         self.index = row.cp_index(rank, size) if whole is None else whole.index(rank)
         # column of the row -> its place where the ranks' tokens stand one behind the other, and among this rank's, or -1
-        self.place = row.cp_restore_index(size) if whole is None else whole.restore_index()
-        first, stop = rank * len(self.index), (rank + 1) * len(self.index)
-        here = (self.place >= first) & (self.place < stop)
-        self.local = torch.where(here, self.place - first, -1)
+        self.place = self.local = self.index
+        if size > 1:
+            self.place = row.cp_restore_index(size) if whole is None else whole.restore_index()
+            first, stop = rank * len(self.index), (rank + 1) * len(self.index)
+            here = (self.place >= first) & (self.place < stop)
+            self.local = torch.where(here, self.place - first, -1)
 
     def take(self, x: Tensor) -> Tensor:
         """(R, T') -> (R, T'/cp)."""
