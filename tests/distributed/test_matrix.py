@@ -183,12 +183,12 @@ def test_matrix(
     ("parallel", "model"),
     [
         ("cp2", "gdn"),
+        ("cp4", "dense"),
+        ("tp2 cp2", "omni"),
+        ("pp2 cp2", "moe"),
         ("cp2", "two-way"),
-        pytest.param("cp4", "dense", marks=pytest.mark.slow),
-        pytest.param("tp2 cp2", "omni", marks=pytest.mark.slow),
-        pytest.param("pp2 cp2", "moe", marks=pytest.mark.slow),
-        pytest.param("cp2 ep2", "mtp", marks=pytest.mark.slow),
-        pytest.param("cp2", "tiles", marks=pytest.mark.slow),  # whose placeholders come as one token a medium
+        ("cp2 ep2", "mtp"),
+        ("cp2", "tiles"),  # whose placeholders come as one token a medium
     ],
 )
 def test_context_parallel_ranks_may_hold_samples_whole(

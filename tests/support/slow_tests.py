@@ -324,6 +324,7 @@ SLOW: dict[str, dict[str, int]] = {
     "distributed/test_lora.py": {"*": 0, "test_gradients_of_adapters": 100},
     "distributed/test_lora_runs.py": {"*": 0},
     "distributed/test_out_of_memory.py": {"*": 0},
+    "distributed/test_matrix.py": {"test_context_parallel_ranks_may_hold_samples_whole": 4},
     "distributed/test_padding.py": {"test_poisoned_padding": 8},
     "distributed/test_parity.py": {"*": 0, "test_images_lie_across_context_parallel_chunks": 1},
     "distributed/test_plan.py": {"*": 0},

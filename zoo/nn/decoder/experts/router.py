@@ -14,6 +14,8 @@ from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
     topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -110,20 +112,39 @@ class Router(TopKRouter):
             router_replay=choice,
             dense_output=True,
         )
-        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient and self.training and torch.is_grad_enabled():
             assert choice.own is not None
-            if self.score_function == "softmax" and not config.moe_router_num_groups:
-                scores, counted = logits.softmax(dim=-1, dtype=torch.float32), _spread(choice.own, logits)
-                if mask is not None:
-                    scores, counted = scores * ~mask[:, None], counted & ~mask[:, None]
-            else:
-                counted, scores = compute_routing_scores_for_aux_loss(
-                    logits, self.topk, self.score_function, padding_mask=mask
-                )
-            weights = self._apply_aux_loss(weights, scores, counted, with_padding_mask=mask is not None)
+            weights = self._with_aux_loss(weights, logits, choice.own, mask, coefficient)
         if self.enable_expert_bias:
             self._apply_expert_bias(_spread(chosen, logits), mask)
         return weights.float(), chosen
+
+    def _with_aux_loss(
+        self, weights: Tensor, logits: Tensor, chosen: Tensor, mask: Tensor | None, coefficient: float
+    ) -> Tensor:
+        """weights (N, k) with the loss of uneven experts attached to their gradient (Switch Transformer, arXiv 2101.03961, eq. 4).
+
+        logits (N, E), and the router's own choice `chosen` (N, k); mask (N,) bool, True on padding.
+        """
+        if self.score_function == "softmax" and not self.config.moe_router_num_groups:
+            scores, counted = logits.softmax(dim=-1, dtype=torch.float32), _spread(chosen, logits)
+            if mask is not None:
+                scores, counted = scores * ~mask[:, None], counted & ~mask[:, None]
+        else:
+            counted, scores = compute_routing_scores_for_aux_loss(
+                logits, self.topk, self.score_function, padding_mask=mask
+            )
+        by_expert, own, total = get_tokens_per_expert_and_token_count(
+            counted, self.tp_cp_group, self.topk, with_padding_mask=mask is not None
+        )
+        loss = switch_load_balancing_loss_func(
+            scores, by_expert, total, self.topk, logits.shape[1], coefficient
+        )
+        found: Tensor = self.attach_and_log_load_balancing_loss(
+            weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=own
+        )
+        return found
 
     def gating(self, input: Tensor) -> Tensor:
         """(..., hidden) -> logits (..., E).
