@@ -116,7 +116,7 @@ class Router(TopKRouter):
         if coefficient and self.training and torch.is_grad_enabled():
             assert choice.own is not None
             weights = self._with_aux_loss(weights, logits, choice.own, mask, coefficient)
-        if self.enable_expert_bias:
+        if self.enable_expert_bias and not self.frozen_expert_bias:
             self._apply_expert_bias(_spread(chosen, logits), mask)
         return weights.float(), chosen
 
