@@ -76,6 +76,14 @@ def test_logits_of_bf16_states_are_those_of_fp32(cpu_world: Any) -> None:
         assert (found.grad != want.grad.bfloat16()).float().mean() < 0.01
 
 
+def router_of(config: TransformerConfig, world: Any) -> Router:
+    """The same one for the same config."""
+    router = Router(config=config, pg_collection=world.groups, is_mtp_layer=False)
+    router.set_layer_number(1)
+    torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+    return router
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "settings",
@@ -103,10 +111,7 @@ def test_choices_and_gradients_are_those_of_megatron_core(
     mask = torch.rand(40, 2, generator=random) < 0.3 if masked else None
     found = []
     for direct in (True, False):
-        torch.manual_seed(0)
-        router = Router(config=config, pg_collection=cpu_world.groups, is_mtp_layer=False)
-        router.set_layer_number(1)
-        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+        router = router_of(config, cpu_world)
         if router.expert_bias is not None:
             router.expert_bias.copy_(torch.linspace(-0.2, 0.2, 8))
         given = x.clone().requires_grad_()
@@ -133,10 +138,7 @@ def test_given_experts_leave_the_auxiliary_loss_to_the_routers_own(cpu_world: An
     x = torch.randn(30, 1, 16, generator=torch.Generator().manual_seed(0))
     gradients = []
     for direct in (True, False):
-        torch.manual_seed(0)
-        router = Router(config=config, pg_collection=cpu_world.groups, is_mtp_layer=False)
-        router.set_layer_number(1)
-        torch.nn.init.normal_(router.weight, generator=torch.Generator().manual_seed(1))
+        router = router_of(config, cpu_world)
         given = torch.tensor([[0, 1]]).expand(30, 1, 2)
         layer = SimpleNamespace(mlp=SimpleNamespace(router=router), config=config, layer_number=1)
         with Routing(given).on(layer):
