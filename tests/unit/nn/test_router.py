@@ -133,7 +133,7 @@ def test_given_experts_leave_the_auxiliary_loss_to_the_routers_own(cpu_world: An
     """As megatron-core has it: a replayed choice is not what the router is to balance."""
     config = TransformerConfig(
         num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=8, moe_router_topk=2,
-        moe_router_dtype="fp32", moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss", moe_layer_freq=[1],
+        moe_router_dtype="fp32", add_bias_linear=False, moe_aux_loss_coeff=1.0, moe_router_load_balancing_type="aux_loss", moe_layer_freq=[1],
     )  # fmt: skip
     x = torch.randn(30, 1, 16, generator=torch.Generator().manual_seed(0))
     gradients = []
