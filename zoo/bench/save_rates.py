@@ -158,7 +158,9 @@ class SavesRun(BenchRun):
         for number_ in range(self.given["saves"]):
             saves.append(self._measured_save(lines))
             self._say(_of_save(number_ + 1, saves[-1]))
+        done = len(lines.steps)
         plain = self._plain_step_ms(lines, max(int(save["steps"]) for save in saves))
+        self._say(_of_steps_behind([line["step_ms"] for line in lines.steps[done:]]))
         loading = self._measured_load()
         self._say(_of_load(loading))
         self.saver.close()
@@ -267,6 +269,12 @@ def _of_save(number_: int, save: dict[str, float]) -> str:
         f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
         f"{in_words(save['bytes'] / save['write_s'])}/s"
     )
+
+
+def _of_steps_behind(found: Sequence[float]) -> str:
+    part = max(1, len(found) // 4)
+    first, last = median(found[:part]), median(found[-part:])
+    return f"steps behind   {first:,.0f} ms at first, {last:,.0f} ms at last"
 
 
 def _of_load(load: dict[str, float]) -> str:
