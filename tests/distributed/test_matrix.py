@@ -223,7 +223,7 @@ def _run(plain: Prepared, ranks: int, overrides: tuple[str, ...], pool: Pool) ->
 
 
 def _errors(held: list[Held], plain: Prepared, index: int) -> tuple[float, float, float, str]:
-    """Of the loss, log-probabilities and gradients of a layout, and the parameter with the last one."""
+    """The largest relative errors of a layout's loss, log-probabilities and gradients, and the parameter with the last one."""
     error, name = worst(full_gradients(held), plain.gradients)
     tokens = logprob_error(held, plain.batches[index], plain.logprobs)
     return abs(total_loss(held) - plain.loss) / plain.loss, tokens, error, name

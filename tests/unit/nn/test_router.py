@@ -99,7 +99,7 @@ def router_of(config: TransformerConfig, world: Any) -> Router:
 def test_choices_and_gradients_are_those_of_megatron_core(
     cpu_world: Any, settings: dict[str, Any], masked: bool
 ) -> None:
-    """Of weights, auxiliary losses and the bias's counts: megatron-core's forward pass spreads them over all experts."""
+    """Weights, gradients with auxiliary losses, and the bias's counts, against megatron-core's forward pass."""
     values = {"moe_aux_loss_coeff": 1e-1, "moe_router_load_balancing_type": "aux_loss", **settings}
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, num_moe_experts=8, moe_router_topk=3,
