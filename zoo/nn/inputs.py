@@ -53,9 +53,9 @@ class ModelInputs:
     media: Mapping[str, Any] = field(default_factory=dict)
     placements: Mapping[str, Placement] = field(default_factory=dict)  # tower name -> where it goes
     shared: Mapping[str, int] = field(default_factory=dict)  # tower name -> most embeddings a rank makes
-    label_rows: Tensor | None = None  # (N,) int64 rows that predict a label; None: all rows
+    label_rows: Tensor | None = None  # (M,) int64 rows that predict a label; None: all rows
     targets: Tensor | None = (
-        None  # (N,) int64 the token each such row should predict, behind the exchange; None: logits of the rows
+        None  # (N,) int64 the token that each state should predict, after the exchange if there is one; None: logits
     )
     label_exchange: Exchange | None = None  # brings the states of label_rows to the ranks of their targets
     count_correct: bool = False  # also say whether each target was the most likely token
@@ -63,7 +63,7 @@ class ModelInputs:
     temperature: float | Tensor = 1.0
     entropy: bool = False  # also the entropy of what predicts each target
     teaching: Teaching | None = None  # of the targets: also the divergence from it
-    top: TopK | None = None  # the most likely tokens in the place of targets, in the place of losses
+    top: TopK | None = None  # the most likely tokens where targets stand, instead of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
 

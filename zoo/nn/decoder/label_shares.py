@@ -1,7 +1,7 @@
 """The labels of a row, shared out evenly over context-parallel ranks.
 
-Answers stand at the ends of samples, and in zigzag the first rank holds every sample's end: it would compute nearly all logits
-while the others wait. States travel to the rank whose share they are in, a hidden size each, where their logits are a vocabulary each.
+Answers stand at the ends of samples, and in zigzag the first rank holds every sample's end: it may compute most of the logits while
+others wait. A state travels to the rank whose share it is in: hidden size numbers, where its logits are as many as the vocabulary.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ class Ahead:
     input_ids: Tensor  # (B, T) int64 ids of tokens t+k, 0 where there is none
     padding_mask: Tensor  # (B, T) bool, True on padding and where there is no token t+k
     placements: Mapping[str, Any]  # tower name -> Placement: rows whose token t+k is of a medium
-    label_rows: Tensor  # (N,) int64 rows whose token t+k+1 has a label
-    targets: Tensor  # (N,) int64 that token
+    label_rows: Tensor  # (M,) int64 rows whose token t+k+1 has a label
+    targets: Tensor  # (N,) int64 that token, of each state after the exchange if there is one
     label_exchange: Exchange | None = None  # brings the states of label_rows to the ranks of their targets
 
 
