@@ -32,7 +32,7 @@ from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
-from zoo.nn.kernels.rotary import rotate, rotate_qkv
+from zoo.nn.kernels.rotary import Norms, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -121,6 +121,21 @@ def main() -> dict[str, int | str]:
     both_ways(
         lambda x: rotate_qkv(x, torch.zeros(TOKENS, 72), torch.zeros(TOKENS, 72), 96), (TOKENS, 3, 16, 72)
     )
+    for shape, gated_heads, turning in (
+        ((8, 4, 128), False, 128),
+        ((2, 8, 256), True, 64),
+        ((8, 4, 64), False, 64),
+    ):
+        groups, repeats, width = shape
+        cos = torch.zeros(TOKENS, turning)
+        mixed = TOKENS, groups, repeats * (2 if gated_heads else 1) + 2, width
+
+        def heads(x: Tensor, *weights: Tensor, given: Any = (cos, cos, repeats, gated_heads)) -> Any:
+            return split_heads(x, *given, Norms(*weights, 1e-6) if weights else None)
+
+        both_ways(heads, mixed, (width,), (width,))
+        if not gated_heads:
+            both_ways(heads, mixed)
     both_ways(lambda x: cross_entropy(x, positions[:300], None), (300, 151_936))
     for size in (TOKENS * 16, TOKENS):  # whose ends lie on whole vectors, or not
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):

@@ -18,6 +18,7 @@ from torch import Tensor
 import zoo.nn.kernels.gelu
 import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
+import zoo.nn.kernels.rotary
 from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.decoder.experts import exchange
 from zoo.nn.decoder.experts.exchange import Permutation
@@ -30,7 +31,7 @@ from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
-from zoo.nn.kernels.rotary import rotate, rotate_qkv
+from zoo.nn.kernels.rotary import Norms, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
 
 LENGTHS = (1, 2, 70, 40, 3)  # of segments: one token, fewer than the convolution sees, more than a tile
@@ -62,6 +63,27 @@ def error(kernel: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor
 def turned(x: Tensor, angles: Tensor) -> Tensor:
     """`rotate` in plain PyTorch."""
     return apply_rotary(x[:, None], angles.cos()[:, None, None], angles.sin()[:, None, None])[:, 0]
+
+
+def heads(groups: int, repeats: int, width: int, turning: int, *, gated: bool, normed: bool = True) -> float:
+    """Error of `split_heads` of 70 tokens, whose first `turning` channels turn; centred norms where `gated`."""
+    angles = torch.randn(70, turning // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    parts = [repeats] * (2 if gated else 1) + [1, 1]
+
+    def kernel(mixed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        norms = Norms(*weights, 1e-6, gated) if weights else None
+        return split_heads(mixed, cos, sin, repeats, gated, norms)
+
+    def plain(mixed: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        q, *gate, k, v = mixed.split(parts, dim=2)
+        both = [q.flatten(1, 2), k.flatten(1, 2)]
+        if weights:
+            both = [F.rms_norm(x, (width,), w + gated, 1e-6) for x, w in zip(both, weights, strict=True)]
+        return *(turned(x, angles) for x in both), v.flatten(1, 2) * 1.0, *(x * 1.0 for x in gate)
+
+    weights = (torch.randn(width), torch.randn(width)) if normed else ()
+    return error(kernel, plain, torch.randn(70, groups, sum(parts), width), *weights)
 
 
 def convolution(lengths: tuple[int, ...], width: int, taps: int) -> float:
@@ -215,6 +237,7 @@ def few_programs() -> None:
     for module in (zoo.nn.kernels.gelu, zoo.nn.kernels.layer_norm, zoo.nn.kernels.norm):
         launch = replace(module.backward_launch(40), programs=3, rows=4)
         module.backward_launch = lambda width, launch=launch: launch  # type: ignore[attr-defined]
+    zoo.nn.kernels.rotary.backward_launch = zoo.nn.kernels.norm.backward_launch
 
 
 def main() -> None:
@@ -277,6 +300,10 @@ def main() -> None:
             lambda x: tuple(F.pad(one, (0, 8)) for one in (turned(x[:, 0], angles), turned(x[:, 1], angles), x[:, 2])),
             torch.randn(9, 3, 5, 16),
         ),
+        "split_heads": heads(2, 4, 40, 40, gated=False),
+        "split_heads, turned in part": heads(2, 3, 40, 16, gated=True),
+        "split_heads, without norms": heads(3, 1, 40, 40, gated=False, normed=False),
+        "split_heads, gates without norms": heads(1, 2, 40, 16, gated=True, normed=False),
         "cross_entropy": error(
             lambda x: cross_entropy(x * 1.0, targets),
             lambda x: F.cross_entropy(x, targets, reduction="none"),
@@ -309,6 +336,7 @@ def main() -> None:
         errors |= {f"{name}, results {which}": value for name, value in residual_norms(which).items()}
     few_programs()
     errors |= {f"{name}, few programs": value for name, value in residual_norms(None).items()}
+    errors["split_heads, few programs"] = heads(2, 3, 40, 16, gated=True)
     errors["linear_gelu, few programs"] = gelu_of_linear(True, (5, 31))
     print(json.dumps(errors))
 

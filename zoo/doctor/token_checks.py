@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -263,32 +263,72 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
 
 def _rotary(subject: Subject) -> Iterator[Check]:
+    """Heads as attention gets them, out of what the linear gives; of a family that does more to them the rotary embedding alone."""
     config, shape = subject.config, subject.rotary
     layer = subject.layer()
     if layer is None:
         return
+    attention = layer.self_attention
     layout = row_layout(subject).to(subject.device)
-    heads, width = config.num_attention_heads, layer.self_attention.config.kv_channels
+    heads, width = config.num_attention_heads, attention.config.kv_channels
     half = (width if shape.whole else int(width * shape.fraction)) // 2
     turning = int(width * shape.fraction // 2) if shape.whole else half
     axes = axis_of_frequency(shape.sections, shape.interleaved) if shape.sections else [0] * half
+    positions = layout.positions.expand(max(axes) + 1, 1, -1).clone()
+    positions[1:] = positions[1:] // 3 + 5  # axes that differ, as of an image
+
+    def exact(x: Tensor) -> Tensor:
+        return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base, turning)
 
     def prepare() -> Trial:
-        positions = layout.positions.expand(max(axes) + 1, 1, -1).clone()
-        positions[1:] = positions[1:] // 3 + 5  # axes that differ, as of an image
         turn = subject.model.rotary(positions)
+        if attention.is_plain:
+            return _heads(subject, attention, turn, exact)
 
         def run(x: Tensor) -> Tensor:
             return apply_rotary(x[:, None], *turn)[:, 0]
 
-        def exact(x: Tensor) -> Tensor:
-            return references.rotary(x, positions[:, 0].double() / shape.factor, axes, shape.base, turning)
-
         return Trial(run, exact, {"x": randn(subject, layout.total, heads, width)})
 
     sizes = f"{heads} heads, {2 * half} of {width}, {max(axes) + 1} axes"
+    if attention.is_plain:
+        sizes += f", {attention.num_query_groups_per_partition} groups" + ", normed" * bool(
+            attention.q_layernorm
+        )
     bound = ROTARY_BOUNDS[subject.precision]
     yield Check("rotary", fused_name(subject), sizes, subject.precision, bound, FP32_IS_PLAIN, prepare)
+
+
+def _heads(
+    subject: Subject, attention: Any, turn: tuple[Tensor, Tensor], turned: Callable[[Tensor], Tensor]
+) -> Trial:
+    """Queries, keys, values and gates side by side; `turned`: what the reference makes of heads (T, H, D), their angles being `turn`."""
+    config, width = subject.config, attention.config.kv_channels
+    groups, gated = attention.num_query_groups_per_partition, bool(config.attention_output_gate)
+    repeats, centered = (
+        attention.num_attention_heads_per_partition // groups,
+        config.layernorm_zero_centered_gamma,
+    )
+    parts = [repeats] * (2 if gated else 1) + [1, 1]
+    norms = {"queries": attention.q_layernorm, "keys": attention.k_layernorm}
+    weights = {name: norm.weight for name, norm in norms.items() if norm is not None}
+    with torch.no_grad():
+        for weight in weights.values():
+            weight.normal_(0.0 if centered else 1.0, 0.25)
+
+    def run(mixed: Tensor) -> Tensor:
+        found = attention.turned_heads(mixed.flatten(1)[:, None], *turn)
+        return torch.cat([x.reshape(len(mixed), -1, width) for x in found], dim=1)
+
+    def exact(mixed: Tensor, **weights: Tensor) -> Tensor:
+        query, *gate, key, value = (x.flatten(1, 2) for x in mixed.split(parts, dim=2))
+        both = {"queries": query, "keys": key}
+        for name, weight in weights.items():
+            both[name] = references.rms_norm(both[name], weight + centered, config.layernorm_epsilon)
+        return torch.cat([*map(turned, both.values()), value, *gate], dim=1)
+
+    mixed = randn(subject, turn[0].shape[0], groups, sum(parts), width)
+    return Trial(run, exact, {"mixed": mixed}, weights)
 
 
 def _swiglu(subject: Subject) -> Check:

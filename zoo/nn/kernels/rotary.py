@@ -1,7 +1,8 @@
-"""Rotary embedding of heads by explicit angles (arXiv 2104.09864), in one pass each way."""
+"""Rotary embedding of heads by explicit angles (arXiv 2104.09864), alone or behind their norms, in one pass each way."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.launch import power_of_2
+from zoo.nn.kernels.functions import column_sums
+from zoo.nn.kernels.launch import cdiv, power_of_2, steps
+from zoo.nn.kernels.norm import backward_launch, forward_launch
 
 
 @triton.jit
@@ -114,4 +117,280 @@ def rotate_qkv(
     """
     wide = padded or qkv.shape[-1]
     out: tuple[Tensor, Tensor, Tensor] = _QKV.apply(qkv, cos.contiguous(), sin.contiguous(), wide)
+    return out
+
+
+@triton.jit
+def _angles(cos, sin, token, half, inside, TURNED: tl.constexpr):
+    place = token[:, None] * TURNED + half[None, :]
+    return (
+        tl.load(cos + place, mask=inside, other=0.0).to(tl.float32),
+        tl.load(sin + place, mask=inside, other=0.0).to(tl.float32),
+    )
+
+
+@triton.jit
+def _factors(weight, first, width, BLOCK: tl.constexpr, CENTERED: tl.constexpr):
+    """Values of a norm's weight from `first` on, `width` of them -> (1, BLOCK)."""
+    column = tl.arange(0, BLOCK)
+    factor = tl.load(weight + first + column, mask=column < width, other=0.0).to(tl.float32)
+    return (factor + 1.0 if CENTERED else factor)[None, :]
+
+
+@triton.jit
+def _source(
+    row, token_stride, group_stride, HEADS: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of heads that follow one another in a tensor of their own: their token, and where they stand in the mixed one, LEAD heads into a group."""
+    token, head = row // HEADS, row % HEADS
+    return token, token * token_stride + (head // REPEATS) * group_stride + (head % REPEATS + LEAD) * WIDTH
+
+
+@triton.jit
+def _heads_forward_rows(
+    mixed, weight, cos, sin, out, scale, program, rows, token_stride, group_stride, eps, HEADS: tl.constexpr,
+    REPEATS: tl.constexpr, LEAD: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr, NORMED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = TURNED // 2
+    row = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = (row < rows)[:, None]
+    token, start = _source(row, token_stride, group_stride, HEADS, REPEATS, LEAD, WIDTH)
+    half, rest = tl.arange(0, BLOCK_HALF), TURNED + tl.arange(0, BLOCK_REST)
+    in_half, in_rest = there & (half < HALF)[None, :], there & (rest < WIDTH)[None, :]
+    source = mixed + start[:, None]
+    first = tl.load(source + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+    if TURNED < WIDTH:
+        passed = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(first * first + second * second, axis=1)
+        if TURNED < WIDTH:
+            squares += tl.sum(passed * passed, axis=1)
+        inverse = 1.0 / tl.sqrt(squares / WIDTH + eps)
+        tl.store(scale + row, inverse, mask=row < rows)
+        first *= inverse[:, None] * _factors(weight, 0, HALF, BLOCK_HALF, CENTERED)
+        second *= inverse[:, None] * _factors(weight, HALF, HALF, BLOCK_HALF, CENTERED)
+        if TURNED < WIDTH:
+            passed *= inverse[:, None] * _factors(weight, TURNED, WIDTH - TURNED, BLOCK_REST, CENTERED)
+    c, s = _angles(cos, sin, token, half, in_half, TURNED)
+    target = out + row[:, None] * WIDTH
+    tl.store(target + half[None, :], (first * c - second * s).to(out.dtype.element_ty), mask=in_half)
+    tl.store(target + HALF + half[None, :], (second * c + first * s).to(out.dtype.element_ty), mask=in_half)
+    if TURNED < WIDTH:
+        tl.store(target + rest[None, :], passed.to(out.dtype.element_ty), mask=in_rest)
+
+
+@triton.jit(do_not_specialize=["tokens", "q_programs"])
+def _heads_forward(
+    mixed, q_weight, k_weight, cos, sin, q, k, q_scale, k_scale, tokens, q_programs, token_stride, group_stride, eps,
+    GROUPS: tl.constexpr, REPEATS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORMED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The first programs take queries, the others keys."""
+    program = tl.program_id(0)
+    if program < q_programs:
+        _heads_forward_rows(
+            mixed, q_weight, cos, sin, q, q_scale, program, tokens * (GROUPS * REPEATS), token_stride, group_stride, eps,
+            GROUPS * REPEATS, REPEATS, 0, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED, CENTERED, ROWS,
+        )  # fmt: skip
+    else:
+        _heads_forward_rows(
+            mixed, k_weight, cos, sin, k, k_scale, program - q_programs, tokens * GROUPS, token_stride,
+            group_stride, eps, GROUPS, 1, KEY, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED, CENTERED, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _heads_backward_rows(
+    grad, mixed, weight, cos, sin, scale, to_mixed, part, program, programs, rows, token_stride, group_stride,
+    HEADS: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORMED: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """`part`: where this program's part of the weight's gradient goes."""
+    HALF: tl.constexpr = TURNED // 2
+    half, rest = tl.arange(0, BLOCK_HALF), TURNED + tl.arange(0, BLOCK_REST)
+    if NORMED:
+        factor_first = _factors(weight, 0, HALF, BLOCK_HALF, CENTERED)
+        factor_second = _factors(weight, HALF, HALF, BLOCK_HALF, CENTERED)
+        factor_rest = _factors(weight, TURNED, WIDTH - TURNED, BLOCK_REST, CENTERED)
+        of_first = tl.zeros((ROWS, BLOCK_HALF), dtype=tl.float32)
+        of_second = tl.zeros((ROWS, BLOCK_HALF), dtype=tl.float32)
+        of_rest = tl.zeros((ROWS, BLOCK_REST), dtype=tl.float32)
+    for step in range(STEPS):
+        row = (program.to(tl.int64) + step * programs) * ROWS + tl.arange(0, ROWS)
+        there = (row < rows)[:, None]
+        token, start = _source(row, token_stride, group_stride, HEADS, REPEATS, LEAD, WIDTH)
+        in_half, in_rest = there & (half < HALF)[None, :], there & (rest < WIDTH)[None, :]
+        slope = grad + row[:, None] * WIDTH
+        one = tl.load(slope + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+        other = tl.load(slope + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32)
+        c, s = _angles(cos, sin, token, half, in_half, TURNED)
+        first, second = one * c + other * s, other * c - one * s
+        if TURNED < WIDTH:
+            passed = tl.load(slope + rest[None, :], mask=in_rest, other=0.0).to(tl.float32)
+        if NORMED:
+            inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+            source = mixed + start[:, None]
+            x_first = tl.load(source + half[None, :], mask=in_half, other=0.0).to(tl.float32) * inverse
+            x_second = (
+                tl.load(source + HALF + half[None, :], mask=in_half, other=0.0).to(tl.float32) * inverse
+            )
+            of_first += first * x_first
+            of_second += second * x_second
+            first *= factor_first
+            second *= factor_second
+            shared = tl.sum(first * x_first + second * x_second, axis=1)
+            if TURNED < WIDTH:
+                x_rest = tl.load(source + rest[None, :], mask=in_rest, other=0.0).to(tl.float32) * inverse
+                of_rest += passed * x_rest
+                passed *= factor_rest
+                shared += tl.sum(passed * x_rest, axis=1)
+                passed = (passed - x_rest * (shared / WIDTH)[:, None]) * inverse
+            first = (first - x_first * (shared / WIDTH)[:, None]) * inverse
+            second = (second - x_second * (shared / WIDTH)[:, None]) * inverse
+        target = to_mixed + start[:, None]
+        tl.store(target + half[None, :], first.to(to_mixed.dtype.element_ty), mask=in_half)
+        tl.store(target + HALF + half[None, :], second.to(to_mixed.dtype.element_ty), mask=in_half)
+        if TURNED < WIDTH:
+            tl.store(target + rest[None, :], passed.to(to_mixed.dtype.element_ty), mask=in_rest)
+    if NORMED:
+        tl.store(part + half, tl.sum(of_first, axis=0), mask=half < HALF)
+        tl.store(part + HALF + half, tl.sum(of_second, axis=0), mask=half < HALF)
+        if TURNED < WIDTH:
+            tl.store(part + rest, tl.sum(of_rest, axis=0), mask=rest < WIDTH)
+
+
+@triton.jit
+def _copy_rows(
+    grad, to_mixed, program, programs, rows, token_stride, group_stride, HEADS: tl.constexpr, REPEATS: tl.constexpr,
+    LEAD: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    for step in range(STEPS):
+        row = (program.to(tl.int64) + step * programs) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < WIDTH)[None, :]
+        _, start = _source(row, token_stride, group_stride, HEADS, REPEATS, LEAD, WIDTH)
+        value = tl.load(grad + row[:, None] * WIDTH + column[None, :], mask=inside)
+        tl.store(to_mixed + start[:, None] + column[None, :], value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "programs"])
+def _heads_backward(
+    of_q, of_k, of_v, of_gate, mixed, q_weight, k_weight, cos, sin, q_scale, k_scale, to_mixed, parts, tokens, programs,
+    token_stride, group_stride, GROUPS: tl.constexpr, REPEATS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
+    TURNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORMED: tl.constexpr,
+    CENTERED: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, KEY_STEPS: tl.constexpr,
+):  # fmt: skip
+    """`programs` take queries, as many keys, as many values, and as many gates, if there are any."""
+    program = tl.program_id(0) % programs
+    what = tl.program_id(0) // programs
+    part = parts + (2 * program + what) * WIDTH
+    if what == 0:
+        _heads_backward_rows(
+            of_q, mixed, q_weight, cos, sin, q_scale, to_mixed, part, program, programs, tokens * (GROUPS * REPEATS),
+            token_stride, group_stride, GROUPS * REPEATS, REPEATS, 0, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED,
+            CENTERED, ROWS, STEPS,
+        )  # fmt: skip
+    elif what == 1:
+        _heads_backward_rows(
+            of_k, mixed, k_weight, cos, sin, k_scale, to_mixed, part, program, programs, tokens * GROUPS,
+            token_stride, group_stride, GROUPS, 1, KEY, WIDTH, TURNED, BLOCK_HALF, BLOCK_REST, NORMED,
+            CENTERED, ROWS, KEY_STEPS,
+        )  # fmt: skip
+    elif what == 2:
+        _copy_rows(
+            of_v, to_mixed, program, programs, tokens * GROUPS, token_stride, group_stride, GROUPS, 1, KEY + 1,
+            WIDTH, BLOCK, ROWS, KEY_STEPS,
+        )  # fmt: skip
+    elif KEY > REPEATS:  # gates, where there are any
+        _copy_rows(
+            of_gate, to_mixed, program, programs, tokens * (GROUPS * REPEATS), token_stride, group_stride,
+            GROUPS * REPEATS, REPEATS, REPEATS, WIDTH, BLOCK, ROWS, STEPS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Norms:
+    """RMSNorms of queries and of keys: weights (D,) each, which are added to 1 if `centered`."""
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+    centered: bool = False
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, cos: Tensor, sin: Tensor, repeats: int, gated: bool, norms: Norms | None,
+        q_weight: Tensor | None, k_weight: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        tokens, groups, _, width = mixed.shape
+        turned, key = cos.shape[-1], repeats * (2 if gated else 1)
+        q = torch.empty(tokens, groups * repeats, width, dtype=mixed.dtype, device=mixed.device)
+        k = torch.empty(tokens, groups, width, dtype=mixed.dtype, device=mixed.device)
+        scales = None if norms is None else torch.empty(tokens * groups * (repeats + 1), device=mixed.device)
+        ctx.shape = {
+            "GROUPS": groups, "REPEATS": repeats, "KEY": key, "WIDTH": width, "TURNED": turned,
+            "BLOCK_HALF": power_of_2(turned // 2), "BLOCK_REST": power_of_2(max(1, width - turned)),
+            "NORMED": norms is not None, "CENTERED": norms is not None and norms.centered,
+        }  # fmt: skip
+        ctx.strides, ctx.gated = mixed.stride()[:2], gated
+        launch = forward_launch(width)
+        of_q = tokens * groups * repeats
+        programs = cdiv(of_q, launch.rows), cdiv(tokens * groups, launch.rows)
+        q_scale, k_scale = (None, None) if scales is None else (scales[:of_q], scales[of_q:])
+        _heads_forward[(sum(programs),)](
+            mixed, q_weight, k_weight, cos, sin, q, k, q_scale, k_scale, tokens, programs[0], *ctx.strides,
+            0.0 if norms is None else norms.eps, **ctx.shape, ROWS=launch.rows, num_warps=launch.warps,
+        )  # fmt: skip
+        ctx.save_for_backward(mixed if norms else None, q_weight, k_weight, cos, sin, q_scale, k_scale)
+        rest = (mixed[:, :, key + 1], *((mixed[:, :, repeats:key],) if gated else ()))
+        return q, k, *rest
+
+    @staticmethod
+    def backward(ctx: Any, of_q: Tensor, of_k: Tensor, of_v: Tensor, *of_gate: Tensor) -> tuple[Any, ...]:
+        mixed, q_weight, k_weight, cos, sin, q_scale, k_scale = ctx.saved_tensors
+        tokens, groups, width = of_k.shape
+        repeats, normed = ctx.shape["REPEATS"], ctx.shape["NORMED"]
+        to_mixed = torch.empty(
+            tokens, groups, ctx.shape["KEY"] + 2, width, dtype=of_k.dtype, device=of_k.device
+        )
+        launch = backward_launch(width)
+        tiles = cdiv(tokens * groups * repeats, launch.rows)
+        each = steps(tiles, launch.programs)
+        programs = cdiv(tiles, each)
+        parts = torch.empty(programs, 2 * width if normed else 0, device=of_k.device)
+        _heads_backward[(programs * (3 + len(of_gate)),)](
+            of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_gate[0].contiguous() if of_gate else None,
+            mixed, q_weight, k_weight, cos, sin, q_scale, k_scale, to_mixed, parts, tokens, programs, *to_mixed.stride()[:2],
+            **ctx.shape, BLOCK=power_of_2(width), ROWS=launch.rows, STEPS=each,
+            KEY_STEPS=cdiv(cdiv(tokens * groups, launch.rows), programs), num_warps=launch.warps,
+        )  # fmt: skip
+        of_weights: tuple[Tensor | None, ...] = (None, None)
+        if normed:
+            of_weights = column_sums(parts).to(q_weight.dtype).chunk(2)
+        return to_mixed, None, None, None, None, None, *of_weights
+
+
+def split_heads(
+    mixed: Tensor, cos: Tensor, sin: Tensor, repeats: int, gated: bool = False, norms: Norms | None = None
+) -> tuple[Tensor, ...]:
+    """Heads as a linear gives them, group by group -> queries and keys normed and turned, values, and gates if `gated`.
+
+    Args:
+        mixed: (T, G, R + 2 or 2 R + 2, D) dense: R queries of a group of heads, R gates if `gated`, one key, one value.
+        cos, sin: (T, at most D) fp32, of the first channels, the same in both halves.
+        repeats: R.
+        norms: None where heads are turned as they come.
+
+    Returns:
+        (T, G R, D), (T, G, D), (T, G, D) and (T, G, R, D); the last two are views of `mixed`.
+    """
+    weights = (None, None) if norms is None else (norms.queries, norms.keys)
+    out: tuple[Tensor, ...] = _Heads.apply(
+        mixed.contiguous(), cos.contiguous(), sin.contiguous(), repeats, gated, norms, *weights
+    )
     return out

@@ -27,6 +27,7 @@ from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.rotary import apply_rotary
 from zoo.nn.decoder.attention.varlen import Reach, gathered_attention, sdpa, segment_attention
 from zoo.nn.decoder.config import of_layer
+from zoo.nn.decoder.norm import RMSNorm
 from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.kernels import fused
 from zoo.packing import PackedLayout
@@ -93,6 +94,42 @@ class SelfAttention(McoreSelfAttention):
             value = F.rms_norm(value, value.shape[-1:], None, self.config.layernorm_epsilon)
         return query, key, value, *gate
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether `turned_heads` knows all that is done to queries, keys and values."""
+        shared = self.config.num_query_groups < self.world_size  # ranks with parts of a group of heads
+        return not (shared or self.values_are_keys or getattr(self.config, "value_norm", False))
+
+    def turned_heads(self, mixed: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+        """What the linear gives (T, B, width) as queries and keys, normed and turned by angles (T, B, 1, D), values, and gates.
+
+        (T, B, heads or groups, D) each; gates, where the config says so, are (T, B, groups, heads of a group, D). megatron-core splits heads
+        in the same way, and copies the queries. On a GPU one kernel does all of it.
+        """
+        gated, lead = bool(self.config.attention_output_gate), mixed.shape[:2]
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        repeats = self.num_attention_heads_per_partition // groups
+        mixed = mixed.view(*lead, groups, -1, width)
+        norms = (self.q_layernorm, self.k_layernorm)
+        if fused(mixed) and (norms == (None, None) or all(isinstance(norm, RMSNorm) for norm in norms)):
+            from zoo.nn.kernels.rotary import Norms, split_heads
+
+            of_queries, of_keys = norms
+            weights = of_queries and Norms(
+                of_queries.weight, of_keys.weight, of_queries.eps, of_queries.zero_centered
+            )
+            angles = (x.reshape(-1, x.shape[-1]) for x in (cos, sin))
+            return [
+                x.unflatten(0, lead)
+                for x in split_heads(mixed.flatten(0, 1), *angles, repeats, gated, weights)
+            ]
+        query, *gate, key, value = mixed.split([repeats] * (2 if gated else 1) + [1, 1], dim=3)
+        turned = (
+            apply_rotary(x if norm is None else norm(x), cos, sin)
+            for x, norm in zip((query.flatten(2, 3), key.squeeze(3)), norms, strict=True)
+        )
+        return [*turned, value.squeeze(3), *gate]
+
     def _queries_and_keys(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixed, _ = self.linear_qk(hidden_states)
         width, groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
@@ -112,10 +149,14 @@ class SelfAttention(McoreSelfAttention):
         """`rotary_pos_emb`: cos and sin (T, B, 1, D) of this rank's tokens."""
         refuse_unused("SelfAttention", {**unused, "attention_mask": attention_mask})
         gated = self.config.attention_output_gate
-        query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
-        if rotary_pos_emb is not None:
-            query = apply_rotary(query, *rotary_pos_emb)
-            key = apply_rotary(key, *rotary_pos_emb)
+        if rotary_pos_emb is not None and self.is_plain:
+            mixed, _ = self.linear_qkv(hidden_states)
+            query, key, value, *gate = self.turned_heads(mixed, *rotary_pos_emb)
+        else:
+            query, key, value, *gate = self.get_query_key_value_tensors(hidden_states, output_gate=gated)
+            if rotary_pos_emb is not None:
+                query = apply_rotary(query, *rotary_pos_emb)
+                key = apply_rotary(key, *rotary_pos_emb)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
