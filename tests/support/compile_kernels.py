@@ -25,7 +25,15 @@ from zoo.nn.adamw.kernel import adamw, make_tables
 from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
-from zoo.nn.kernels.experts import accumulate, add_lowrank, gather_rows, sum_rows
+from zoo.nn.kernels.experts import (
+    accumulate,
+    add_lowrank,
+    count_choices,
+    gather_rows,
+    place_choices,
+    sum_rows,
+    take,
+)
 from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
 from zoo.nn.kernels.gelu import linear_gelu
@@ -35,7 +43,13 @@ from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
 from zoo.nn.kernels.rotary import Norms, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
 
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
 TOKENS = 5000
 
 Launch = tuple[Any, dict[str, str], dict[tuple[int, ...], Any], dict[str, Any]]
@@ -109,6 +123,14 @@ def main() -> dict[str, int | str]:
     permutation = Permutation.of(positions[:, None] % 128, 128, TOKENS)
     gather_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.tokens)
     sum_rows(torch.zeros(TOKENS, 2048).bfloat16(), permutation.places)
+    for chosen, experts in (
+        (torch.zeros(TOKENS, 8, dtype=torch.int64), 128),
+        (torch.zeros(TOKENS, 16).int()[:, 8:], 32),
+    ):
+        empty = None if experts == 128 else torch.zeros(TOKENS, 1, dtype=torch.bool)
+        counts, upto = count_choices(chosen, experts, 0, empty)
+        places = place_choices(chosen, experts, 0, empty, counts, upto)[2]
+        take(torch.zeros(TOKENS * 8, 1), places)
     for rank in (16, 32, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
         add_lowrank(*(one.bfloat16() for one in given), permutation.ends)

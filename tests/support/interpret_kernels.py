@@ -194,6 +194,25 @@ def permutation_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Per
     return Permutation.of(chosen, here, count), count
 
 
+def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, share: float | None) -> float:
+    """0 if choices are sorted as plain PyTorch sorts them, a `share` of the rows being empty; they lie beside something else."""
+    chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices.to(torch.int32)
+    chosen = torch.cat([chosen, chosen], dim=1)[:, topk:]
+    empty = None if share is None else torch.rand(tokens, 1) < share
+    counts, upto = kernels.count_choices(chosen, here, first, empty)
+    found = kernels.place_choices(chosen, here, first, empty, counts, upto)
+    wanted = exchange._sorted(chosen, here, first, empty)
+    count = int(upto[-1])
+    assert count == int(wanted[3][-1])
+    behind = zip(found[:2], wanted[:2], strict=True)
+    same = [torch.equal(a[:count], b[:count]) for a, b in behind]
+    same += [torch.equal(a, b) for a, b in zip(found[2:], wanted[2:], strict=True)]
+    values = torch.randn(tokens, 2 * topk)[:, topk:]
+    for table, index in ((values, found[1][:count]), (torch.randn(count, 1), found[2])):
+        same.append(torch.equal(kernels.take(table, index), exchange.take(table, index)))
+    return float(not all(same))
+
+
 def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) -> float:
     """Error of the way to experts and back."""
     permutation, count = permutation_of(experts, here, tokens, topk)
@@ -275,6 +294,11 @@ def main() -> None:
         "tokens to experts": experts_ways(8, 8, 12, 2, 40),
         "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
         "gradients of two micro-batches": added_gradients(5000),
+        "sorted choices": sorted_choices(20, 5, 10, 700, 4, None),
+        "sorted choices, empty rows": sorted_choices(7, 3, 0, 130, 3, 0.3),
+        "sorted choices, many experts": sorted_choices(300, 300, 0, 9, 8, None),
+        "sorted choices, none here": sorted_choices(6, 2, 6, 40, 2, None),
+        "sorted choices, no tokens": sorted_choices(6, 2, 0, 0, 2, None),
         "low-rank products": lowrank_products(300, 8, [0, 70, 70, 200, 201]),
         "wide ones": lowrank_products(40, 40, [3, 5, 5]),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),

@@ -1,4 +1,7 @@
-"""Kernels of experts: rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
+"""Kernels of experts: choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
+
+Choices are sorted by counting, each block of them by itself: how many of a block each expert has, then where each choice stands. A sort
+of keys would be four launches, and what stands around it ten more, for which the host takes longer than the GPU.
 
 `gather_rows` and `sum_rows` are each other's gradients, so neither needs atomic additions: sums are in fp32, in the order of the places,
 and the same in every run. `add_lowrank` is the second product of an adapter. A grouped product would write it, and an addition read
@@ -17,12 +20,140 @@ from torch import Tensor
 from zoo.nn.kernels.launch import Launch, cdiv, power_of_2
 
 RANKS = 64  # the widest that `add_lowrank` takes
+CELLS = 2**14  # choices by experts that a program of the sort compares at once
 
 
 @lru_cache
 def lowrank_launch(rank: int) -> Launch:
     """Fewer columns of a wide adapter, for which there are registers; 256 of rank 16 were measured, at 3.5 TB/s on an H200."""
     return Launch(rows=64, columns=256 if rank <= 16 else 128, warps=8)
+
+
+@triton.jit
+def _expert(
+    chosen, empty, place, count, first, row_stride, TOPK: tl.constexpr, EXPERTS: tl.constexpr, HAS_EMPTY: tl.constexpr
+):  # fmt: skip
+    """The expert of each choice, counted from the first one here; EXPERTS of one that is not, and of an empty row's."""
+    inside = place < count
+    token = place // TOPK
+    expert = tl.load(chosen + token * row_stride + place % TOPK, mask=inside, other=0).to(tl.int32) - first
+    here = inside & (expert >= 0) & (expert < EXPERTS)
+    if HAS_EMPTY:
+        here = here & (tl.load(empty + token, mask=inside, other=1) == 0)
+    return tl.where(here, expert, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["count", "first", "blocks"])
+def _count_choices(
+    chosen, empty, counts, count, first, row_stride, blocks, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_EMPTY: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    mine = _expert(chosen, empty, place, count, first, row_stride, TOPK, EXPERTS, HAS_EMPTY)
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + expert * blocks + block, found, mask=expert < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["count", "first", "blocks"])
+def _place_choices(
+    chosen, empty, counts, upto, tokens, choices, places, ends, count, first, row_stride, blocks, TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr, HAS_EMPTY: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    mine = _expert(chosen, empty, place, count, first, row_stride, TOPK, EXPERTS, HAS_EMPTY)
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    known = expert < EXPERTS
+    its = mine[:, None] == expert[None, :]
+    cell = expert * blocks + block
+    start = tl.load(upto + cell, mask=known, other=0) - tl.load(counts + cell, mask=known, other=0)
+    upto_here = tl.cumsum(its.to(tl.int32), axis=0) + start[None, :]
+    row = tl.sum(tl.where(its, upto_here, 0), axis=1) - 1
+    here = mine < EXPERTS
+    tl.store(places + place, tl.where(here, row, -1), mask=place < count)
+    tl.store(tokens + row, place // TOPK, mask=here)
+    tl.store(choices + row, place, mask=here)
+    if block == 0:
+        tl.store(ends + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _take(values, index, out, count, row_stride, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < count
+    source = tl.load(index + place, mask=inside, other=-1)
+    value = tl.load(values + source // TOPK * row_stride + source % TOPK, mask=source >= 0, other=0.0)
+    tl.store(out + place, value, mask=inside)
+
+
+def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
+    """Of a sort: how many blocks of choices there are, and the constants of its kernels."""
+    wide = power_of_2(experts)
+    size = max(16, min(1024, CELLS // wide))
+    constants = {"TOPK": chosen.shape[1], "EXPERTS": experts, "EXPERTS_BLOCK": wide, "BLOCK": size}
+    return cdiv(chosen.numel(), size), constants
+
+
+def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The first half of a sort of choices (M, k) by expert, of which there are `experts` here, from `first` on.
+
+    Args:
+        chosen: int32 or int64, numbered over all ranks; rows lie at any stride.
+        empty: (M, 1) bool, rows whose choices don't count; None where there are none.
+
+    Returns:
+        int32: choices of each expert and block, and how many there are of all that come before, and of these. The last is how many are here.
+    """
+    blocks, constants = _blocks(chosen, experts)
+    make = torch.empty if blocks else torch.zeros
+    counts = make(experts * max(1, blocks), dtype=torch.int32, device=chosen.device)
+    if blocks:
+        _count_choices[(blocks,)](
+            chosen, empty, counts, chosen.numel(), first, chosen.stride(0), blocks, HAS_EMPTY=empty is not None,
+            num_warps=8, **constants,
+        )  # fmt: skip
+    return counts, counts.cumsum(0, dtype=torch.int32)
+
+
+def place_choices(
+    chosen: Tensor, experts: int, first: int, empty: Tensor | None, counts: Tensor, upto: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The other half, with what `count_choices` gave for the same choices.
+
+    Returns:
+        int32: token (M k,) and choice (M k,) of each row, of which those behind the last choice here have no meaning; the row (M, k) of each
+        choice, -1 where its expert is not here; and where the experts' rows end (E,).
+    """
+    blocks, constants = _blocks(chosen, experts)
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=chosen.device)
+
+    tokens, choices, places, ends = (
+        room(chosen.numel()),
+        room(chosen.numel()),
+        room(*chosen.shape),
+        room(experts),
+    )
+    if not blocks:
+        return tokens, choices, places, ends.zero_()
+    _place_choices[(blocks,)](
+        chosen, empty, counts, upto, tokens, choices, places, ends, chosen.numel(), first, chosen.stride(0), blocks,
+        HAS_EMPTY=empty is not None, num_warps=8, **constants,
+    )  # fmt: skip
+    return tokens, choices, places, ends
+
+
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """Values of (M, k), whose rows lie at any stride, at places (...) counted through all of them; 0 at -1."""
+    out = torch.empty(index.shape, dtype=values.dtype, device=values.device)
+    if count := index.numel():
+        _take[(cdiv(count, 1024),)](
+            values, index, out, count, values.stride(0), TOPK=values.shape[1], BLOCK=1024, num_warps=4
+        )
+    return out
 
 
 @triton.jit

@@ -51,13 +51,23 @@ def sum_rows(y: Tensor, places: Tensor) -> Tensor:
     return total.to(y.dtype)
 
 
+def take(values: Tensor, index: Tensor) -> Tensor:
+    """Values of (M, k), whose rows lie at any stride, at places (...) counted through all of them, without autograd; 0 at -1."""
+    if has_kernels(values):
+        from zoo.nn.kernels import experts as kernel
+
+        return kernel.take(values, index)
+    padded = torch.cat([values.flatten(), values.new_zeros(1)])  # -1 is the last
+    return padded[index.long()]
+
+
 @dataclass(frozen=True)
 class Permutation:
     """The rows of M tokens sorted by expert: a token has a row for each of its experts on this rank, C rows in all.
 
     Attributes:
         tokens: (C,) int32, the token of each row.
-        choices: (C,) int64, the same in the tokens' choices laid end to end, token * k + choice.
+        choices: (C,) int32, the same in the tokens' choices laid end to end, token * k + choice.
         places: (M, k) int32, the row of each choice of a token; -1: its expert is not here.
         ends: (E,) int32, where the rows of each expert end.
     """
@@ -68,23 +78,48 @@ class Permutation:
     ends: Tensor
 
     @classmethod
-    def of(cls, chosen: Tensor, experts: int, count: int | None) -> Permutation:
-        """Sort the choices (M, k) by expert, `experts` standing for one that is not here.
+    def of(
+        cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, empty: Tensor | None = None
+    ) -> Permutation:
+        """Sort choices by expert.
 
-        `count` of them are here; where that is None, the host waits for it, beside the sorting.
+        Args:
+            chosen: (M, k) int32 or int64, numbered over all ranks.
+            experts: that are here.
+            count: how many choices are of these; where it is None, the host waits for it, beside the sorting.
+            first: the number of the first one.
+            empty: (M, 1) bool, rows whose choices are no one's; None where there are none.
         """
-        keys, topk = chosen.flatten(), chosen.shape[1]
-        here = None if count is not None else _read((keys < experts).sum())
-        kind = torch.uint8 if experts < 255 else torch.int16
-        ordered, order = keys.to(kind).sort(stable=True)
-        every = torch.arange(experts, device=keys.device).to(kind)
-        ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
-        place = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
-        if count != len(keys):
-            place.masked_fill_(place >= ends[-1], -1)
-        places = torch.empty_like(place).scatter_(0, order, place).view(-1, topk)
-        choices = order[: here() if here else count]
-        return cls((choices // topk).to(torch.int32), choices, places, ends)
+        if has_kernels(chosen):
+            from zoo.nn.kernels import experts as kernel
+
+            counts, upto = kernel.count_choices(chosen, experts, first, empty)
+            here = None if count is not None else _read(upto[-1])
+            found = kernel.place_choices(chosen, experts, first, empty, counts, upto)
+        else:
+            found = _sorted(chosen, experts, first, empty)
+            here = None if count is not None else _read(found[3][-1])
+        tokens, choices, places, ends = found
+        count = here() if here else count
+        return cls(tokens[:count], choices[:count], places, ends)
+
+
+def _sorted(
+    chosen: Tensor, experts: int, first: int, empty: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`place_choices` of zoo.nn.kernels.experts, in plain PyTorch."""
+    local = chosen.to(torch.int32) - first
+    elsewhere = (local < 0) | (local >= experts)
+    if empty is not None:
+        elsewhere |= empty
+    ordered, order = local.masked_fill(elsewhere, experts).flatten().sort(stable=True)
+    every = torch.arange(experts, dtype=torch.int32, device=chosen.device)
+    ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
+    rows = torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device)
+    rows.masked_fill_(rows >= ends[-1], -1)
+    places = torch.empty_like(rows).scatter_(0, order, rows).view(chosen.shape)
+    order = order.to(torch.int32)
+    return order // chosen.shape[1], order, places, ends
 
 
 def _read(number: Tensor) -> Callable[[], int]:
@@ -119,10 +154,10 @@ class Exchange(ABC):
     first: int
     choices: int | None
 
-    def numbered(self, chosen: Tensor) -> Tensor:
-        """Experts (M, k), numbered over all ranks, as this rank numbers its own; `self.experts` for those of others."""
-        here = chosen - self.first
-        return torch.where((here >= 0) & (here < self.experts), here, self.experts)
+    @property
+    def empty_rows(self) -> Tensor | None:
+        """(M, 1) bool, of those that arrive, rows that are no token's; None where there are none."""
+        return None
 
     @abstractmethod
     def send(self, x: Tensor) -> Callable[[], Tensor]:
@@ -226,10 +261,10 @@ class ExchangeWithAll(Exchange):
             empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
         return cls(group, experts, rank // shares * experts, None, most, places, empty)
 
-    def numbered(self, chosen: Tensor) -> Tensor:
-        """See `Exchange`. Empty rows get `self.experts`, as if their experts were elsewhere."""
-        found = super().numbered(chosen)
-        return found if self.empty is None else found.masked_fill_(self.empty, self.experts)
+    @property
+    def empty_rows(self) -> Tensor | None:
+        """See `Exchange`."""
+        return self.empty
 
     def send(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Exchange`. Empty rows are zeros."""

@@ -26,6 +26,7 @@ from zoo.nn.decoder.experts.exchange import (
     Permutation,
     gather_rows,
     sum_rows,
+    take,
 )
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
 from zoo.packing.cost import ranks_sent_to
@@ -170,24 +171,25 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
-        exchange, chosen = call.exchange, call.chosen
-        count: int | None = chosen.numel()
-        if exchange is not None:
+        exchange, chosen, experts = call.exchange, call.chosen, call.experts
+        if exchange is None:
+            permutation = Permutation.of(chosen, experts.num_local_experts, chosen.numel())
+        else:
             choices = _dispatch_choices(exchange, weights, chosen)
             arrived = exchange.send(hidden)
             weights, chosen = choices()
-            count = exchange.choices
-        permutation = Permutation.of(chosen, call.experts.num_local_experts, count)
-        if exchange is not None:
+            permutation = Permutation.of(
+                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty_rows
+            )
             hidden = arrived()
-        ctx.experts, ctx.exchange, ctx.trained = call.experts, exchange, trained
+        factors = take(weights, permutation.choices)
+        ctx.experts, ctx.exchange, ctx.trained = experts, exchange, trained
         ctx.permutation, ctx.graph = permutation, None
         if call.keep:
-            given, ctx.graph = _compute(ctx, hidden, weights)
+            given, ctx.graph = _compute(ctx, hidden, factors)
         else:
-            ctx.save_for_backward(hidden, weights)
-            each = weights.flatten().index_select(0, permutation.choices)
-            given, _ = call.experts(gather_rows(hidden, permutation.tokens), permutation.ends, each)
+            ctx.save_for_backward(hidden, factors)
+            given, _ = experts(gather_rows(hidden, permutation.tokens), permutation.ends, factors)
         out = sum_rows(given, permutation.places)
         return out if exchange is None else exchange.collect(out)()
 
@@ -197,13 +199,14 @@ class _Routed(torch.autograd.Function):
         if exchange is not None:
             arrived = exchange.send(grad)
         if graph is None:
-            rows, weights = ctx.saved_tensors
-            _, graph = _compute(ctx, rows, weights, gradient_only=True)
+            _, graph = _compute(ctx, *ctx.saved_tensors, gradient_only=True)
         if exchange is not None:
             grad = arrived()
         ctx.graph = None
-        to_rows, to_weights, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
-        to_hidden = None if to_rows is None else sum_rows(to_rows, ctx.permutation.places)
+        to_rows, to_factors, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
+        places = ctx.permutation.places
+        to_hidden = None if to_rows is None else sum_rows(to_rows, places)
+        to_weights = None if to_factors is None else take(to_factors.unsqueeze(1), places)
         if exchange is not None:
             returned = [None if one is None else exchange.collect(one) for one in (to_hidden, to_weights)]
             # Beside the exchange, as nothing in it waits for them.
@@ -220,7 +223,7 @@ def _dispatch_choices(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
-    It gives weights (M, k) fp32 and experts (M, k) int32, as this rank numbers them. Choices go before rows, so that rows travel while choices
+    It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other. Choices go before rows, so that rows travel while choices
     are sorted.
     """
     topk = weights.shape[1]
@@ -230,7 +233,7 @@ def _dispatch_choices(
 
     def wait() -> tuple[Tensor, Tensor]:
         both = arrived()
-        return both[:, :topk].contiguous(), exchange.numbered(both[:, topk:].contiguous().view(torch.int32))
+        return both[:, :topk], both.view(torch.int32)[:, topk:]
 
     return wait
 
@@ -240,26 +243,25 @@ class _Graph:
     """The autograd graph of the experts, without what they gave."""
 
     output: GradientEdge
-    inputs: list[Tensor]  # those of (rows, weights, *trained parameters) that need a gradient
+    inputs: list[Tensor]  # those of (rows, factors, *trained parameters) that need a gradient
     needed: list[bool]  # which these are
     later: Later  # weights whose gradients are left to be worked out
 
     def gradients(self, grad: Tensor) -> list[Tensor | None]:
-        """Gradients of rows, weights and trained parameters from the output's; None for one that needs none."""
+        """Gradients of rows, factors and trained parameters from the output's; None for one that needs none."""
         found = iter(torch.autograd.grad([self.output], self.inputs, grad, allow_unused=True))
         return [next(found) if needed else None for needed in self.needed]
 
 
-def _compute(ctx: Any, hidden: Tensor, weights: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
-    """What the experts give for each row of the permutation (C, hidden), and its graph, which doesn't hold hidden (M, hidden)."""
+def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
+    """What the experts give for each row of the permutation (C, hidden), times its factor (C,), and its graph, which doesn't hold hidden (M, hidden)."""
     needed = list(ctx.needs_input_grad[1:])
     rows = gather_rows(hidden, ctx.permutation.tokens).requires_grad_(needed[0])
-    weights = weights.detach().requires_grad_(needed[1])
+    factors = factors.detach().requires_grad_(needed[1])
     later: Later = {}
     with torch.enable_grad():
-        each = weights.flatten().index_select(0, ctx.permutation.choices)
         beside = None if ctx.exchange is None else later
-        given, _ = ctx.experts(rows, ctx.permutation.ends, each, gradient_only, beside)
-    every = (rows, weights, *ctx.trained)
+        given, _ = ctx.experts(rows, ctx.permutation.ends, factors, gradient_only, beside)
+    every = (rows, factors, *ctx.trained)
     inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
     return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)
