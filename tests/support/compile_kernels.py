@@ -30,6 +30,7 @@ from zoo.nn.kernels.experts import (
     add_lowrank,
     count_choices,
     gather_rows,
+    loads,
     place_choices,
     sum_rows,
     take,
@@ -131,6 +132,10 @@ def main() -> dict[str, int | str]:
         counts, upto = count_choices(chosen, experts, 0, empty)
         places = place_choices(chosen, experts, 0, empty, counts, upto)[2]
         take(torch.zeros(TOKENS * 8, 1), places)
+    for experts, mask in ((128, None), (256, torch.zeros(TOKENS, dtype=torch.bool))):
+        loads(torch.zeros(TOKENS, experts, requires_grad=True), positions[:, None] % 8, mask)[
+            0
+        ].sum().backward()
     for rank in (16, 32, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
         add_lowrank(*(one.bfloat16() for one in given), permutation.ends)

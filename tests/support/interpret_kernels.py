@@ -20,7 +20,7 @@ import zoo.nn.kernels.layer_norm
 import zoo.nn.kernels.norm
 import zoo.nn.kernels.rotary
 from zoo.nn.decoder.attention.rotary import apply_rotary
-from zoo.nn.decoder.experts import exchange
+from zoo.nn.decoder.experts import exchange, router
 from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels import experts as kernels
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
@@ -213,6 +213,20 @@ def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, 
     return float(not all(same))
 
 
+def router_loads(experts: int, tokens: int, topk: int, *, masked: bool) -> float:
+    """Error of a router's sums and of their gradient; 1 where counts are wrong."""
+    chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices
+    mask = torch.rand(tokens) < 0.4 if masked else None
+    logits = 3 * torch.randn(tokens, experts)
+    if not torch.equal(
+        kernels.loads(logits, chosen, mask)[1], router._loads(logits, chosen, mask)[1].float()
+    ):
+        return 1.0
+    return error(
+        lambda x: kernels.loads(x, chosen, mask)[0], lambda x: router._loads(x, chosen, mask)[0], logits
+    )
+
+
 def experts_ways(experts: int, here: int, tokens: int, topk: int, width: int) -> float:
     """Error of the way to experts and back."""
     permutation, count = permutation_of(experts, here, tokens, topk)
@@ -294,6 +308,9 @@ def main() -> None:
         "tokens to experts": experts_ways(8, 8, 12, 2, 40),
         "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
         "gradients of two micro-batches": added_gradients(5000),
+        "router's loads": router_loads(20, 700, 4, masked=False),
+        "router's loads, padding": router_loads(16, 70, 2, masked=True),
+        "router's loads, one token": router_loads(300, 1, 8, masked=False),
         "sorted choices": sorted_choices(20, 5, 10, 700, 4, None),
         "sorted choices, empty rows": sorted_choices(7, 3, 0, 130, 3, 0.3),
         "sorted choices, many experts": sorted_choices(300, 300, 0, 9, 8, None),

@@ -1,4 +1,4 @@
-"""Kernels of experts: choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
+"""Kernels of experts: loads of a router summed, choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
 
 Choices are sorted by counting, each block of them by itself: how many of a block each expert has, then where each choice stands. A sort
 of keys would be four launches, and what stands around it ten more, for which the host takes longer than the GPU.
@@ -11,13 +11,15 @@ both and write again: twice as much memory traffic.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.kernels.launch import Launch, cdiv, power_of_2
+from zoo.nn.kernels.functions import column_sums
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2, steps
 
 RANKS = 64  # the widest that `add_lowrank` takes
 CELLS = 2**14  # choices by experts that a program of the sort compares at once
@@ -77,6 +79,99 @@ def _place_choices(
     tl.store(choices + row, place, mask=here)
     if block == 0:
         tl.store(ends + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known)
+
+
+@triton.jit
+def _scores(logits, masked, row, rows, expert, EXPERTS: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Softmax of rows of logits, which rows count, and where they stand."""
+    there = row < rows
+    if HAS_MASK:
+        there = there & (tl.load(masked + row, mask=there, other=1) == 0)
+    place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    x = tl.load(logits + place, mask=(row < rows)[:, None] & (expert < EXPERTS)[None, :], other=0.0)
+    x = tl.where((expert < EXPERTS)[None, :], x, -float("inf"))
+    raised = tl.exp(x - tl.max(x, axis=1)[:, None])
+    return raised / tl.sum(raised, axis=1)[:, None], there, place
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _loads(
+    logits, chosen, masked, parts, rows, TOPK: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr,
+    HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    scores = tl.zeros((EXPERTS_BLOCK,), dtype=tl.float32)
+    counts = tl.zeros((EXPERTS_BLOCK,), dtype=tl.float32)
+    for step in range(STEPS):
+        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        score, there, _ = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
+        scores += tl.sum(tl.where(there[:, None], score, 0.0), axis=0)
+        for j in range(TOPK):
+            found = tl.load(chosen + row.to(tl.int64) * TOPK + j, mask=there, other=-1)
+            counts += tl.sum((found[:, None] == expert[None, :]).to(tl.float32), axis=0)
+    part = parts + tl.program_id(0) * (2 * EXPERTS)
+    tl.store(part + expert, scores, mask=expert < EXPERTS)
+    tl.store(part + EXPERTS + expert, counts, mask=expert < EXPERTS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _loads_backward(
+    logits, masked, slopes, out, rows, EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, HAS_MASK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, EXPERTS_BLOCK)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    score, there, place = _scores(logits, masked, row, rows, expert, EXPERTS, HAS_MASK)
+    slope = tl.load(slopes + expert, mask=expert < EXPERTS, other=0.0)[None, :]
+    found = score * (slope - tl.sum(score * slope, axis=1)[:, None])
+    inside = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
+    tl.store(out + place, tl.where(there[:, None], found, 0.0), mask=inside)
+
+
+class _Loads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor, Tensor]:
+        logits, (rows, experts) = logits.contiguous(), logits.shape
+        ctx.wide = power_of_2(experts)
+        ctx.rows = max(1, min(32, 4096 // ctx.wide))
+        each = steps(cdiv(rows, ctx.rows), 264)
+        programs = max(1, cdiv(rows, ctx.rows * each))
+        parts = torch.empty(programs, 2 * experts, dtype=torch.float32, device=logits.device)
+        _loads[(programs,)](
+            logits, chosen.contiguous(), masked, parts, rows, TOPK=chosen.shape[1], EXPERTS=experts,
+            EXPERTS_BLOCK=ctx.wide, HAS_MASK=masked is not None, ROWS=ctx.rows, STEPS=each, num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(logits, masked)
+        sums, counts = column_sums(parts).chunk(2)
+        ctx.mark_non_differentiable(counts)
+        return sums, counts
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        logits, masked = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        rows, experts = logits.shape
+        if rows:
+            _loads_backward[(cdiv(rows, ctx.rows),)](
+                logits, masked, grad.contiguous(), out, rows, EXPERTS=experts, EXPERTS_BLOCK=ctx.wide,
+                HAS_MASK=masked is not None, ROWS=ctx.rows, num_warps=4,
+            )  # fmt: skip
+        return out, None, None
+
+
+def loads(logits: Tensor, chosen: Tensor, masked: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums of each expert's scores, which are the softmax of a token's logits, and how many tokens chose it.
+
+    Args:
+        logits: (N, E) fp32.
+        chosen: (N, k) integers.
+        masked: (N,) bool, tokens that don't count; None where all do.
+
+    Returns:
+        (E,) fp32 each; the first has a gradient.
+    """
+    out: tuple[Tensor, Tensor] = _Loads.apply(logits, chosen, masked)
+    return out
 
 
 @triton.jit(do_not_specialize=["count"])

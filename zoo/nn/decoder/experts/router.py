@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe import moe_logging
 from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
-    get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
     topk_routing_with_score_function,
 )
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.experts.gating import logits_of
+from zoo.nn.kernels import has_triton
 
 
 class _Tracker(MoEMetricsTracker):
@@ -128,18 +129,19 @@ class Router(TopKRouter):
         logits (N, E), and the router's own choice `chosen` (N, k); mask (N,) bool, True on padding.
         """
         if self.score_function == "softmax" and not self.config.moe_router_num_groups:
-            scores, counted = logits.softmax(dim=-1, dtype=torch.float32), _spread(chosen, logits)
-            if mask is not None:
-                scores, counted = scores * ~mask[:, None], counted & ~mask[:, None]
+            scores, counts = _loads(logits, chosen, mask)
         else:
-            counted, scores = compute_routing_scores_for_aux_loss(
+            counted, each = compute_routing_scores_for_aux_loss(
                 logits, self.topk, self.score_function, padding_mask=mask
             )
-        by_expert, own, total = get_tokens_per_expert_and_token_count(
-            counted, self.tp_cp_group, self.topk, with_padding_mask=mask is not None
-        )
+            scores, counts = each.sum(0), counted.sum(0)
+        by_expert = reduce_from_tensor_model_parallel_region(counts, self.tp_cp_group)
+        if mask is None:
+            own, total = len(logits), len(logits) * self.tp_cp_group.size()
+        else:
+            own, total = counts.sum() / self.topk, by_expert.sum() / self.topk
         loss = switch_load_balancing_loss_func(
-            scores, by_expert, total, self.topk, logits.shape[1], coefficient
+            scores[None], by_expert, total, self.topk, logits.shape[1], coefficient
         )
         found: Tensor = self.attach_and_log_load_balancing_loss(
             weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=own
@@ -198,6 +200,18 @@ class Router(TopKRouter):
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
         self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def _loads(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums of the experts' scores (E,), and the tokens that chose each; logits (N, E), chosen (N, k), mask (N,) True on padding."""
+    if logits.is_cuda and logits.dtype == torch.float32 and has_triton():
+        from zoo.nn.kernels import experts as kernel
+
+        return kernel.loads(logits, chosen, mask)
+    scores, counted = logits.softmax(dim=-1, dtype=torch.float32), _spread(chosen, logits)
+    if mask is not None:
+        scores, counted = scores * ~mask[:, None], counted & ~mask[:, None]
+    return scores.sum(0), counted.sum(0)
 
 
 def _spread(chosen: Tensor, like: Tensor) -> Tensor:
