@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from zoo.nn.kernels import has_triton
@@ -235,11 +234,13 @@ class ExchangeWithAll(Exchange):
     """All tokens go to all ranks, whatever their experts, so that layers share the plan. Each rank sends `most` rows, the last ones empty: M = R * `most`.
 
     Attributes:
+        rank: this one's place in the group.
         most: tokens of the rank that has most.
         places: (N, R) int32, the row of a token among those that come back from each rank.
         empty: (M, 1) bool, rows that are no token's; None where there are none.
     """
 
+    rank: int
     most: int
     places: Tensor
     empty: Tensor | None
@@ -259,7 +260,7 @@ class ExchangeWithAll(Exchange):
         empty = None
         if min(counts) < most:
             empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
-        return cls(group, experts, rank // shares * experts, None, most, places, empty)
+        return cls(group, experts, rank // shares * experts, None, rank, most, places, empty)
 
     @property
     def empty_rows(self) -> Tensor | None:
@@ -267,10 +268,11 @@ class ExchangeWithAll(Exchange):
         return self.empty
 
     def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Exchange`. Empty rows are zeros."""
-        whole = F.pad(x, (0, 0, 0, self.most - len(x))) if len(x) < self.most else x.contiguous()
+        """See `Exchange`. Empty rows have no meaning."""
         found = x.new_empty(self.group.size() * self.most, x.shape[1])
-        return _after(dist.all_gather_into_tensor(found, whole, group=self.group, async_op=True), found)
+        mine = found[self.rank * self.most :][: self.most]
+        mine[: len(x)].copy_(x)
+        return _after(dist.all_gather_into_tensor(found, mine, group=self.group, async_op=True), found)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
         """See `Exchange`. Every rank sends one row back for each token."""
