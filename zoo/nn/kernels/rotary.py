@@ -331,7 +331,8 @@ class _Heads(torch.autograd.Function):
         turned, key = cos.shape[-1], repeats * (2 if gated else 1)
         q = torch.empty(tokens, groups * repeats, width, dtype=mixed.dtype, device=mixed.device)
         k = torch.empty(tokens, groups, width, dtype=mixed.dtype, device=mixed.device)
-        scales = None if norms is None else torch.empty(tokens * groups * (repeats + 1), device=mixed.device)
+        fp32 = {"dtype": torch.float32, "device": mixed.device}
+        scales = None if norms is None else torch.empty(tokens * groups * (repeats + 1), **fp32)
         ctx.shape = {
             "GROUPS": groups, "REPEATS": repeats, "KEY": key, "WIDTH": width, "TURNED": turned,
             "BLOCK_HALF": power_of_2(turned // 2), "BLOCK_REST": power_of_2(max(1, width - turned)),
@@ -362,7 +363,7 @@ class _Heads(torch.autograd.Function):
         tiles = cdiv(tokens * groups * repeats, launch.rows)
         each = steps(tiles, launch.programs)
         programs = cdiv(tiles, each)
-        parts = torch.empty(programs, 2 * width if normed else 0, device=of_k.device)
+        parts = torch.empty(programs, 2 * width if normed else 0, dtype=torch.float32, device=of_k.device)
         _heads_backward[(programs * (3 + len(of_gate)),)](
             of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_gate[0].contiguous() if of_gate else None,
             mixed, q_weight, k_weight, cos, sin, q_scale, k_scale, to_mixed, parts, tokens, programs, *to_mixed.stride()[:2],
