@@ -331,20 +331,20 @@ class _Heads(torch.autograd.Function):
         turned, key = cos.shape[-1], repeats * (2 if gated else 1)
         q = torch.empty(tokens, groups * repeats, width, dtype=mixed.dtype, device=mixed.device)
         k = torch.empty(tokens, groups, width, dtype=mixed.dtype, device=mixed.device)
-        fp32 = {"dtype": torch.float32, "device": mixed.device}
-        scales = None if norms is None else torch.empty(tokens * groups * (repeats + 1), **fp32)
+        q_scale = k_scale = None
+        if norms is not None:
+            q_scale, k_scale = (
+                torch.empty(x.shape[:2], dtype=torch.float32, device=x.device) for x in (q, k)
+            )
         ctx.shape = {
             "GROUPS": groups, "REPEATS": repeats, "KEY": key, "WIDTH": width, "TURNED": turned,
             "BLOCK_HALF": power_of_2(turned // 2), "BLOCK_REST": power_of_2(max(1, width - turned)),
             "NORMED": norms is not None, "CENTERED": norms is not None and norms.centered,
         }  # fmt: skip
-        ctx.strides, ctx.gated = mixed.stride()[:2], gated
         launch = forward_launch(width)
-        of_q = tokens * groups * repeats
-        programs = cdiv(of_q, launch.rows), cdiv(tokens * groups, launch.rows)
-        q_scale, k_scale = (None, None) if scales is None else (scales[:of_q], scales[of_q:])
+        programs = cdiv(tokens * groups * repeats, launch.rows), cdiv(tokens * groups, launch.rows)
         _heads_forward[(sum(programs),)](
-            mixed, q_weight, k_weight, cos, sin, q, k, q_scale, k_scale, tokens, programs[0], *ctx.strides,
+            mixed, q_weight, k_weight, cos, sin, q, k, q_scale, k_scale, tokens, programs[0], *mixed.stride()[:2],
             0.0 if norms is None else norms.eps, **ctx.shape, ROWS=launch.rows, num_warps=launch.warps,
         )  # fmt: skip
         ctx.save_for_backward(mixed if norms else None, q_weight, k_weight, cos, sin, q_scale, k_scale)

@@ -115,14 +115,12 @@ class SelfAttention(McoreSelfAttention):
             from zoo.nn.kernels.rotary import Norms, split_heads
 
             of_queries, of_keys = norms
-            weights = of_queries and Norms(
-                of_queries.weight, of_keys.weight, of_queries.eps, of_queries.zero_centered
-            )
-            angles = (x.reshape(-1, x.shape[-1]) for x in (cos, sin))
-            return [
-                x.unflatten(0, lead)
-                for x in split_heads(mixed.flatten(0, 1), *angles, repeats, gated, weights)
-            ]
+            known = None
+            if of_queries is not None:
+                known = Norms(of_queries.weight, of_keys.weight, of_queries.eps, of_queries.zero_centered)
+            angles = [x.reshape(-1, x.shape[-1]) for x in (cos, sin)]
+            found = split_heads(mixed.flatten(0, 1), angles[0], angles[1], repeats, gated, known)
+            return [x.unflatten(0, lead) for x in found]
         query, *gate, key, value = mixed.split([repeats] * (2 if gated else 1) + [1, 1], dim=3)
         turned = (
             apply_rotary(x if norm is None else norm(x), cos, sin)

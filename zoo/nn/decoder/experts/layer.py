@@ -199,7 +199,8 @@ class _Routed(torch.autograd.Function):
         if exchange is not None:
             arrived = exchange.send(grad)
         if graph is None:
-            _, graph = _compute(ctx, *ctx.saved_tensors, gradient_only=True)
+            rows, factors = ctx.saved_tensors
+            _, graph = _compute(ctx, rows, factors, gradient_only=True)
         if exchange is not None:
             grad = arrived()
         ctx.graph = None
