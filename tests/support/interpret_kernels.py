@@ -218,12 +218,10 @@ def router_loads(experts: int, tokens: int, topk: int, *, masked: bool) -> float
     chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices
     mask = torch.rand(tokens) < 0.4 if masked else None
     logits = 3 * torch.randn(tokens, experts)
-    if not torch.equal(
-        kernels.loads(logits, chosen, mask)[1], router._loads(logits, chosen, mask)[1].float()
-    ):
+    if not torch.equal(kernels.loads(logits, chosen, mask)[1], router.loads(logits, chosen, mask)[1].float()):
         return 1.0
     return error(
-        lambda x: kernels.loads(x, chosen, mask)[0], lambda x: router._loads(x, chosen, mask)[0], logits
+        lambda x: kernels.loads(x, chosen, mask)[0], lambda x: router.loads(x, chosen, mask)[0], logits
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zoo.doctor.expert_checks import expert_checks
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check
 from zoo.doctor.sequence_checks import attention_checks, linear_attention_checks
@@ -19,5 +20,6 @@ def checks(subject: Subject) -> Iterator[Check]:
     """Every check of a subject."""
     yield from attention_checks(subject)
     yield from linear_attention_checks(subject)
+    yield from expert_checks(subject)
     yield from token_checks(subject)
     yield from tower_checks(subject)

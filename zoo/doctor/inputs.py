@@ -69,3 +69,8 @@ def varlen_name(subject: Subject, width: int) -> str:
 def fused_name(subject: Subject) -> str:
     """The kernels that zoo's own operations between matrix products run on."""
     return "zoo's Triton" if fused(torch.empty(0, dtype=subject.dtype, device=subject.device)) else "torch"
+
+
+def rows_of(subject: Subject) -> int:
+    """Tokens to try a kernel on that takes each by itself."""
+    return min(subject.recipe.packing.budget, MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Checks of kernels that take each token by itself: experts and the way to them, norms, rotary, SwiGLU, the output gate, and the loss."""
+"""Checks of kernels that take each token by itself: norms, rotary, SwiGLU, the output gate, and the loss."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import torch
 from torch import Tensor
 
 from zoo.doctor import references
-from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, MOST_TOKENS, fused_name, randn, row_layout
+from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, fused_name, randn, row_layout, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.attention.rotary import apply_rotary, axis_of_frequency
 from zoo.nn.decoder.attention.self_attention import output_gate
-from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.fp8.linear import fp8_linear
-from zoo.nn.kernels.widths import grouped_takes
 
 ROTARY_BOUNDS = {"bf16": 1e-2, "fp32": 1e-3}  # angles are fp32: 1e-7 of a position in the thousands
 FP8_BOUND = 0.06  # 3 bits of mantissa on either side of a product
@@ -26,9 +24,6 @@ LOSS_BOUNDS = {"bf16": 2e-2, "fp32": 1e-3}  # its gradient is a difference of pr
 
 def token_checks(subject: Subject) -> Iterator[Check]:
     """Those of a subject's layers and head."""
-    yield from _router(subject)
-    yield from _experts(subject)
-    yield from _permutation(subject)
     yield from _norms(subject)
     yield from _rotary(subject)
     yield _swiglu(subject)
@@ -39,134 +34,12 @@ def token_checks(subject: Subject) -> Iterator[Check]:
     yield _loss(subject)
 
 
-def _rows(subject: Subject) -> int:
-    """Tokens to try a kernel on."""
-    return min(subject.recipe.packing.budget, MOST_TOKENS)
-
-
-def _router(subject: Subject) -> Iterator[Check]:
-    """Logits in fp32 of bf16 states and weights."""
-    layer = subject.layer(sparse=True)
-    if layer is None or layer.mlp.router.weight.dtype != torch.bfloat16:
-        return
-    router, rows = layer.mlp.router, _rows(subject)
-    experts, hidden = router.weight.shape
-
-    def prepare() -> Trial:
-        def exact(input: Tensor, weight: Tensor) -> Tensor:
-            return input @ weight.t()
-
-        return Trial(router.gating, exact, {"input": randn(subject, rows, hidden)}, {"weight": router.weight})
-
-    kernel = "bf16 products" if subject.device.type == "cuda" else "torch"
-    shape = f"{rows} tokens, {experts} experts, hidden {hidden}"
-    yield Check("router", kernel, shape, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
-
-
-def _experts(subject: Subject) -> Iterator[Check]:
-    layer = subject.layer(sparse=True)
-    if layer is None:
-        return
-    module, config = layer.mlp.experts, subject.config
-    experts, hidden = config.num_moe_experts, config.hidden_size
-    assert experts is not None
-    total = _rows(subject)
-    counts = _uneven(experts, total)
-
-    def prepare() -> Trial:
-        given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
-        ends = torch.tensor(counts, device=subject.device).cumsum(0).to(torch.int32)
-
-        def run(x: Tensor, probs: Tensor) -> Tensor:
-            out: Tensor = module(x, ends, probs)[0]
-            return out
-
-        def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
-            return references.experts(x, probs, weight1, weight2, counts)
-
-        weights = {"weight1": module.weight1, "weight2": module.weight2}
-        return Trial(run, exact, given, weights)
-
-    takes = all(grouped_takes(*weight.shape[1:]) for weight in (module.weight1, module.weight2))
-    grouped = subject.device.type == "cuda" and subject.precision == "bf16" and takes
-    yield Check(
-        "experts",
-        "grouped_mm" if grouped else "torch",
-        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {total} tokens, some without any",
-        subject.precision,
-        BOUNDS[subject.precision],
-        FP32_IS_PLAIN,
-        prepare,
-    )
-
-
-def _permutation(subject: Subject) -> Iterator[Check]:
-    """Tokens to the experts of this rank, out of twice as many, and back."""
-    if subject.layer(sparse=True) is None:
-        return
-    config, rows = subject.config, _rows(subject)
-    experts, topk, hidden = config.num_moe_experts, config.moe_router_topk, config.hidden_size
-    assert experts is not None
-
-    def prepare() -> Trial:
-        every = torch.rand(rows, 2 * experts, device=subject.device)
-        chosen = every.topk(topk, dim=1).indices.clamp(max=experts)
-        count = int((chosen < experts).sum())
-        permutation = Permutation.of(chosen, experts, count)
-        factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
-        here = (chosen < experts).flatten().nonzero().flatten()
-        order = here[chosen.flatten()[here].argsort(stable=True)]
-
-        def run(x: Tensor) -> Tensor:
-            out: Tensor = _ThereAndBack.apply(x, permutation, factors)
-            return out
-
-        def exact(x: Tensor) -> Tensor:
-            tokens = order // topk
-            return torch.zeros_like(x).index_add(0, tokens, x[tokens] * factors)
-
-        return Trial(run, exact, {"x": randn(subject, rows, hidden)})
-
-    sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
-    kernel = "triton" if subject.device.type == "cuda" else "torch"
-    yield Check(
-        "permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare
-    )
-
-
-class _ThereAndBack(torch.autograd.Function):
-    """Rows of tokens gathered by expert, each times a factor of its own, and summed by token; its gradient takes the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
-        ctx.permutation, ctx.factors = permutation, factors
-        return _there_and_back(x, permutation, factors)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _there_and_back(grad, ctx.permutation, ctx.factors), None, None
-
-
-def _there_and_back(x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
-    rows = gather_rows(x, permutation.tokens) * factors
-    return sum_rows(rows.to(x.dtype), permutation.places)
-
-
-def _uneven(experts: int, total: int) -> list[int]:
-    """Tokens of each expert: none for every third, one for the first, the rest uneven."""
-    shares = [0 if i % 3 == 1 else 1 + i % 5 for i in range(experts)]
-    counts = [share * (total - 1) // sum(shares) for share in shares]
-    counts[0] = 1
-    counts[-1 if shares[-1] else 0] += total - sum(counts)
-    return counts
-
-
 def _fp8_product(subject: Subject) -> Check:
     """The widest linear of a layer: its rounding alone is a few percent off, a wrong layout of scales a hundred."""
     width = subject.config.hidden_size
     out = subject.config.ffn_hidden_size
     assert out is not None
-    rows = _rows(subject) - 1
+    rows = rows_of(subject) - 1
 
     def prepare() -> Trial:
         def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -206,7 +79,7 @@ def _norms(subject: Subject) -> Iterator[Check]:
 
 def _gated_norm(subject: Subject, module: Any) -> Check:
     heads, width = subject.config.linear_num_value_heads, subject.config.linear_value_head_dim
-    rows = _rows(subject)
+    rows = rows_of(subject)
     assert heads and width
 
     def prepare() -> Trial:
@@ -232,7 +105,7 @@ def _gated_norm(subject: Subject, module: Any) -> Check:
 
 
 def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> Check:
-    config, rows = subject.config, _rows(subject)
+    config, rows = subject.config, rows_of(subject)
     zero_centred = config.layernorm_zero_centered_gamma
     before = name == "norm"  # in front of a branch: it also returns the residual, whose gradient it may add
 
@@ -333,7 +206,7 @@ def _heads(
 
 def _swiglu(subject: Subject) -> Check:
     """The dense MLP's gated unit, each row times a probability as in an expert."""
-    rows, width, activation = _rows(subject), subject.config.ffn_hidden_size, subject.config.activation_func
+    rows, width, activation = rows_of(subject), subject.config.ffn_hidden_size, subject.config.activation_func
     assert width is not None
 
     def prepare() -> Trial:
@@ -352,7 +225,7 @@ def _swiglu(subject: Subject) -> Check:
 
 def _output_gate(subject: Subject) -> Check:
     heads, width = subject.config.num_attention_heads, subject.config.kv_channels
-    rows, channels = _rows(subject), heads * (width or 0)
+    rows, channels = rows_of(subject), heads * (width or 0)
 
     def prepare() -> Trial:
         def exact(x: Tensor, gate: Tensor) -> Tensor:

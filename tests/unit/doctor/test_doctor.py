@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zoo.cli.machine import doctor as verb
-from zoo.doctor import inputs, machine, references, token_checks
+from zoo.doctor import expert_checks, inputs, machine, references
 from zoo.doctor.measure import Check, Trial, run_check
 from zoo.errors import UserError
 from zoo.nn.decoder.attention import gated_delta_net, self_attention
@@ -44,7 +44,7 @@ def test_ragged_rows_fit_and_have_padding_between() -> None:
         layout = inputs.ragged(budget, align)
         assert layout.total <= max(min(budget, inputs.MOST_TOKENS), layout.padded_lengths[0])
         assert layout.lengths != layout.padded_lengths
-    assert sum(token_checks._uneven(7, 100)) == 100 and 0 in token_checks._uneven(7, 100)
+    assert sum(expert_checks._uneven(7, 100)) == 100 and 0 in expert_checks._uneven(7, 100)
 
 
 def test_an_error_and_a_result_that_is_not_finite_are_reported() -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from zoo.doctor.measure import CheckResult
 
 KERNELS = (
-    "attention", "attention_padded", "attention_window", "delta_inputs", "delta_rule", "gated_norm", "experts", "permutation", "norm", "qk_norm",
-    "rotary", "swiglu", "output_gate", "loss", "vision_attention", "audio_attention", "vision_block",
+    "attention", "attention_padded", "attention_window", "delta_inputs", "delta_rule", "gated_norm", "router", "router_loads", "experts",
+    "permutation", "norm", "qk_norm", "rotary", "swiglu", "output_gate", "loss", "vision_attention", "audio_attention", "vision_block",
 )  # fmt: skip
 
 

@@ -129,7 +129,7 @@ class Router(TopKRouter):
         logits (N, E), and the router's own choice `chosen` (N, k); mask (N,) bool, True on padding.
         """
         if self.score_function == "softmax" and not self.config.moe_router_num_groups:
-            scores, counts = _loads(logits, chosen, mask)
+            scores, counts = loads(logits, chosen, mask)
         else:
             counted, each = compute_routing_scores_for_aux_loss(
                 logits, self.topk, self.score_function, padding_mask=mask
@@ -202,8 +202,11 @@ class Router(TopKRouter):
         self.local_tokens_per_expert += routing_map.sum(dim=0)
 
 
-def _loads(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sums of the experts' scores (E,), and the tokens that chose each; logits (N, E), chosen (N, k), mask (N,) True on padding."""
+def loads(logits: Tensor, chosen: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sums of each expert's scores, which are the softmax of a token's logits, and how many tokens chose it, (E,) each.
+
+    logits (N, E), chosen (N, k), mask (N,) bool, True on padding, which doesn't count.
+    """
     if logits.is_cuda and logits.dtype == torch.float32 and has_triton():
         from zoo.nn.kernels import experts as kernel
 

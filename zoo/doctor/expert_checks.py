@@ -1,0 +1,173 @@
+"""Checks of experts: the router and its sums, the way to the experts and back, and their products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zoo.doctor import references
+from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
+from zoo.doctor.layers import Subject
+from zoo.doctor.measure import Check, Trial
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.router import loads
+from zoo.nn.kernels.widths import grouped_takes
+
+WITHOUT_TRITON = "it is left out where Triton is not installed"
+
+
+def expert_checks(subject: Subject) -> Iterator[Check]:
+    """Those of a subject's layers with experts."""
+    yield from _router(subject)
+    yield from _loads(subject)
+    yield from _experts(subject)
+    yield from _permutation(subject)
+
+
+def _router(subject: Subject) -> Iterator[Check]:
+    """Logits in fp32 of bf16 states and weights."""
+    layer = subject.layer(sparse=True)
+    if layer is None or layer.mlp.router.weight.dtype != torch.bfloat16:
+        return
+    router, rows = layer.mlp.router, rows_of(subject)
+    experts, hidden = router.weight.shape
+
+    def prepare() -> Trial:
+        def exact(input: Tensor, weight: Tensor) -> Tensor:
+            return input @ weight.t()
+
+        return Trial(router.gating, exact, {"input": randn(subject, rows, hidden)}, {"weight": router.weight})
+
+    kernel = "bf16 products" if subject.device.type == "cuda" else "torch"
+    shape = f"{rows} tokens, {experts} experts, hidden {hidden}"
+    yield Check("router", kernel, shape, subject.precision, BOUNDS[subject.precision], FP32_IS_PLAIN, prepare)
+
+
+def _loads(subject: Subject) -> Iterator[Check]:
+    """What the auxiliary loss is made of: scores and choices by expert, of tokens of which every fifth is padding."""
+    layer = subject.layer(sparse=True)
+    if layer is None:
+        return
+    rows, topk = rows_of(subject), layer.mlp.router.topk
+    experts = layer.mlp.router.weight.shape[0]
+
+    def prepare() -> Trial:
+        # In fp32, as logits are: in half precision this would be another function.
+        logits = randn(subject, rows, experts).float()
+        chosen = logits.topk(topk, dim=1).indices
+        real = torch.arange(rows, device=subject.device) % 5 > 0
+
+        def run(logits: Tensor) -> Tensor:
+            scores, counts = loads(logits, chosen, ~real)
+            return torch.stack((scores, counts.to(scores.dtype)))
+
+        def exact(logits: Tensor) -> Tensor:
+            counts = torch.zeros_like(logits).scatter(1, chosen, 1.0)
+            return torch.stack([(x * real[:, None]).sum(0) for x in (logits.softmax(dim=1), counts)])
+
+        return Trial(run, exact, {"logits": logits})
+
+    kernel = "zoo's Triton" if subject.device.type == "cuda" else "torch"
+    shape = f"{rows} tokens, {topk} of {experts} experts"
+    yield Check("router_loads", kernel, shape, "fp32", BOUNDS["fp32"], WITHOUT_TRITON, prepare)
+
+
+def _experts(subject: Subject) -> Iterator[Check]:
+    layer = subject.layer(sparse=True)
+    if layer is None:
+        return
+    module, config = layer.mlp.experts, subject.config
+    experts, hidden = config.num_moe_experts, config.hidden_size
+    assert experts is not None
+    total = rows_of(subject)
+    counts = _uneven(experts, total)
+
+    def prepare() -> Trial:
+        given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
+        ends = torch.tensor(counts, device=subject.device).cumsum(0).to(torch.int32)
+
+        def run(x: Tensor, probs: Tensor) -> Tensor:
+            out: Tensor = module(x, ends, probs)[0]
+            return out
+
+        def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
+            return references.experts(x, probs, weight1, weight2, counts)
+
+        weights = {"weight1": module.weight1, "weight2": module.weight2}
+        return Trial(run, exact, given, weights)
+
+    takes = all(grouped_takes(*weight.shape[1:]) for weight in (module.weight1, module.weight2))
+    grouped = subject.device.type == "cuda" and subject.precision == "bf16" and takes
+    yield Check(
+        "experts",
+        "grouped_mm" if grouped else "torch",
+        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {total} tokens, some without any",
+        subject.precision,
+        BOUNDS[subject.precision],
+        FP32_IS_PLAIN,
+        prepare,
+    )
+
+
+def _permutation(subject: Subject) -> Iterator[Check]:
+    """Tokens to the experts of this rank, out of twice as many, and back."""
+    if subject.layer(sparse=True) is None:
+        return
+    config, rows = subject.config, rows_of(subject)
+    experts, topk, hidden = config.num_moe_experts, config.moe_router_topk, config.hidden_size
+    assert experts is not None
+
+    def prepare() -> Trial:
+        every = torch.rand(rows, 2 * experts, device=subject.device)
+        chosen = every.topk(topk, dim=1).indices.clamp(max=experts)
+        count = int((chosen < experts).sum())
+        permutation = Permutation.of(chosen, experts, count)
+        factors = 1.0 + torch.arange(count, device=subject.device).unsqueeze(1) % 7
+        here = (chosen < experts).flatten().nonzero().flatten()
+        order = here[chosen.flatten()[here].argsort(stable=True)]
+
+        def run(x: Tensor) -> Tensor:
+            out: Tensor = _ThereAndBack.apply(x, permutation, factors)
+            return out
+
+        def exact(x: Tensor) -> Tensor:
+            tokens = order // topk
+            return torch.zeros_like(x).index_add(0, tokens, x[tokens] * factors)
+
+        return Trial(run, exact, {"x": randn(subject, rows, hidden)})
+
+    sizes = f"{rows} tokens to {topk} of {2 * experts} experts, {experts} of them here"
+    kernel = "triton" if subject.device.type == "cuda" else "torch"
+    yield Check(
+        "permutation", kernel, sizes, subject.precision, BOUNDS[subject.precision], WITHOUT_TRITON, prepare
+    )
+
+
+class _ThereAndBack(torch.autograd.Function):
+    """Rows of tokens gathered by expert, each times a factor of its own, and summed by token; its gradient takes the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
+        ctx.permutation, ctx.factors = permutation, factors
+        return _there_and_back(x, permutation, factors)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _there_and_back(grad, ctx.permutation, ctx.factors), None, None
+
+
+def _there_and_back(x: Tensor, permutation: Permutation, factors: Tensor) -> Tensor:
+    rows = gather_rows(x, permutation.tokens) * factors
+    return sum_rows(rows.to(x.dtype), permutation.places)
+
+
+def _uneven(experts: int, total: int) -> list[int]:
+    """Tokens of each expert: none for every third, one for the first, the rest uneven."""
+    shares = [0 if i % 3 == 1 else 1 + i % 5 for i in range(experts)]
+    counts = [share * (total - 1) // sum(shares) for share in shares]
+    counts[0] = 1
+    counts[-1 if shares[-1] else 0] += total - sum(counts)
+    return counts
