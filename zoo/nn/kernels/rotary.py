@@ -281,9 +281,11 @@ def _heads_backward(
     of_q, of_k, of_v, of_gate, mixed, q_weight, k_weight, cos, sin, q_scale, k_scale, to_mixed, parts, tokens, programs,
     token_stride, group_stride, GROUPS: tl.constexpr, REPEATS: tl.constexpr, KEY: tl.constexpr, WIDTH: tl.constexpr,
     TURNED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, NORMED: tl.constexpr,
-    CENTERED: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, KEY_STEPS: tl.constexpr,
+    CENTERED: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """`programs` take queries, as many keys, as many values, and as many gates, if there are any."""
+    # As many as all keys need: there are REPEATS times as many queries. One number a kernel is compiled for is enough.
+    KEY_STEPS: tl.constexpr = (STEPS + REPEATS - 1) // REPEATS
     program = tl.program_id(0) % programs
     what = tl.program_id(0) // programs
     part = parts + (2 * program + what) * WIDTH
@@ -367,8 +369,7 @@ class _Heads(torch.autograd.Function):
         _heads_backward[(programs * (3 + len(of_gate)),)](
             of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_gate[0].contiguous() if of_gate else None,
             mixed, q_weight, k_weight, cos, sin, q_scale, k_scale, to_mixed, parts, tokens, programs, *to_mixed.stride()[:2],
-            **ctx.shape, BLOCK=power_of_2(width), ROWS=launch.rows, STEPS=each,
-            KEY_STEPS=cdiv(cdiv(tokens * groups, launch.rows), programs), num_warps=launch.warps,
+            **ctx.shape, BLOCK=power_of_2(width), ROWS=launch.rows, STEPS=each, num_warps=launch.warps,
         )  # fmt: skip
         of_weights: tuple[Tensor | None, ...] = (None, None)
         if normed:

@@ -31,7 +31,8 @@ def test_every_kernel_of_a_recipe_and_a_wrong_one(recipe: Any, monkeypatch: pyte
     found = check_recipes([recipe])
     assert found.right
     names = {result.check.name for _, result in found.results}
-    assert names == set(KERNELS) - {"audio_attention", "attention_window"}
+    # The last is of routers in half precision.
+    assert names == set(KERNELS) - {"audio_attention", "attention_window", "router"}
 
     def leaking(x: Tensor, weight: Tensor, layout: PackedLayout) -> Tensor:
         whole = PackedLayout.from_lengths([layout.total])
