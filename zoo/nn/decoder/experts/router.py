@@ -15,7 +15,6 @@ from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker, get_moe
 from megatron.core.transformer.moe.moe_utils import (
     MoEAuxLossAutoScaler,
     compute_routing_scores_for_aux_loss,
-    switch_load_balancing_loss_func,
     topk_routing_with_score_function,
 )
 from megatron.core.transformer.moe.router import TopKRouter
@@ -126,7 +125,7 @@ class Router(TopKRouter):
     ) -> Tensor:
         """weights (N, k) with the loss of uneven experts attached to their gradient (Switch Transformer, arXiv 2101.03961, eq. 4).
 
-        logits (N, E), and the router's own choice `chosen` (N, k); mask (N,) bool, True on padding.
+        Experts' shares of choices are those of all ranks that have a part of the row, their scores this rank's. logits (N, E), and the router's own choice `chosen` (N, k); mask (N,) bool, True on padding.
         """
         if self.score_function == "softmax" and not self.config.moe_router_num_groups:
             scores, counts = loads(logits, chosen, mask)
@@ -135,14 +134,15 @@ class Router(TopKRouter):
                 logits, self.topk, self.score_function, padding_mask=mask
             )
             scores, counts = each.sum(0), counted.sum(0)
-        by_expert = reduce_from_tensor_model_parallel_region(counts, self.tp_cp_group)
+        group, by_expert = self.tp_cp_group, counts
+        if group.size() > 1:  # the exchange writes into what it is given
+            by_expert = reduce_from_tensor_model_parallel_region(counts.clone(), group)
         if mask is None:
-            own, total = len(logits), len(logits) * self.tp_cp_group.size()
+            own, total = len(logits), len(logits) * group.size()
         else:
             own, total = counts.sum() / self.topk, by_expert.sum() / self.topk
-        loss = switch_load_balancing_loss_func(
-            scores[None], by_expert, total, self.topk, logits.shape[1], coefficient
-        )
+        share = coefficient * logits.shape[1] / (self.topk * total * total)
+        loss = torch.dot(scores, by_expert.to(scores.dtype)) * share
         found: Tensor = self.attach_and_log_load_balancing_loss(
             weights, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=own
         )
