@@ -65,7 +65,16 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     return apply_rotary(x[:, None], angles.cos()[:, None, None], angles.sin()[:, None, None])[:, 0]
 
 
-def heads(groups: int, repeats: int, width: int, turning: int, *, gated: bool, normed: bool = True) -> float:
+def heads(
+    groups: int,
+    repeats: int,
+    width: int,
+    turning: int,
+    *,
+    gated: bool,
+    normed: bool = True,
+    frozen: bool = False,
+) -> float:
     """Error of `split_heads` of 70 tokens, whose first `turning` channels turn; centred norms where `gated`."""
     angles = torch.randn(70, turning // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
@@ -83,7 +92,10 @@ def heads(groups: int, repeats: int, width: int, turning: int, *, gated: bool, n
         return *(turned(x, angles) for x in both), v.flatten(1, 2) * 1.0, *(x * 1.0 for x in gate)
 
     weights = (torch.randn(width), torch.randn(width)) if normed else ()
-    return error(kernel, plain, torch.randn(70, groups, sum(parts), width), *weights)
+    mixed = torch.randn(70, groups, sum(parts), width)
+    if frozen:
+        return error(lambda x: kernel(x, *weights), lambda x: plain(x, *weights), mixed)
+    return error(kernel, plain, mixed, *weights)
 
 
 def convolution(lengths: tuple[int, ...], width: int, taps: int) -> float:
@@ -341,6 +353,7 @@ def main() -> None:
         ),
         "split_heads": heads(2, 4, 40, 40, gated=False),
         "split_heads, turned in part": heads(2, 3, 40, 16, gated=True),
+        "split_heads, frozen norms": heads(2, 3, 40, 40, gated=False, frozen=True),
         "split_heads, without norms": heads(3, 1, 40, 40, gated=False, normed=False),
         "split_heads, gates without norms": heads(1, 2, 40, 16, gated=True, normed=False),
         "cross_entropy": error(

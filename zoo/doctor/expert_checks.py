@@ -20,7 +20,7 @@ WITHOUT_TRITON = "it is left out where Triton is not installed"
 
 
 def expert_checks(subject: Subject) -> Iterator[Check]:
-    """Those of a subject's layers with experts."""
+    """Checks of a subject's layers with experts."""
     yield from _router(subject)
     yield from _loads(subject)
     yield from _experts(subject)
@@ -47,7 +47,7 @@ def _router(subject: Subject) -> Iterator[Check]:
 
 
 def _loads(subject: Subject) -> Iterator[Check]:
-    """What the auxiliary loss is made of: scores and choices by expert, of tokens of which every fifth is padding."""
+    """Scores and choices summed by expert, as the auxiliary loss needs them; every fifth token is padding."""
     layer = subject.layer(sparse=True)
     if layer is None:
         return

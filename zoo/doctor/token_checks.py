@@ -136,7 +136,7 @@ def _norm(subject: Subject, name: str, module: Any, shape: tuple[int, ...]) -> C
 
 
 def _rotary(subject: Subject) -> Iterator[Check]:
-    """Heads as attention gets them, out of what the linear gives; of a family that does more to them the rotary embedding alone."""
+    """Heads split, normed and rotated as attention gets them; only the rotary embedding in a family that does more to its heads."""
     config, shape = subject.config, subject.rotary
     layer = subject.layer()
     if layer is None:

@@ -37,7 +37,7 @@ def output(script: str, *arguments: str, **environment: str) -> Any:
 @needs_triton
 def test_interpreted_kernels_equal_plain_pytorch() -> None:
     errors = output("interpret_kernels.py", TRITON_INTERPRET="1")
-    assert len(errors) == 76
+    assert len(errors) == 77
     assert max(errors.values()) < 5e-6, errors
 
 
@@ -97,6 +97,7 @@ def test_a_model_of_interpreted_kernels_equals_one_of_plain_pytorch(
     found = output("interpret_model.py", str(tmp_path), family, TRITON_INTERPRET="1")
     assert found["loss"] < 1e-6 and found["gradient"] < 5e-6, found
     assert {name.partition(".")[0] for name in found["kernels"]} == set(kernels.split())
+    assert {"rotary._heads_forward", "rotary._heads_backward"} <= set(found["kernels"]), "the decoder's heads"
 
 
 @needs_triton

@@ -83,7 +83,7 @@ def _place_choices(
 
 @triton.jit
 def _scores(logits, masked, row, rows, expert, EXPERTS: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Softmax of rows of logits, which rows count, and where they stand."""
+    """Softmax of rows of logits, which of the rows count, and the places of their values."""
     there = row < rows
     if HAS_MASK:
         there = there & (tl.load(masked + row, mask=there, other=1) == 0)
@@ -184,7 +184,7 @@ def _take(values, index, out, count, row_stride, TOPK: tl.constexpr, BLOCK: tl.c
 
 
 def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
-    """Of a sort: how many blocks of choices there are, and the constants of its kernels."""
+    """How many blocks a sort cuts its choices into, and the constants of its kernels."""
     wide = power_of_2(experts)
     size = max(16, min(1024, CELLS // wide))
     constants = {"TOPK": chosen.shape[1], "EXPERTS": experts, "EXPERTS_BLOCK": wide, "BLOCK": size}
@@ -192,14 +192,14 @@ def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
 
 
 def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The first half of a sort of choices (M, k) by expert, of which there are `experts` here, from `first` on.
+    """Count choices (M, k) by expert and block: the first half of a sort. This rank has `experts` experts, the first of which is number `first`.
 
     Args:
         chosen: int32 or int64, numbered over all ranks; rows lie at any stride.
         empty: (M, 1) bool, rows whose choices don't count; None where there are none.
 
     Returns:
-        int32: choices of each expert and block, and how many there are of all that come before, and of these. The last is how many are here.
+        int32 (E blocks,) each: choices of every expert and block, expert by expert, and their running sum, which ends with how many are here.
     """
     blocks, constants = _blocks(chosen, experts)
     make = torch.empty if blocks else torch.zeros
@@ -215,11 +215,11 @@ def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None
 def place_choices(
     chosen: Tensor, experts: int, first: int, empty: Tensor | None, counts: Tensor, upto: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The other half, with what `count_choices` gave for the same choices.
+    """Give every choice its row: the second half of a sort, with what `count_choices` gave for the same choices.
 
     Returns:
-        int32: token (M k,) and choice (M k,) of each row, of which those behind the last choice here have no meaning; the row (M, k) of each
-        choice, -1 where its expert is not here; and where the experts' rows end (E,).
+        int32. (M k,) and (M k,): the token and the choice of each row; rows behind the last choice here have no meaning. (M, k): the row of each
+        choice, -1 where its expert is not here. (E,): where the rows of each expert end.
     """
     blocks, constants = _blocks(chosen, experts)
 

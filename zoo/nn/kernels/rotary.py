@@ -141,7 +141,7 @@ def _factors(weight, first, width, BLOCK: tl.constexpr, CENTERED: tl.constexpr):
 def _source(
     row, token_stride, group_stride, HEADS: tl.constexpr, REPEATS: tl.constexpr, LEAD: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of heads that follow one another in a tensor of their own: their token, and where they stand in the mixed one, LEAD heads into a group."""
+    """Token of each head, and its place in the mixed tensor: groups of heads, of which these begin LEAD heads in. `row` counts them in their own tensor."""
     token, head = row // HEADS, row % HEADS
     return token, token * token_stride + (head // REPEATS) * group_stride + (head % REPEATS + LEAD) * WIDTH
 
@@ -284,7 +284,7 @@ def _heads_backward(
     CENTERED: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """`programs` take queries, as many keys, as many values, and as many gates, if there are any."""
-    # As many as all keys need: there are REPEATS times as many queries. One number a kernel is compiled for is enough.
+    # Queries are REPEATS times as many as keys, so these steps reach all keys. A constant of its own would compile the kernel more often.
     KEY_STEPS: tl.constexpr = (STEPS + REPEATS - 1) // REPEATS
     program = tl.program_id(0) % programs
     what = tl.program_id(0) // programs
@@ -372,7 +372,7 @@ class _Heads(torch.autograd.Function):
             **ctx.shape, BLOCK=power_of_2(width), ROWS=launch.rows, STEPS=each, num_warps=launch.warps,
         )  # fmt: skip
         of_weights: tuple[Tensor | None, ...] = (None, None)
-        if normed:
+        if any(ctx.needs_input_grad[-2:]):
             of_weights = column_sums(parts).to(q_weight.dtype).chunk(2)
         return to_mixed, None, None, None, None, None, *of_weights
 

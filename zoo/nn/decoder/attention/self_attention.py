@@ -96,15 +96,17 @@ class SelfAttention(McoreSelfAttention):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `turned_heads` knows all that is done to queries, keys and values."""
+        """Whether a linear gives whole groups of heads, to which nothing is done but norms and the rotary embedding: see `turned_heads`."""
         shared = self.config.num_query_groups < self.world_size  # ranks with parts of a group of heads
         return not (shared or self.values_are_keys or getattr(self.config, "value_norm", False))
 
     def turned_heads(self, mixed: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-        """What the linear gives (T, B, width) as queries and keys, normed and turned by angles (T, B, 1, D), values, and gates.
+        """Split the linear's result (T, B, width) into heads, norm queries and keys, and rotate them by angles `cos` and `sin` (T, B, 1, D).
 
-        (T, B, heads or groups, D) each; gates, where the config says so, are (T, B, groups, heads of a group, D). megatron-core splits heads
-        in the same way, and copies the queries. On a GPU one kernel does all of it.
+        Heads are split as megatron-core splits them. On a GPU one kernel does all of it.
+
+        Returns:
+            Queries, keys and values (T, B, heads or groups, D); gates (T, B, groups, heads of a group, D) where the config says so.
         """
         gated, lead = bool(self.config.attention_output_gate), mixed.shape[:2]
         groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head

@@ -146,17 +146,14 @@ class Exchange(ABC):
         experts: that each rank has.
         first: the number, over all ranks, of this rank's first one.
         choices: how many of all tokens' k choices of an expert fall on this rank's; None where only the choices themselves tell, once they have arrived.
+        empty: (M, 1) bool, rows that are no token's; None where there are none.
     """
 
     group: Any
     experts: int
     first: int
     choices: int | None
-
-    @property
-    def empty_rows(self) -> Tensor | None:
-        """(M, 1) bool, of those that arrive, rows that are no token's; None where there are none."""
-        return None
+    empty: Tensor | None
 
     @abstractmethod
     def send(self, x: Tensor) -> Callable[[], Tensor]:
@@ -213,6 +210,7 @@ class ExchangeByChoice(Exchange):
             experts,
             rank // shares * experts,
             sum(of_rank[1][rank] for of_rank in numbers),
+            None,
             (pairs % count).to(torch.int32),
             torch.where(goes, row.view(size, count).t(), -1).contiguous(),
             sent,
@@ -237,13 +235,11 @@ class ExchangeWithAll(Exchange):
         rank: this one's place in the group.
         most: tokens of the rank that has most.
         places: (N, R) int32, the row of a token among those that come back from each rank.
-        empty: (M, 1) bool, rows that are no token's; None where there are none.
     """
 
     rank: int
     most: int
     places: Tensor
-    empty: Tensor | None
 
     @classmethod
     def of(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> ExchangeWithAll:
@@ -260,12 +256,7 @@ class ExchangeWithAll(Exchange):
         empty = None
         if min(counts) < most:
             empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
-        return cls(group, experts, rank // shares * experts, None, rank, most, places, empty)
-
-    @property
-    def empty_rows(self) -> Tensor | None:
-        """See `Exchange`."""
-        return self.empty
+        return cls(group, experts, rank // shares * experts, None, empty, rank, most, places)
 
     def send(self, x: Tensor) -> Callable[[], Tensor]:
         """See `Exchange`. Empty rows have no meaning."""

@@ -179,7 +179,7 @@ class _Routed(torch.autograd.Function):
             arrived = exchange.send(hidden)
             weights, chosen = choices()
             permutation = Permutation.of(
-                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty_rows
+                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty
             )
             hidden = arrived()
         factors = take(weights, permutation.choices)
