@@ -138,7 +138,7 @@ def main() -> dict[str, int | str]:
         ].sum().backward()
     for rank in (16, 32, 64):
         given = torch.zeros(TOKENS, 1536), torch.zeros(TOKENS, rank), torch.zeros(128, 1536, rank)
-        add_lowrank(*(one.bfloat16() for one in given), permutation.ends)
+        add_lowrank(*(one.bfloat16() for one in given), permutation.bounds[1:])
     accumulate(torch.zeros(TOKENS, 2048), torch.zeros(TOKENS, 2048).bfloat16())
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))

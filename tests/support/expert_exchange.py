@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.nn.decoder.experts import grouped
-from zoo.nn.decoder.experts.exchange import ExchangeByChoice, ExchangeWithAll
+from zoo.nn.decoder.experts import grouped, products
+from zoo.nn.decoder.experts.exchange import ExchangeByChoice, ExchangeWithAll, Permutation
 from zoo.nn.decoder.experts.grouped import Later
 from zoo.nn.decoder.experts.layer import routed
 
@@ -42,15 +42,19 @@ class Experts(torch.nn.Module):
 
     def forward(
         self,
-        rows: Tensor,
-        ends: Tensor,
+        hidden: Tensor,
+        bounds: Tensor,
         weights: Tensor,
         gradient_only: bool = False,
         later: Later | None = None,
+        permutation: Permutation | None = None,
     ) -> tuple[Tensor, None]:
-        self.rows = len(rows)
-        out = grouped.grouped_product(rows, self.weight, ends, later=later)
-        return out * weights.unsqueeze(1) / self.shares, None
+        assert permutation is not None
+        self.rows = len(permutation.tokens)
+        taken, summed = grouped.Rows(bounds, taken=permutation), grouped.Rows(bounds, summed=permutation)
+        out = grouped.grouped_product(hidden, self.weight, taken, later=later)
+        same = torch.eye(WIDTH).expand_as(self.weight)
+        return grouped.grouped_product(out * weights.unsqueeze(1) / self.shares, same, summed), None
 
 
 def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> dict[str, Any]:
@@ -68,7 +72,7 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
     patch = pytest.MonkeyPatch()
     for name in ("all_to_all_single", "all_gather_into_tensor"):
         patch.setattr(dist, name, noted("exchange", getattr(dist, name)))
-    patch.setattr(grouped, "_weight_gradient", noted("weight", grouped._weight_gradient))
+    patch.setattr(products, "weight_gradient", noted("weight", products.weight_gradient))
     try:
         count = EXPERTS * shares // size
         experts: Any = Experts(rank // shares * count, count, shares)

@@ -12,9 +12,11 @@ from zoo.doctor import references
 from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
+from zoo.nn.decoder.experts import hopper
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.nn.decoder.experts.router import loads
-from zoo.nn.kernels.widths import grouped_takes
+from zoo.nn.kernels.widths import grouped_takes, quack_takes
 
 WITHOUT_TRITON = "it is left out where Triton is not installed"
 
@@ -76,40 +78,54 @@ def _loads(subject: Subject) -> Iterator[Check]:
 
 
 def _experts(subject: Subject) -> Iterator[Check]:
+    """Tokens to their experts, through them, and the sums of what comes back."""
     layer = subject.layer(sparse=True)
     if layer is None:
         return
     module, config = layer.mlp.experts, subject.config
-    experts, hidden = config.num_moe_experts, config.hidden_size
+    experts, hidden, topk = config.num_moe_experts, config.hidden_size, layer.mlp.router.topk
     assert experts is not None
-    total = rows_of(subject)
-    counts = _uneven(experts, total)
+    tokens = -(-rows_of(subject) // topk)
+    counts = _uneven(experts, tokens * topk)
 
     def prepare() -> Trial:
-        given = {"x": randn(subject, total, hidden), "probs": torch.rand(total, device=subject.device)}
-        ends = torch.tensor(counts, device=subject.device).cumsum(0).to(torch.int32)
+        # A token may have an expert twice, which a router doesn't give; sums are the same.
+        every = torch.arange(experts).repeat_interleave(torch.tensor(counts))
+        chosen = every[torch.randperm(len(every))].view(tokens, topk).to(subject.device)
+        permutation = Permutation.of(chosen, experts, len(every))
+        given = {"x": randn(subject, tokens, hidden), "probs": torch.rand(len(every), device=subject.device)}
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
-            out: Tensor = module(x, ends, probs)[0]
+            out: Tensor = module(x, permutation.bounds, probs, permutation=permutation)[0]
             return out
 
         def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
-            return references.experts(x, probs, weight1, weight2, counts)
+            rows = chosen.flatten().argsort(stable=True) // topk
+            found = references.experts(x[rows], probs, weight1, weight2, counts)
+            return torch.zeros_like(x).index_add(0, rows, found)
 
         weights = {"weight1": module.weight1, "weight2": module.weight2}
         return Trial(run, exact, given, weights)
 
-    takes = all(grouped_takes(*weight.shape[1:]) for weight in (module.weight1, module.weight2))
-    grouped = subject.device.type == "cuda" and subject.precision == "bf16" and takes
     yield Check(
         "experts",
-        "grouped_mm" if grouped else "torch",
-        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {total} tokens, some without any",
+        _kernel(subject, module),
+        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {tokens} tokens to {topk}, some experts without any",
         subject.precision,
         BOUNDS[subject.precision],
         FP32_IS_PLAIN,
         prepare,
     )
+
+
+def _kernel(subject: Subject, module: GroupedExperts) -> str:
+    """What multiplies."""
+    if subject.device.type != "cuda" or subject.precision != "bf16":
+        return "torch"
+    widths = [weight.shape[1:] for weight in (module.weight1, module.weight2)]
+    if hopper.is_there(subject.device) and all(quack_takes(*both) for both in widths):
+        return "quack"
+    return "grouped_mm" if all(grouped_takes(*both) for both in widths) else "torch"
 
 
 def _permutation(subject: Subject) -> Iterator[Check]:

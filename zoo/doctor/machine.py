@@ -18,6 +18,7 @@ PACKAGES = {
     "flash-linear-attention": ("flash-linear-attention", "fla-core"),
     "triton": ("triton",),
     "flash-attn": ("flash-attn-4", "flash-attn"),
+    "quack": ("quack-kernels",),
 }
 
 

@@ -12,7 +12,7 @@ from zoo.errors import ConfigError
 from zoo.nn import backend
 from zoo.nn.decoder.attention import gated_delta_net, varlen
 from zoo.nn.decoder.attention.self_attention import VarlenCoreAttention
-from zoo.nn.decoder.experts import grouped
+from zoo.nn.decoder.experts import products
 from zoo.nn.kernels import widths
 from zoo.nn.towers import attention as tower_attention
 
@@ -24,6 +24,7 @@ from zoo.nn.towers import attention as tower_attention
         (widths.flash4_width, (64, 72, 96, 128, 256), (24, 112, 192)),
         (widths.te_attention_takes, (24, 64, 128), (20, 136, 256)),
         (widths.grouped_takes, (8, 96, 768), (0, 14, 20, 100)),
+        (widths.quack_takes, (128, 136, 768), (0, 64, 132)),
     ],
 )
 def test_a_kernel_says_which_widths_it_takes(takes: Any, yes: tuple[int, ...], no: tuple[int, ...]) -> None:
@@ -48,9 +49,9 @@ class OnGpu:
 @pytest.mark.parametrize(("hidden", "width", "one_call"), [(40, 16, True), (40, 14, False), (36, 16, False)])
 def test_experts_of_an_odd_width_go_one_by_one(hidden: int, width: int, one_call: bool) -> None:
     for weight in ((2, 2 * width, hidden), (2, hidden, width)):
-        takes = grouped.grouped(OnGpu(5, weight[2]), OnGpu(*weight))  # type: ignore[arg-type]
+        takes = products.grouped(OnGpu(5, weight[2]), OnGpu(*weight))  # type: ignore[arg-type]
         assert takes == (one_call or (weight[1] % 8 == 0 and weight[2] % 8 == 0))
-        assert not grouped.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
+        assert not products.grouped(OnGpu(5, weight[2], dtype=torch.float32), OnGpu(*weight))  # type: ignore[arg-type]
 
 
 def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
@@ -65,12 +66,12 @@ def test_an_adapter_of_odd_rank_goes_one_by_one_beside_a_grouped_weight(
         return torch.cat([x[a:b] @ weight[i] for i, (a, b) in enumerate(pairwise(starts))])
 
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
-    monkeypatch.setattr(grouped, "grouped", lambda x, weight: widths.grouped_takes(*weight.shape[1:]))
+    monkeypatch.setattr(products, "grouped", lambda x, weight: widths.grouped_takes(*weight.shape[1:]))
     x, weight, adapter = torch.randn(5, 8), torch.randn(2, 16, 8), torch.randn(2, 3, 8)
-    ends = torch.tensor([2, 5])
+    bounds = torch.tensor([0, 2, 5])
     for one in (weight, adapter):
         wanted = torch.cat([x[:2] @ one[0].t(), x[2:] @ one[1].t()])
-        torch.testing.assert_close(grouped.grouped_product(x, one, ends), wanted)
+        torch.testing.assert_close(products.multiply(x, one, bounds), wanted)
     assert calls == [(2, 8, 16)]
 
 

@@ -1,38 +1,50 @@
-"""A cache that keeps compiled kernels between runs."""
+"""Caches that keep compiled kernels between runs."""
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.util
 import os
+from pathlib import Path
 
 from zoo.config.devices import gpu_capabilities
 from zoo.files import cache_folder
 
-_NAME = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # environment of FlashAttention 4
+# Environment of a library, its package, and the folder of its cache.
+_CACHES = (
+    ("FLASH_ATTENTION_CUTE_DSL_CACHE", "flash_attn", "flash_attention_4"),
+    ("QUACK_CACHE", "quack", "quack"),
+)
 
 
 def keep_kernels() -> None:
-    """Make FlashAttention 4 keep the kernels that it compiles, in `$XDG_CACHE_HOME/zoo/flash_attention_4`.
+    """Make FlashAttention 4 and QuACK keep the kernels that they compile, in `$XDG_CACHE_HOME/zoo`.
 
-    Else every process compiles them (12 of the 16 seconds that a first step of receipts-2b took on an H200). To be called
-    before ranks are started and before megatron-core is imported: FlashAttention 4 reads its environment when it is
-    imported, which Transformer Engine does. Not all names of its kernels contain the GPU's architecture, so each architecture has a
-    folder of its own, and a machine with several has none. Nor is it asked to where the environment says already what to do, or where it
-    would fail since files can't be written or locked.
+    Else every process compiles FlashAttention 4's (12 of the 16 seconds that a first step of receipts-2b took on an H200), and QuACK's lie
+    where others may write. To be called before ranks are started and before megatron-core is imported: both read their environment when
+    they are imported, which Transformer Engine does. Not all names of kernels contain the GPU's architecture, so each architecture has a
+    folder of its own, and a machine with several has none. Neither is asked to where the environment says already what to do. Nothing is kept
+    where it would fail since files can't be written or locked.
     """
-    if f"{_NAME}_ENABLED" in os.environ or not importlib.util.find_spec("flash_attn"):
-        return
     if len(capabilities := gpu_capabilities()) != 1:
         return
     ((major, minor),) = capabilities
-    cache = cache_folder("flash_attention_4")
-    if cache is None:
-        return
-    with contextlib.suppress(OSError):
-        folder = cache / f"sm{major}{minor}"
+    for name, package, kept in _CACHES:
+        enabled, place = f"{name}_ENABLED", f"{name}_DIR"
+        if {enabled, place} & os.environ.keys() or not importlib.util.find_spec(package):
+            continue
+        cache = cache_folder(kept)
+        folder = cache and cache / f"sm{major}{minor}"
+        usable = folder is not None and _can_be_locked(folder)
+        os.environ |= {enabled: "1", place: str(folder)} if usable else {enabled: "0"}
+
+
+def _can_be_locked(folder: Path) -> bool:
+    """Whether files in a folder, which is made, can be written and locked."""
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.environ |= {f"{_NAME}_ENABLED": "1", f"{_NAME}_DIR": str(folder)}
+    except OSError:
+        return False
+    return True

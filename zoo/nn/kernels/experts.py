@@ -60,7 +60,7 @@ def _count_choices(
 
 @triton.jit(do_not_specialize=["count", "first", "blocks"])
 def _place_choices(
-    chosen, empty, counts, upto, tokens, choices, places, ends, count, first, row_stride, blocks, TOPK: tl.constexpr,
+    chosen, empty, counts, upto, tokens, choices, places, bounds, count, first, row_stride, blocks, TOPK: tl.constexpr,
     EXPERTS: tl.constexpr, HAS_EMPTY: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
@@ -78,7 +78,10 @@ def _place_choices(
     tl.store(tokens + row, place // TOPK, mask=here)
     tl.store(choices + row, place, mask=here)
     if block == 0:
-        tl.store(ends + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known)
+        tl.store(bounds, 0)
+        tl.store(
+            bounds + 1 + expert, tl.load(upto + (expert + 1) * blocks - 1, mask=known, other=0), mask=known
+        )
 
 
 @triton.jit
@@ -219,26 +222,26 @@ def place_choices(
 
     Returns:
         int32. (M k,) and (M k,): the token and the choice of each row; rows behind the last choice here have no meaning. (M, k): the row of each
-        choice, -1 where its expert is not here. (E,): where the rows of each expert end.
+        choice, -1 where its expert is not here. (E + 1,): where the rows of each expert begin, and where the last ones end.
     """
     blocks, constants = _blocks(chosen, experts)
 
     def room(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=chosen.device)
 
-    tokens, choices, places, ends = (
+    tokens, choices, places, bounds = (
         room(chosen.numel()),
         room(chosen.numel()),
         room(*chosen.shape),
-        room(experts),
+        room(experts + 1),
     )
     if not blocks:
-        return tokens, choices, places, ends.zero_()
+        return tokens, choices, places, bounds.zero_()
     _place_choices[(blocks,)](
-        chosen, empty, counts, upto, tokens, choices, places, ends, chosen.numel(), first, chosen.stride(0), blocks,
+        chosen, empty, counts, upto, tokens, choices, places, bounds, chosen.numel(), first, chosen.stride(0), blocks,
         HAS_EMPTY=empty is not None, num_warps=8, **constants,
     )  # fmt: skip
-    return tokens, choices, places, ends
+    return tokens, choices, places, bounds
 
 
 def take(values: Tensor, index: Tensor) -> Tensor:

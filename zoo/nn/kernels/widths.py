@@ -16,6 +16,7 @@ FLASH4_WIDTHS = {64: 64, 72: 96, 80: 96, 96: 96, 128: 128, 256: 256}
 # they are wrong by 0.2 to 1e5 times their size, the output being right (TE 2.20.2, cuDNN 9.14, H200): `zoo doctor
 # --known-wrong` tries it.
 TE_WIDEST_HEAD = 128
+QUACK_NARROWEST = 128  # a tile has 128 rows and 256 columns
 FLA_WIDEST_HEAD = 256  # flash-linear-attention, `chunk_gated_delta_rule_fwd_h`
 
 
@@ -46,6 +47,11 @@ def te_linears_take(widths: Iterable[int]) -> bool:
 def grouped_takes(*widths: int) -> bool:
     """`grouped_mm` and its gradients, inputs and outputs of these widths: "strides should be multiple of 16 bytes"."""
     return _rows(*widths)
+
+
+def quack_takes(*widths: int) -> bool:
+    """QuACK's grouped products and their gradients, inputs and outputs of these widths: a tile would be nearly empty in narrower ones."""
+    return _rows(*widths) and min(widths) >= QUACK_NARROWEST
 
 
 def fla_takes(key: int, value: int) -> bool:

@@ -1,4 +1,4 @@
-"""FlashAttention 4 is asked to keep its kernels where it can, and only there."""
+"""FlashAttention 4 and QuACK are asked to keep their kernels where they can, and only there."""
 
 import importlib.machinery
 import importlib.util
@@ -17,27 +17,36 @@ ENABLED, DIR = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_D
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it were installed beside a GPU, a cache of the test's own, and nothing said yet."""
-    spec = importlib.machinery.ModuleSpec("flash_attn", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "flash_attn" else None)
+    there = {name: importlib.machinery.ModuleSpec(name, None) for name in ("flash_attn", "quack")}
+    monkeypatch.setattr(importlib.util, "find_spec", there.get)
     monkeypatch.setattr(kernel_cache, "gpu_capabilities", lambda: frozenset({(9, 0)}))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in (ENABLED, DIR):
+    for name in (ENABLED, DIR, "QUACK_CACHE_ENABLED", "QUACK_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # which is put back at the end
         monkeypatch.delenv(name)
+
+
+def kept() -> bool:
+    """Whether a library keeps kernels; QuACK does by itself unless it is told not to."""
+    assert DIR not in os.environ and "QUACK_CACHE_DIR" not in os.environ
+    return os.environ[ENABLED] != "0" or os.environ["QUACK_CACHE_ENABLED"] != "0"
 
 
 def test_kernels_are_kept(tmp_path: Path) -> None:
     kernel_cache.keep_kernels()
     kernel_cache.keep_kernels()
     assert os.environ[ENABLED] == "1"
-    folder = Path(os.environ[DIR])
-    assert folder.is_dir() and folder.is_relative_to(tmp_path / "cache") and folder.name == "sm90"
+    assert os.environ["QUACK_CACHE_ENABLED"] == "1"
+    folders = [Path(os.environ[name]) for name in (DIR, "QUACK_CACHE_DIR")]
+    for folder in folders:
+        assert folder.is_dir() and folder.is_relative_to(tmp_path / "cache") and folder.name == "sm90"
+    assert folders[0] != folders[1]
 
 
 def test_not_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     kernel_cache.keep_kernels()
-    assert ENABLED not in os.environ and DIR not in os.environ
+    assert not kept()
 
 
 def test_not_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +54,7 @@ def test_not_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     kernel_cache.keep_kernels()
-    assert ENABLED not in os.environ
+    assert not kept()
 
 
 def test_not_where_files_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +63,15 @@ def test_not_where_files_cannot_be_locked(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr("fcntl.flock", refuse)
     kernel_cache.keep_kernels()
-    assert ENABLED not in os.environ
+    assert not kept()
 
 
 def test_what_the_environment_says_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLED, "0")
+    monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
     kernel_cache.keep_kernels()
     assert os.environ[ENABLED] == "0" and DIR not in os.environ
+    assert "QUACK_CACHE_ENABLED" not in os.environ and os.environ["QUACK_CACHE_DIR"] == "/elsewhere"
 
 
 def test_not_without_a_gpu_or_with_several_architectures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ from zoo.files import cache_folder
 if TYPE_CHECKING:
     from zoo.doctor.measure import CheckResult
 
-SLOW = ("attention", "delta_rule")  # they take 13 of the 24 s of a first check of Qwen3.5-VL 2B on an H200
+SLOW = (
+    "attention",
+    "delta_rule",
+    "experts",
+)  # the first two take 13 of the 24 s of a first check of Qwen3.5-VL 2B on an H200
 
 
 def check_kernels(recipe: Recipe) -> None:

@@ -68,13 +68,13 @@ class Permutation:
         tokens: (C,) int32, the token of each row.
         choices: (C,) int32, the same in the tokens' choices laid end to end, token * k + choice.
         places: (M, k) int32, the row of each choice of a token; -1: its expert is not here.
-        ends: (E,) int32, where the rows of each expert end.
+        bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end.
     """
 
     tokens: Tensor
     choices: Tensor
     places: Tensor
-    ends: Tensor
+    bounds: Tensor
 
     @classmethod
     def of(
@@ -98,9 +98,9 @@ class Permutation:
         else:
             found = _sorted(chosen, experts, first, empty)
             here = None if count is not None else _read(found[3][-1])
-        tokens, choices, places, ends = found
+        tokens, choices, places, bounds = found
         count = here() if here else count
-        return cls(tokens[:count], choices[:count], places, ends)
+        return cls(tokens[:count], choices[:count], places, bounds)
 
 
 def _sorted(
@@ -112,13 +112,13 @@ def _sorted(
     if empty is not None:
         elsewhere |= empty
     ordered, order = local.masked_fill(elsewhere, experts).flatten().sort(stable=True)
-    every = torch.arange(experts, dtype=torch.int32, device=chosen.device)
-    ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
+    every = torch.arange(experts + 1, dtype=torch.int32, device=chosen.device)
+    bounds = torch.searchsorted(ordered, every, out_int32=True)
     rows = torch.arange(chosen.numel(), dtype=torch.int32, device=chosen.device)
-    rows.masked_fill_(rows >= ends[-1], -1)
+    rows.masked_fill_(rows >= bounds[-1], -1)
     places = torch.empty_like(rows).scatter_(0, order, rows).view(chosen.shape)
     order = order.to(torch.int32)
-    return order // chosen.shape[1], order, places, ends
+    return order // chosen.shape[1], order, places, bounds
 
 
 def _read(number: Tensor) -> Callable[[], int]:

@@ -1,17 +1,15 @@
-"""The experts of a layer as two stacked weights, and grouped matrix products: each row by the weight of its expert.
+"""The experts of a layer as two stacked weights, and grouped matrix products with their gradients: each row by the weight of its expert.
 
-A projection is one `torch.nn.functional.grouped_mm` on a GPU in half precision, for widths that it takes; a loop over the local
-experts elsewhere (its CPU kernel would loop as well). mcore's SequentialMLP loops in Python over whole modules, its grouped one needs
-Transformer Engine.
+mcore's SequentialMLP loops in Python over whole modules, its grouped one needs Transformer Engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -19,9 +17,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from zoo.nn.decoder.experts import products
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.products import multiply
 from zoo.nn.decoder.mlp import glu
-from zoo.nn.kernels import fused, has_triton
-from zoo.nn.kernels.widths import grouped_takes
+from zoo.nn.kernels import has_triton
 
 # By weight: what works out its gradient.
 type Later = dict[Tensor, Callable[[], Tensor]]
@@ -77,31 +77,35 @@ class GroupedExperts(MegatronModule):
     def forward(
         self,
         hidden: Tensor,
-        ends: Tensor,
+        bounds: Tensor,
         probs: Tensor,
         gradient_only: bool = False,
         later: Later | None = None,
+        permutation: Permutation | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden (N, hidden) sorted by expert, ends (E,) int32 of the experts' rows, probs (N,) -> (N, hidden), None.
+        """hidden (N, hidden) sorted by expert, probs (N,) -> (N, hidden), None.
 
-        `gradient_only`: the values are not read, as where the backward pass recomputes the experts. `later`: as of `grouped_product`, for
-        the weight whose gradient nothing else in the backward pass waits for.
+        Args:
+            bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end.
+            gradient_only: the values are not read, as where the backward pass recomputes the experts.
+            later: as of `grouped_product`, for the weight whose gradient nothing else in the backward pass waits for.
+            permutation: hidden is (M, hidden), as tokens come, and so is what is returned, the sum of each token's experts; `bounds`
+                are the permutation's.
         """
-        inner = self._project("weight1", hidden, ends, later=later)
-        return self._project(
-            "weight2", glu(inner, self.config.activation_func, probs), ends, gradient_only
-        ), None
+        inner = self._project("weight1", hidden, Rows(bounds, taken=permutation), later=later)
+        inner = glu(inner, self.config.activation_func, probs)
+        return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only), None
 
     def _project(
-        self, name: str, x: Tensor, ends: Tensor, gradient_only: bool = False, later: Later | None = None
+        self, name: str, x: Tensor, rows: Rows, gradient_only: bool = False, later: Later | None = None
     ) -> Tensor:
-        """x (N, in) by one of the weights, and by its adapter."""
+        """x by one of the weights, and by its adapter."""
         weight = getattr(self, name)
         if name in self.lora:
             a, b, scale = self.lora[name](x.is_cuda)
-            return lora_product(x, weight, a, b, scale, ends, gradient_only)
+            return lora_product(x, weight, a, b, scale, rows, gradient_only)
         total = weight.main_grad if self.accumulates and weight.requires_grad else None
-        return grouped_product(x, weight, ends, gradient_only, total, later)
+        return grouped_product(x, weight, rows, gradient_only, total, later)
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -143,10 +147,43 @@ class GroupedExperts(MegatronModule):
         }
 
 
+@dataclass(frozen=True)
+class Rows:
+    """N rows of a grouped product, sorted by expert.
+
+    Attributes:
+        bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end: N.
+        taken: the product is given M tokens, whose rows these are; None: the rows themselves.
+        summed: the product gives the sum of each of M tokens' rows; None: the rows themselves.
+    """
+
+    bounds: Tensor
+    taken: Permutation | None = None
+    summed: Permutation | None = None
+
+    def result(self, product: Tensor) -> Tensor:
+        """What is given for the product of each row."""
+        return product if self.summed is None else sum_rows(product, self.summed.places)
+
+    def input_gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of what was given, by that of each row."""
+        return grad if self.taken is None else sum_rows(grad, self.taken.places)
+
+    def placeholder(self, x: Tensor, weight: Tensor) -> Tensor:
+        """A tensor of the result's shape, without values."""
+        count = len(x if self.taken is None else self.taken.tokens)
+        count = count if self.summed is None else len(self.summed.places)
+        return x.new_empty(1).expand(count, weight.shape[1])
+
+
+def _tokens(permutation: Permutation | None) -> Tensor | None:
+    return None if permutation is None else permutation.tokens
+
+
 def grouped_product(
     x: Tensor,
     weight: Tensor,
-    ends: Tensor,
+    rows: Rows,
     gradient_only: bool = False,
     total: Tensor | None = None,
     later: Later | None = None,
@@ -154,13 +191,13 @@ def grouped_product(
     """The product of each row with the weight of its expert: x (N, in) sorted by expert, weight (E, out, in) -> (N, out).
 
     Args:
-        ends: (E,) int32, where each expert's rows end.
+        rows: where each expert's rows are; x or what is returned may be tokens', (M, in) or (M, out).
         gradient_only: the values are not read, so they are not computed; the gradient is right.
         total: (E, out, in), DDP's buffer of the parameter `weight`: the weight gradient is accumulated there, and what autograd gets
             is not read.
         later: gets a function that works out the weight gradient, and autograd gets none: the caller sends the gradient of x first.
     """
-    out: Tensor = _GroupedProduct.apply(x, weight, ends, gradient_only, total, later)
+    out: Tensor = _GroupedProduct.apply(x, weight, rows, gradient_only, total, later)
     return out
 
 
@@ -170,26 +207,29 @@ class _GroupedProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        ends: Tensor,
+        rows: Rows,
         gradient_only: bool,
         total: Tensor | None,
         later: Later | None,
     ) -> Tensor:
-        ctx.total, ctx.later = total, later
+        ctx.rows, ctx.total, ctx.later = rows, total, later
         ctx.parameter = weight if total is not None or later is not None else None
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, ends)
-        return _placeholder(x, weight) if gradient_only else _multiply(x, weight, ends)
+        placeholder = rows.placeholder(x, weight)
+        x, ctx.of_x = products.gathered(x, _tokens(rows.taken), weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return placeholder if gradient_only else rows.result(multiply(x, weight, rows.bounds, ctx.of_x))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, ends = ctx.saved_tensors
-        grad = grad.contiguous()
-        to_x = _multiply(grad, weight.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
+        (x, weight), rows = ctx.saved_tensors, ctx.rows
+        grad, of_grad = products.gathered(grad.contiguous(), _tokens(rows.summed), weight)
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = rows.input_gradient(multiply(grad, weight.transpose(1, 2), rows.bounds, of_grad))
 
         def of_weight() -> Tensor:
-            to_weight = _weight_gradient(grad, x, ends, grouped(grad, weight))
+            to_weight = products.weight_gradient(grad, x, weight, rows.bounds, ctx.total, of_grad, ctx.of_x)
             if ctx.total is not None:
-                accumulate(ctx.total, to_weight)
                 ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
             return to_weight
 
@@ -202,7 +242,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def lora_product(
-    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, ends: Tensor, gradient_only: bool = False
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float, rows: Rows, gradient_only: bool = False
 ) -> Tensor:
     """`grouped_product` with a frozen weight and a low-rank adapter (Hu et al. 2021): x weight^T + scale (x a^T) b^T -> (N, out).
 
@@ -211,9 +251,9 @@ def lora_product(
         weight: (E, out, in).
         a: (E, rank, in).
         b: (E, out, rank).
-        ends, gradient_only: as of `grouped_product`.
+        rows, gradient_only: as of `grouped_product`.
     """
-    out: Tensor = _LoraProduct.apply(x, weight, a, b, scale, ends, gradient_only)
+    out: Tensor = _LoraProduct.apply(x, weight, a, b, scale, rows, gradient_only)
     return out
 
 
@@ -226,81 +266,41 @@ class _LoraProduct(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scale: float,
-        ends: Tensor,
+        rows: Rows,
         gradient_only: bool,
     ) -> Tensor:
         assert not weight.requires_grad
-        narrow = _multiply(x, a, ends) * scale
-        ctx.save_for_backward(x, weight, a, b, narrow, ends)
-        ctx.scale = scale
-        return (
-            _placeholder(x, weight)
-            if gradient_only
-            else _add_lowrank(_multiply(x, weight, ends), narrow, b, ends)
-        )
+        placeholder = rows.placeholder(x, weight)
+        if rows.taken is not None:
+            x = gather_rows(x, rows.taken.tokens)
+        narrow = multiply(x, a, rows.bounds) * scale
+        ctx.save_for_backward(x, weight, a, b, narrow)
+        ctx.scale, ctx.rows = scale, rows
+        if gradient_only:
+            return placeholder
+        return rows.result(_add_lowrank(multiply(x, weight, rows.bounds), narrow, b, rows.bounds))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, narrow, ends = ctx.saved_tensors
-        grad = grad.contiguous()
-        to_narrow = _multiply(grad, b.transpose(1, 2), ends) * ctx.scale
+        (x, weight, a, b, narrow), rows = ctx.saved_tensors, ctx.rows
+        grad, bounds = grad.contiguous(), rows.bounds
+        if rows.summed is not None:
+            grad = gather_rows(grad, rows.summed.tokens)
+        to_narrow = multiply(grad, b.transpose(1, 2), bounds) * ctx.scale
         to_x = None
         if ctx.needs_input_grad[0]:
-            to_x = _add_lowrank(
-                _multiply(grad, weight.transpose(1, 2), ends), to_narrow, a.transpose(1, 2), ends
-            )
-        to_a = _weight_gradient(to_narrow, x, ends, grouped(x, a))
-        to_b = _weight_gradient(grad, narrow, ends, grouped(grad, b))
+            to_x = multiply(grad, weight.transpose(1, 2), bounds)
+            to_x = rows.input_gradient(_add_lowrank(to_x, to_narrow, a.transpose(1, 2), bounds))
+        to_a = products.weight_gradient(to_narrow, x, a, bounds)
+        to_b = products.weight_gradient(grad, narrow, b, bounds)
         return to_x, None, to_a, to_b, None, None, None
 
 
-def _placeholder(x: Tensor, weight: Tensor) -> Tensor:
-    """A tensor of the product's shape, without values."""
-    return x.new_empty(1).expand(len(x), weight.shape[1])
-
-
-def _add_lowrank(out: Tensor, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _add_lowrank(out: Tensor, x: Tensor, weight: Tensor, bounds: Tensor) -> Tensor:
     """out (N, width) += the grouped product of x (N, rank) and weight (E, width, rank)."""
-    if grouped(x, weight) and has_triton():
+    if products.grouped(x, weight) and has_triton():
         from zoo.nn.kernels.experts import RANKS, add_lowrank
 
         if weight.shape[2] <= RANKS:
-            return add_lowrank(out, x, weight, ends)
-    return out.add_(_multiply(x, weight, ends))
-
-
-def _multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The grouped product of x (N, in) and weight (E, out, in) -> (N, out), without autograd."""
-    if grouped(x, weight):
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    return torch.cat([F.linear(part, weight[e]) for e, part in enumerate(x.split(_counts(ends)))])
-
-
-def _weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, at_once: bool) -> Tensor:
-    """The weight gradient (E, out, in) of a grouped product: each expert's grad^T x, grad (N, out), x (N, in)."""
-    if at_once:
-        return F.grouped_mm(grad.t(), x, offs=ends)
-    counts = _counts(ends)
-    parts = zip(grad.split(counts), x.split(counts), strict=True)
-    return torch.stack([g.t() @ rows for g, rows in parts])
-
-
-def accumulate(total: Tensor, grad: Tensor) -> None:
-    """total += grad, of the same shape; grad may have half the precision."""
-    if fused(grad) and total.dtype == torch.float32:
-        from zoo.nn.kernels.experts import accumulate as kernel
-
-        kernel(total, grad)
-    else:
-        total.add_(grad)
-
-
-def _counts(ends: Tensor) -> list[int]:
-    """Rows of each expert; the host waits for them."""
-    counts: list[int] = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return counts
-
-
-def grouped(x: Tensor, weight: Tensor) -> bool:
-    """Whether x (N, in) by weight (E, out, in) is one `grouped_mm`: a GPU, half precision, widths that it takes."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and grouped_takes(*weight.shape[1:])
+            return add_lowrank(out, x, weight, bounds[1:])
+    return out.add_(multiply(x, weight, bounds))

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.functional import pad
 
 from zoo.errors import UserError
 from zoo.nn.decoder.experts.exchange import (
@@ -24,8 +25,6 @@ from zoo.nn.decoder.experts.exchange import (
     ExchangeByChoice,
     ExchangeWithAll,
     Permutation,
-    gather_rows,
-    sum_rows,
     take,
 )
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
@@ -85,11 +84,11 @@ class MixtureOfExperts(MoELayer):
         rows, probs = dispatcher.dispatch_preprocess(hidden, chosen, probs)
         rows, probs = dispatcher.token_dispatch(rows, probs)
         rows, counts, probs = dispatcher.dispatch_postprocess(rows, probs)
-        ends = counts.cumsum(0).to(rows.device, torch.int32, non_blocking=True)
+        bounds = pad(counts.cumsum(0), (1, 0)).to(rows.device, torch.int32, non_blocking=True)
         if self.moe_layer_recompute and self.training:
-            rows, _ = checkpoint(self.experts, False, rows, ends, probs)
+            rows, _ = checkpoint(self.experts, False, rows, bounds, probs)
         else:
-            rows, _ = self.experts(rows, ends, probs)
+            rows, _ = self.experts(rows, bounds, probs)
         rows = dispatcher.token_combine(dispatcher.combine_preprocess(rows))
         out: Tensor = dispatcher.combine_postprocess(rows)
         return out
@@ -186,11 +185,10 @@ class _Routed(torch.autograd.Function):
         ctx.experts, ctx.exchange, ctx.trained = experts, exchange, trained
         ctx.permutation, ctx.graph = permutation, None
         if call.keep:
-            given, ctx.graph = _compute(ctx, hidden, factors)
+            out, ctx.graph = _compute(ctx, hidden, factors)
         else:
             ctx.save_for_backward(hidden, factors)
-            given, _ = experts(gather_rows(hidden, permutation.tokens), permutation.ends, factors)
-        out = sum_rows(given, permutation.places)
+            out, _ = experts(hidden, permutation.bounds, factors, permutation=permutation)
         return out if exchange is None else exchange.collect(out)()
 
     @staticmethod
@@ -199,15 +197,13 @@ class _Routed(torch.autograd.Function):
         if exchange is not None:
             arrived = exchange.send(grad)
         if graph is None:
-            rows, factors = ctx.saved_tensors
-            _, graph = _compute(ctx, rows, factors, gradient_only=True)
+            hidden, factors = ctx.saved_tensors
+            _, graph = _compute(ctx, hidden, factors, gradient_only=True)
         if exchange is not None:
             grad = arrived()
         ctx.graph = None
-        to_rows, to_factors, *to_trained = graph.gradients(gather_rows(grad, ctx.permutation.tokens))
-        places = ctx.permutation.places
-        to_hidden = None if to_rows is None else sum_rows(to_rows, places)
-        to_weights = None if to_factors is None else take(to_factors.unsqueeze(1), places)
+        to_hidden, to_factors, *to_trained = graph.gradients(grad)
+        to_weights = None if to_factors is None else take(to_factors.unsqueeze(1), ctx.permutation.places)
         if exchange is not None:
             returned = [None if one is None else exchange.collect(one) for one in (to_hidden, to_weights)]
             # Beside the exchange, as nothing in it waits for them.
@@ -244,25 +240,26 @@ class _Graph:
     """The autograd graph of the experts, without what they gave."""
 
     output: GradientEdge
-    inputs: list[Tensor]  # those of (rows, factors, *trained parameters) that need a gradient
+    inputs: list[Tensor]  # those of (hidden, factors, *trained parameters) that need a gradient
     needed: list[bool]  # which these are
     later: Later  # weights whose gradients are left to be worked out
 
     def gradients(self, grad: Tensor) -> list[Tensor | None]:
-        """Gradients of rows, factors and trained parameters from the output's; None for one that needs none."""
+        """Gradients of hidden, factors and trained parameters from the output's; None for one that needs none."""
         found = iter(torch.autograd.grad([self.output], self.inputs, grad, allow_unused=True))
         return [next(found) if needed else None for needed in self.needed]
 
 
 def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = False) -> tuple[Tensor, _Graph]:
-    """What the experts give for each row of the permutation (C, hidden), times its factor (C,), and its graph, which doesn't hold hidden (M, hidden)."""
+    """The sum of each token's experts (M, hidden), whose rows of the permutation (C, hidden) are multiplied by factors (C,); and its graph."""
     needed = list(ctx.needs_input_grad[1:])
-    rows = gather_rows(hidden, ctx.permutation.tokens).requires_grad_(needed[0])
+    hidden = hidden.detach().requires_grad_(needed[0])
     factors = factors.detach().requires_grad_(needed[1])
     later: Later = {}
     with torch.enable_grad():
         beside = None if ctx.exchange is None else later
-        given, _ = ctx.experts(rows, ctx.permutation.ends, factors, gradient_only, beside)
-    every = (rows, factors, *ctx.trained)
+        bounds = ctx.permutation.bounds
+        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation)
+    every = (hidden, factors, *ctx.trained)
     inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
     return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)

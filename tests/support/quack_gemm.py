@@ -1,0 +1,44 @@
+"""What QuACK's grouped products compute, in plain PyTorch: in the place of `quack.gemm` where there is no GPU."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+
+def gemm(
+    a: Tensor, b: Tensor, out: Tensor, c: None, semaphore: None, *tile: int, add_to_output: bool, **given: Any
+) -> bool:
+    """a (M, K) [at A_idx] by b (E, N, K) into out (rows, N) under cu_seqlens_m; a (M, K) [columns at A_idx] by b (N, K) into out (E, M, N) under
+    cu_seqlens_k. Operands lie as the kernels want them. Returns the plan: whether results are added."""
+    assert c is None and semaphore is None and tile == (128, 256, 2, 1)
+    run_gemm_plan(add_to_output, a, b, out, None, **given)
+    return add_to_output
+
+
+def run_gemm_plan(
+    plan: bool,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    c: None,
+    *,
+    cu_seqlens_m: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    A_idx: Tensor | None = None,
+) -> None:
+    """`gemm` again, on other operands."""
+    over_rows = cu_seqlens_m is not None
+    bounds = cu_seqlens_m if over_rows else cu_seqlens_k
+    assert bounds is not None
+    if over_rows:
+        assert a.stride(-1) == 1 and out.stride(-1) == 1 and not plan
+    else:
+        assert a.stride(-2) == 1 and b.stride(-2) == 1
+    for group, (start, end) in enumerate(pairwise(bounds.tolist())):
+        rows = slice(start, end) if A_idx is None else A_idx[start:end].long()
+        found = a[rows] @ b[group].t() if over_rows else a[:, rows] @ b[:, start:end].t()
+        target = out[start:end] if over_rows else out[group]
+        target.copy_(target + found if plan else found)
