@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from zoo.engine.checkpoint.storage import host_copy
 from zoo.engine.checkpoint.storage.host_copy import HostCopy
 from zoo.engine.checkpoint.storage.pieces import Piece
 from zoo.errors import UserError
@@ -49,11 +48,11 @@ class Cuda:
             def synchronize(self) -> None:
                 cuda.said.append(f"the host waits for the event of {self.name}")
 
-        main, pinned = Stream(name="main"), {}
+        main, pinned = Stream(name="main"), []
         self.pinned, self.error = pinned, 0
         runtime = SimpleNamespace(
-            cudaHostRegister=lambda place, size, flags: pinned.update({place: size}) or self.error,
-            cudaHostUnregister=pinned.pop,
+            cudaHostRegister=lambda place, size, flags: pinned.append(size) or self.error,
+            cudaHostUnregister=lambda place: pinned.clear() or 0,
         )
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -86,9 +85,9 @@ def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
     copied = HostCopy(GPU)
     copied.take(pieces, {})
     assert cuda.said == [
-        "copies waits for main", "main copies 12, True", "event of main", "copies copies 40, True", "event of copies",
+        "copies waits for main", "main copies 3, True", "event of main", "copies copies 10, True", "event of copies",
     ]  # fmt: skip
-    assert [*cuda.pinned.values()] == [4096] and bytes(copied.view()[:40]) == weight.numpy().tobytes()
+    assert cuda.pinned == [4096] and bytes(copied.view()[:40]) == weight.numpy().tobytes()
     cuda.said.clear()
     copied.before_update()
     copied.wait()
@@ -100,37 +99,16 @@ def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
     assert not cuda.pinned
 
 
-def test_memory_is_pinned_in_parts_and_no_copy_goes_to_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copy waits for no pause between two parts."""
-    cuda = Cuda(monkeypatch)
-    monkeypatch.setattr(host_copy, "_PINNED", 4096)
-    monkeypatch.setattr(host_copy, "_PAUSE", 10**9)
-    values = torch.randn(3000, 2)
-    pieces = [
-        Piece("v", (2, 3000), (0, 0), (2, 3000), values.t(), device=GPU),
-        Piece("s", (), (), (), torch.tensor(3.0), device=GPU),
-    ]
-    copied = HostCopy(GPU)
-    copied.prepare(pieces, {})
-    copied.take(pieces, {})
-    first = min(cuda.pinned)
-    assert [*cuda.pinned] == [*range(first, first + sum(cuda.pinned.values()), 4096)]
-    assert [line for line in cuda.said if line.startswith("copies copies")] == [
-        f"copies copies {size}, True" for size in (*[4096] * 5, 24000 - 5 * 4096, 4)
-    ]
-    assert bytes(copied.view()[:24000]) == values.t().contiguous().numpy().tobytes()
-    copied.release()
-    assert not cuda.pinned
-
-
 def test_memory_that_cannot_be_pinned_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that takes it beforehand says nothing; the copy does."""
+    """The thread that takes it beforehand says nothing; the copy does, and doesn't go on without."""
     cuda = Cuda(monkeypatch)
     cuda.error = 2
     piece = Piece("w", (10,), (0,), (10,), torch.randn(10), device=GPU)
     copied = HostCopy(GPU)
     copied.prepare([piece], {})
-    with pytest.raises(UserError, match="can't be pinned for saves .CUDA error 2.; leave the host more room"):
+    with pytest.raises(
+        UserError, match=r"can't be pinned for saves \(CUDA error 2\); leave the host more room"
+    ):
         copied.take([piece], {})
     cuda.error = 0
     copied.take([piece], {})
