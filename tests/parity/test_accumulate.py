@@ -14,7 +14,7 @@ from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train import optimization
 from zoo.nn import kernels, weight_gradients
-from zoo.nn.decoder.experts import grouped
+from zoo.nn.decoder.experts import products
 
 
 @pytest.fixture(scope="module", params=["tied", "untied", "experts", "tied, one depth"])
@@ -57,13 +57,13 @@ def test_the_gradient_is_the_same(
     made: list[torch.Tensor] = []
     plain = weight_gradients._Products.wgrad_gemm_accum_fp32
 
-    add = grouped.accumulate
+    add = products.accumulate
 
     def accumulate(total: torch.Tensor, grad: torch.Tensor) -> None:
         made.append(total)
         add(total, grad)
 
-    monkeypatch.setattr(grouped, "accumulate", accumulate)
+    monkeypatch.setattr(products, "accumulate", accumulate)
 
     def product(x: torch.Tensor, grad: torch.Tensor, total: torch.Tensor) -> None:
         made.append(total)

@@ -50,7 +50,7 @@ class HostReads(TorchFunctionMode):
     @property
     def ours(self) -> list[str]:
         """Lines of zoo that could be the layout's: not those of sizes of media, and of tokens that went to each expert."""
-        others = ("towers/attention.py", "experts/grouped.py")
+        others = ("towers/attention.py", "experts/products.py")
         ours = [(file, line) for file, line in self.lines if file.is_relative_to(PACKAGE)]
         return [line for file, line in ours if not any(file.match(name) for name in others)]
 

@@ -106,7 +106,7 @@ def test_a_check_that_no_other_process_can_make_is_made_here(
     before_training.check_kernels(recipe)
     (kept,) = gpu.glob("*.json")
     names = [kernel["kernel"] for kernel in json.loads(kept.read_text())["kernels"]]
-    assert names[-2:] == ["attention", "delta_rule"]
+    assert names[-3:] == ["attention", "delta_rule", "experts"]
 
 
 def _run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
