@@ -68,7 +68,7 @@ class TorchBackend(BackendSpecProvider):
         return VarlenCoreAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        """Stacked experts on grouped_mm."""
+        """Stacked experts, multiplied by grouped products."""
         return GroupedExperts
 
     def activation_func(self) -> Any:
