@@ -12,11 +12,10 @@ from zoo.doctor import references
 from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
-from zoo.nn.decoder.experts import hopper
+from zoo.nn.decoder.experts import hopper, products
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.nn.decoder.experts.router import loads
-from zoo.nn.kernels.widths import grouped_takes, quack_takes
 
 WITHOUT_TRITON = "it is left out where Triton is not installed"
 
@@ -109,7 +108,7 @@ def _experts(subject: Subject) -> Iterator[Check]:
 
     yield Check(
         "experts",
-        _kernel(subject, module),
+        _kernel(module, tokens * topk),
         f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {tokens} tokens to {topk}, some experts without any",
         subject.precision,
         BOUNDS[subject.precision],
@@ -118,14 +117,12 @@ def _experts(subject: Subject) -> Iterator[Check]:
     )
 
 
-def _kernel(subject: Subject, module: GroupedExperts) -> str:
-    """What multiplies."""
-    if subject.device.type != "cuda" or subject.precision != "bf16":
-        return "torch"
-    widths = [weight.shape[1:] for weight in (module.weight1, module.weight2)]
-    if hopper.is_there(subject.device) and all(quack_takes(*both) for both in widths):
+def _kernel(module: GroupedExperts, rows: int) -> str:
+    """The library that multiplies so many rows."""
+    weights = module.weight1, module.weight2
+    if all(hopper.takes(weight[0], weight, rows) for weight in weights):
         return "quack"
-    return "grouped_mm" if all(grouped_takes(*both) for both in widths) else "torch"
+    return "grouped_mm" if all(products.grouped(weight[0], weight) for weight in weights) else "torch"
 
 
 def _permutation(subject: Subject) -> Iterator[Check]:

@@ -1,13 +1,16 @@
 """The way of tokens to experts and back, and the experts' products, against sums over one token and one expert at a time."""
 
 import sys
+import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from support import quack_gemm
 from torch import Tensor
 
+import zoo
 from zoo.nn.decoder.experts import hopper
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import Later, Rows, grouped_product, lora_product
@@ -138,6 +141,23 @@ def test_products_of_tokens_rows_and_sums_of_them(kernels: str) -> None:
                 found = found[0], *(total - 1 for total in sums if total is not None)
             torch.testing.assert_close(found, wanted)
     assert (len(hopper._plans) > 0) == (kernels == "QuACK")
+
+
+def test_a_product_of_tokens_rows_whose_results_are_summed(kernels: str) -> None:
+    """Neither the input nor the gradient of the result lies sorted by expert; QuACK gathers one of them."""
+    permutation = Permutation.of(torch.rand(9, 4).topk(2, dim=1).indices, 3, None)
+    x, weight = torch.randn(9, 4, requires_grad=True), torch.randn(3, 6, 4, requires_grad=True)
+    given = by_expert(x[permutation.tokens], weight, permutation.bounds)
+    plain = torch.zeros(9, 6).index_add(0, permutation.tokens, given)
+    out = grouped_product(x, weight, Rows(permutation.bounds, taken=permutation, summed=permutation))
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(gradients(out, x, weight), gradients(plain, x, weight))
+
+
+def test_the_version_that_is_taken_is_the_one_that_is_installed() -> None:
+    """Another one would not be used, and nothing would say so."""
+    project = tomllib.loads((Path(zoo.__file__).parents[1] / "pyproject.toml").read_text())
+    assert f"quack-kernels=={hopper.VERSION}" in project["project"]["optional-dependencies"]["flash"]
 
 
 def test_no_rows_for_the_experts_here(kernels: str) -> None:

@@ -20,8 +20,8 @@ _CACHES = (
 def keep_kernels() -> None:
     """Make FlashAttention 4 and QuACK keep the kernels that they compile, in `$XDG_CACHE_HOME/zoo`.
 
-    Else every process compiles FlashAttention 4's (12 of the 16 seconds that a first step of receipts-2b took on an H200), and QuACK's lie
-    where others may write. To be called before ranks are started and before megatron-core is imported: both read their environment when
+    Else every process compiles FlashAttention 4's kernels (12 of the 16 seconds that a first step of receipts-2b took on an H200), and QuACK keeps
+    its own in the system's folder of temporary files. To be called before ranks are started and before megatron-core is imported: both read their environment when
     they are imported, which Transformer Engine does. Not all names of kernels contain the GPU's architecture, so each architecture has a
     folder of its own, and a machine with several has none. Neither is asked to where the environment says already what to do. Nothing is kept
     where it would fail since files can't be written or locked.

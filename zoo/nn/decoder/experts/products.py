@@ -65,9 +65,9 @@ def weight_gradient(
         total: (E, out, in), where the gradient is added; what is returned has no meaning then.
         rows_of_grad, rows_of_x: (N,) int32, of either; None: all.
     """
-    count = len(grad if rows_of_grad is None else rows_of_grad)
-    both = rows_of_grad is not None and rows_of_x is not None
-    if not both and hopper.takes(x, weight, count):
+    if rows_of_grad is not None and rows_of_x is not None:  # QuACK gathers one operand
+        x, rows_of_x = gather_rows(x, rows_of_x), None
+    if hopper.takes(x, weight, len(grad if rows_of_grad is None else rows_of_grad)):
         found = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x)
         return found if total is None else torch.empty_like(weight)
     grad = grad if rows_of_grad is None else gather_rows(grad, rows_of_grad)
