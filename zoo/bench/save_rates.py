@@ -24,6 +24,7 @@ import torch.distributed as dist
 import xxhash
 
 from zoo.bench.options import Bounded, scratch
+from zoo.bench.training.setting import LEAST_WARM, Setting
 from zoo.bench.training.steps import BenchRun, Lines
 from zoo.bench.training.train import with_layers
 from zoo.config.compose import load_recipe, save_recipe
@@ -40,7 +41,6 @@ from zoo.errors import size as in_words
 
 BLOCK = 2**24  # bytes of one call of dd
 MOST_PLAIN = 100  # steps without a save that are measured, where saves had as many beside them
-SETTING = {"way": "packed", "number": 1, "width": None, "backend": "torch", "ranks": 1}
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class Options(Bounded):
     folder: str = "."  # on the disk that is measured; needs room for three checkpoints
     saves: int = number(2, 1, 100)
     steps: int = number(4, 1, 10**6)  # before the first save, and at least after the last one
-    longest: int = number(256, 64, 10**6)  # most tokens of a sample; a step has one a data-parallel rank
+    longest: int = number(256, 64, 10**6)  # most tokens of a sample
+    packed: int = number(1, 1, 10**4)  # samples a step and data-parallel rank, in one row
     disk_mb: int = number(4096, 64, 10**7)  # MB that dd writes and reads
 
 
@@ -67,9 +68,10 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
         _say(_of_disk(report["disk"]))
         recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
         given = {
-            "setting": {**SETTING, "ranks": options.nproc},
-            "samples": options.steps,
+            "setting": vars(Setting("packed", options.packed, ranks=options.nproc)),
+            "samples": options.steps * options.packed,
             "passes": 1,
+            "warm_steps": LEAST_WARM,
             "longest": options.longest,
             "routing": "router",
             "saves": options.saves,
@@ -82,7 +84,7 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
 def _recipe(options: Options, overrides: Sequence[str]) -> Recipe:
     fixed = [
         f"size={options.size}", "model.init=random", "parallel.plan=[]", "log.tensorboard=false", "export=false",
-        "run.dir=bench", "train.keep=1", "train.keep_best=null", f"packing.budget={options.longest}", "train.steps=1000",
+        "run.dir=bench", "train.keep=1", "train.keep_best=null", f"packing.budget={options.packed * options.longest}", "train.steps=1000",
         f"train.global_batch={options.nproc}",
     ]  # fmt: skip
     recipe = load_recipe(options.recipe, [*fixed, *overrides])

@@ -70,7 +70,9 @@ def test_a_medium_that_leaves_no_room_for_text_is_refused() -> None:
 @pytest.mark.parametrize("name", MEDIA)
 def test_zoo_and_transformers_train_on_the_same_samples(name: str, cpu_world: Any, tmp_path: Path) -> None:
     recipe = tiny(name)
-    given = {"samples": 4, "passes": 1, "longest": LONGEST, "data": "", "routing": "router", "profile": False}
+    given = {
+        "samples": 4, "passes": 1, "warm_steps": 4, "longest": LONGEST, "data": "", "routing": "router", "profile": False,
+    }  # fmt: skip
     row = {
         "packing.mode": "thd",
         "packing.budget": 4 * LONGEST,

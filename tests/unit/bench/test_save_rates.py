@@ -53,7 +53,7 @@ def test_saves_and_loads_of_a_small_model_are_measured(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = save_rates.Options(
-        size="tiny", nproc=2, folder=str(tmp_path / "new"), steps=2, longest=64, disk_mb=64
+        size="tiny", nproc=2, folder=str(tmp_path / "new"), steps=2, longest=64, packed=2, disk_mb=64
     )
     found = save_rates.run(options, ["engine.threads=1"])
     assert len(found["saves"]) == 2 and all(save["steps"] >= 1 for save in found["saves"])

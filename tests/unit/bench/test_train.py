@@ -169,6 +169,18 @@ def test_the_same_samples_packed_padded_and_under_transformers(
     assert all(line["ms"] > 0 and len(line["losses"]) == 12 for line in saved["lines"])
 
 
+def test_a_router_is_trained_before_steps_are_timed() -> None:
+    options = bench_train.Options(
+        recipe="qwen3_vl_moe_sft", size="tiny-moe", longest=64, samples=4, passes=1, settings=("packed:2",),
+        backends=("torch",), warm_steps=7,
+    )  # fmt: skip
+    lines: list[dict] = []
+    bench_train.run(options, ["hardware=cpu", "engine.threads=1", "train.lr=0.01"], lines.append)
+    assert lines[0]["warm_steps"] == 8, "whole passes of two steps"
+    balance = lines[0]["moe_load_balancing_loss"]
+    assert len(balance) == len(lines[0]["losses"]) == 16 and balance[0] != balance[-1] >= 0.9
+
+
 @pytest.mark.parametrize(
     ("name", "data"), [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]
 )
@@ -181,6 +193,7 @@ def test_a_run_of_the_bench_is_a_run(name: str, data: str, cpu_world: Any, tmp_p
         "setting": vars(Setting("row", 128)),
         "samples": 2,
         "passes": 1,
+        "warm_steps": 4,
         "longest": 64,
         "routing": "router",
         "data": data,

@@ -16,7 +16,7 @@ import torch
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import with_pixels
 from zoo.bench.training.rows import Example, collate, examples
-from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
+from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, train_flops
 from zoo.bench.training.steps import kernels
 from zoo.config.schema import Recipe
 from zoo.data.sample import IGNORE, Sample, collate_padded
@@ -58,7 +58,7 @@ def _measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.train.lr, weight_decay=recipe.train.weight_decay, fused=on_gpu
     )
-    warm = _whole_passes(LEAST_WARM, len(bins))
+    warm = _whole_passes(given["warm_steps"], len(bins))
     steps = _whole_passes(max(LEAST_TIMED, given["passes"] * len(bins)), len(bins))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -19,7 +19,7 @@ from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import profile
 from zoo.bench.training.receipts import with_pixels
 from zoo.bench.training.rows import examples
-from zoo.bench.training.setting import LEAST_TIMED, LEAST_WARM, Setting, Timed, metrics, train_flops
+from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, train_flops
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch
 from zoo.data.sample import MicroBatch
@@ -125,6 +125,7 @@ class LoadedRun(Run):
             "loss": last["loss"],
             "losses": [round(line["loss"], 4) for line in lines.steps],
             "grad_norm": last["grad_norm"],
+            **_balance(lines.steps),
             "parameters": sum(p.numel() for chunk in self.trainable.chunks for p in chunk.parameters()),
             "startup_s": self.startup.seconds,
             "startup": self.startup.stages,
@@ -140,7 +141,7 @@ class LoadedRun(Run):
         self.data.close()
 
     def _is_warm(self) -> bool:
-        return self.done >= LEAST_WARM
+        return self.done >= int(self.given["warm_steps"])
 
     def _is_timed(self, warm: int) -> bool:
         """Whether as many samples as asked for have been timed, on the ranks' average."""
@@ -222,7 +223,7 @@ class BenchRun(LoadedRun):
             mine.append(batches)
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
-        self.warm = max(LEAST_WARM, len(mine))
+        self.warm = max(self.given["warm_steps"], len(mine))
         self.timed = -(-max(LEAST_TIMED, self.given["passes"] * len(mine)) // len(mine)) * len(mine)
         # Timed steps begin at the first batch, so that all are timed equally often.
         self.warm += -self.warm % len(mine)
@@ -239,6 +240,12 @@ class BenchRun(LoadedRun):
 
     def _is_timed(self, warm: int) -> bool:
         return self.done >= warm + self.timed
+
+
+def _balance(steps: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """How evenly experts were chosen in each step (1 is even), where there are experts."""
+    name = "moe_load_balancing_loss"
+    return {name: [round(line[name], 3) for line in steps]} if name in steps[-1] else {}
 
 
 def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:

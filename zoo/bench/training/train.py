@@ -19,7 +19,7 @@ from typing import Any
 
 from zoo.bench.options import Bounded
 from zoo.bench.training import profile as bench_profile
-from zoo.bench.training.setting import Setting, as_dict, missing
+from zoo.bench.training.setting import LEAST_WARM, Setting, as_dict, missing
 from zoo.config.compose import load_recipe
 from zoo.config.derived import data_parallel, num_experts, text_config
 from zoo.config.devices import gpu_count
@@ -49,6 +49,7 @@ class Options(Bounded):
     data: str = ""  # a JSONL file, bundled set or mapping, through the loader; "": the samples of `zoo.bench.training.receipts`
     samples: int = number(64, 1, 10**6)  # a data-parallel rank
     passes: int = number(2, 1, 10**6)  # over the samples, timed; one more warms up
+    warm_steps: int = number(LEAST_WARM, LEAST_WARM, 10**6)  # at least so many steps warm up
     longest: int = number(2048, 1, 10**8)  # most tokens of a sample
     batch: int = number(0, 0, 10**6)  # micro-batches a step, all ranks together; 0: one a data-parallel rank
     layers: int = number(0, 0, 2**10)  # of the decoder; 0: all
@@ -204,6 +205,7 @@ def _measure(setting: Setting, recipe: Recipe, options: Options, profile: bool) 
         "setting": vars(setting),
         "samples": options.samples,
         "passes": options.passes,
+        "warm_steps": options.warm_steps,
         "longest": options.longest,
         "data": options.data,
         "routing": options.routing,
