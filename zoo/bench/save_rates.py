@@ -269,7 +269,7 @@ def _of_disk(disk: dict[str, float]) -> str:
 def _of_save(number_: int, save: dict[str, float]) -> str:
     return (
         f"save {number_}         {in_words(save['bytes'])}, stall {save['stall_s']:.2f} s, written in {save['write_s']:.1f} s: "
-        f"{in_words(save['bytes'] / save['write_s'])}/s"
+        f"{in_words(save['bytes'] / save['write_s'])}/s; a step beside it, of {save['steps']}, {save['step_ms']:,.0f} ms"
     )
 
 
@@ -293,8 +293,8 @@ def table(found: dict[str, Any]) -> str:
     ]
     for number_, save in enumerate(found["saves"], 1):
         lines.append(
-            f"{_of_save(number_, save)}, {save['bytes'] / save['write_s'] / disk['write']:.2f} of the disk; a step beside it, of {save['steps']}, "
-            f"{save['step_ms']:,.0f} ms ({save['step_ms'] / found['step_ms'] - 1:+.1%}); host memory +{in_words(save['memory'])} "
+            f"{_of_save(number_, save)} ({save['step_ms'] / found['step_ms'] - 1:+.1%}); "
+            f"{save['bytes'] / save['write_s'] / disk['write']:.2f} of the disk's rate; host memory +{in_words(save['memory'])} "
             f"(a rank holds {in_words(save['bytes_of_rank'])})"
         )
     lines.append(
