@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_source
 from triton.runtime.jit import JITFunction
 
-from zoo.nn.adamw.kernel import adamw, make_tables
+from zoo.nn.adamw.kernel import adamw, in_bf16, make_tables
 from zoo.nn.adamw.state import Moment, Part
 from zoo.nn.decoder.experts.exchange import Permutation
 from zoo.nn.kernels.conv import causal_conv_silu, delta_inputs
@@ -50,6 +50,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 TOKENS = 5000
 
@@ -169,6 +170,8 @@ def main() -> dict[str, int | str]:
             zeros = torch.zeros(size)
             moments = (Moment.zeros(size, dtype, signed, zeros.device) for signed in (True, False))
             part = Part(zeros.bfloat16(), torch.zeros(size, dtype=torch.int16), zeros, *moments, seed=0)
+            if dtype == torch.uint8:
+                in_bf16(part.exp_avg, 100, size)
             (table,) = make_tables([part])
             adamw(table, step=1, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     return {name: spilled(launch) for name, launch in LAUNCHES.items()}

@@ -3,8 +3,8 @@
     TRITON_INTERPRET=1 python tests/support/interpret_updates.py
 
 Prints as JSON, by format, the share of masters, moments and weights that differ, by how much at most relative to the largest
-value, and the updates that the state has seen: of some tensors alone in every format, and of a model's parameters. A process
-of its own, as Triton decides when it is imported.
+value, and the updates that the state has seen: of some tensors alone in every format, and of a model's parameters; and whether
+moments in 8 bits are read right for a save. A process of its own, as Triton decides when it is imported.
 """
 
 import json
@@ -29,7 +29,7 @@ from zoo.engine.optimizer import adamw
 from zoo.engine.optimizer.adamw import MASTER
 from zoo.engine.train import bad_step_detector, optimization
 from zoo.nn.adamw.kernel import adamw as kernel
-from zoo.nn.adamw.kernel import make_tables
+from zoo.nn.adamw.kernel import in_bf16, make_tables
 from zoo.nn.adamw.state import Moment, Part, join, split, update
 
 STEPS = 3
@@ -114,13 +114,21 @@ def part(size: int, split_weight: bool, grad: torch.dtype, mean: torch.dtype, sq
     return Part(weight, remainder, torch.zeros(size, dtype=grad), *moments, seed=size * 128)
 
 
+def read_in_bf16(signed: bool) -> bool:
+    """Whether the kernel reads every code of 8 bits as plain PyTorch does, from within a block to within another."""
+    codes, exponents = torch.arange(1024) % 256, torch.tensor([40, 41, 90, 126, 127, 128, 200, 254])
+    moment = Moment(codes.to(torch.uint8), exponents.to(torch.uint8), signed)
+    cuts = ((0, 1024), (0, 1), (300, 1001), (1023, 1024))
+    return all(torch.equal(in_bf16(moment, *cut), moment.read(*cut).bfloat16()) for cut in cuts)
+
+
 def compared(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> dict[str, Any]:
     names = ("masters", "moments", "weights")
     return {name: apart(a, b) for name, a, b in zip(names, found, wanted, strict=True)}
 
 
 def main() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"read": read_in_bf16(True) and read_in_bf16(False)}
     for split_weight, mean in product((False, True), FORMATS):
         for square in dict.fromkeys((mean, torch.uint8)):
             grad = FORMATS[split_weight]

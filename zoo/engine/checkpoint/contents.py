@@ -24,6 +24,7 @@ from zoo.engine.distributed.world import World
 from zoo.engine.megatron.inner_optimizer import held_ranges
 from zoo.engine.model.lora import Adapters
 from zoo.nn.adamw.state import CHUNK, MASTER, Moment, join
+from zoo.nn.kernels import has_triton
 
 _STATE = "optimizer.state"
 _REST = "remainder"  # what completes bf16 weights to fp32
@@ -131,6 +132,10 @@ def _of_range(cut: Sequence[Box], parameter: Tensor, mine: _Range, optimizer: bo
 
 
 def _in_bf16(moment: Moment, start: int, end: int) -> Tensor:
+    if moment.values.is_cuda and has_triton():
+        from zoo.nn.adamw.kernel import in_bf16
+
+        return in_bf16(moment, start, end)
     found = torch.empty(end - start, dtype=torch.bfloat16, device=moment.values.device)
     for at in range(start, end, CHUNK):  # its temporary values take many times its memory
         found[at - start : at - start + CHUNK] = moment.read(at, min(at + CHUNK, end))

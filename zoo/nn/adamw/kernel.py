@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zoo.nn.adamw.state import BLOCK, FIRST, LEAST_EXPONENT, MANTISSA, SECOND, TOP, WORD, Part
+from zoo.nn.adamw.state import BLOCK, FIRST, LEAST_EXPONENT, MANTISSA, SECOND, TOP, WORD, Moment, Part
 
 CHUNK = 16384  # elements of a program
 STEP = 2048  # that it works on at once
@@ -134,6 +134,28 @@ def _adamw(
             tl.store(remainders + at, (bits - (high << 16)).to(tl.int16), mask=inside)
         else:
             tl.store(weights + at, weight, mask=inside)
+
+
+@triton.jit(do_not_specialize=["start", "size"])
+def _in_bf16(
+    codes, exponents, out, start, size, TOP: tl.constexpr, MANTISSA: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * STEP + tl.arange(0, STEP)
+    inside = at < size
+    value = _read(codes, exponents, start + at, inside, tl.uint8, TOP, MANTISSA, BLOCK)
+    tl.store(out + at, value.to(tl.bfloat16), mask=inside)
+
+
+def in_bf16(moment: Moment, start: int, end: int) -> Tensor:
+    """Values `start` to `end` of a moment in 8 bits, (end - start,) bf16, which has all of them."""
+    assert moment.exponents is not None
+    out = torch.empty(end - start, dtype=torch.bfloat16, device=moment.values.device)
+    _in_bf16[(-(-out.numel() // STEP),)](
+        moment.values, moment.exponents, out, start, end - start, TOP=TOP[moment.signed], MANTISSA=MANTISSA, BLOCK=BLOCK,
+        STEP=STEP, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @dataclass(frozen=True)

@@ -75,19 +75,22 @@ class Cuda:
 def test_on_a_gpu_weights_are_copied_beside_the_step_and_its_update_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a forward or backward pass may change is copied before it, in the step's own stream."""
+    """What a forward or backward pass may change is copied before it, in the step's own stream; short pieces before long ones."""
     cuda = Cuda(monkeypatch)
-    weight, buffer = torch.randn(10), torch.randn(3)
+    weight, short, buffer = torch.randn(10), torch.randn(4), torch.randn(3)
     pieces = [
         Piece("w", (10,), (0,), (10,), weight, device=GPU),
+        Piece("s", (4,), (0,), (4,), short, device=GPU),
         Piece("b", (3,), (0,), (3,), buffer, steady=False, device=GPU),
     ]
     copied = HostCopy(GPU)
     copied.take(pieces, {})
     assert cuda.said == [
-        "copies waits for main", "main copies 3, True", "event of main", "copies copies 10, True", "event of copies",
+        "copies waits for main", "main copies 3, True", "event of main", "copies copies 4, True", "copies copies 10, True",
+        "event of copies",
     ]  # fmt: skip
     assert cuda.pinned == [4096] and bytes(copied.view()[:40]) == weight.numpy().tobytes()
+    assert bytes(copied.view()[64:80]) == short.numpy().tobytes(), "where it was before"
     cuda.said.clear()
     copied.before_update()
     copied.wait()

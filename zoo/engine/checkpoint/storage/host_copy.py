@@ -104,6 +104,8 @@ class HostCopy:
             self._workers = ThreadPoolExecutor(self._threads, "zoo-save-copy", torch.set_num_threads, (1,))
         if self._workers is not None:
             self._on_host = [self._workers.submit(self._take_one, piece, at) for piece, at in there]
+        # A stream takes a thousand calls ahead of the GPU, and the host waits to give it another: the long ones come last.
+        placed.sort(key=lambda pair: pair[0].nbytes)
         # What a step changes before its update is copied in the step's own order.
         for steady, stream in ((False, current), (True, self._stream)):
             with torch.cuda.stream(stream):
