@@ -60,12 +60,12 @@ class Options(Bounded):
 
 
 def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Bytes, seconds and rates of the disk, of each save and of the load. UserError for options that make no sense."""
+    """Bytes, seconds and rates of the disk (before and afterwards), of each save and of the load. UserError for options that make no sense."""
     recipe = _recipe(options, overrides)
     with scratch(options.folder) as folder:
         report: dict[str, Any] = {"recipe": options.recipe, "size": options.size, "ranks": options.nproc}
         report["disk"] = disk_rates(folder, options.disk_mb * 10**6)
-        _say(_of_disk(report["disk"]))
+        print(_of_disk(report["disk"]), file=sys.stderr, flush=True)  # the rest may take minutes
         recipe = recipe.replace({"run.dir": str(folder / "run"), "run.stage": None})
         given = {
             "setting": vars(Setting("packed", options.packed, ranks=options.nproc)),
@@ -78,6 +78,8 @@ def run(options: Options, overrides: Sequence[str] = ()) -> dict[str, Any]:
             "steps": options.steps,
         }
         found = run_task("zoo.bench.save_rates:measure", recipe, options.nproc, given, fresh=True)
+        shutil.rmtree(folder / "run")
+        report["disk_after"] = disk_rates(folder, options.disk_mb * 10**6)  # some write fast for a while only
     return report | found
 
 
@@ -226,10 +228,6 @@ class SavesRun(BenchRun):
             "memory": self._most(_memory("VmHWM") - before),
         }
 
-    def _say(self, text: str) -> None:
-        if self.world.is_main:
-            _say(text)
-
     def _whole_bytes(self, folder: Path) -> int:
         return sum((folder / name).stat().st_size for name in integrity.files_of(folder))
 
@@ -254,14 +252,9 @@ def _memory(name: str) -> float:
     return int(found[1]) * 1024.0 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
-def _say(text: str) -> None:
-    """Print a result as soon as it is known: a checkpoint may take minutes."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _of_disk(disk: dict[str, float]) -> str:
+def _of_disk(disk: dict[str, float], when: str = "") -> str:
     return (
-        f"disk ({THREADS} dd)  writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
+        f"disk ({THREADS} dd)  {when}writes {in_words(disk['write'])}/s, reads {in_words(disk['read'])}/s; checksums of a thread "
         f"{in_words(disk['hash'])}/s"
     )
 
@@ -300,6 +293,7 @@ def table(found: dict[str, Any]) -> str:
     lines.append(
         f"{_of_load(load)}, {load['bytes'] / load['load_s'] / disk['read']:.2f} of the disk; host memory +{in_words(load['memory'])}"
     )
+    lines.append(_of_disk(found["disk_after"], "afterwards "))
     return "\n".join(lines)
 
 

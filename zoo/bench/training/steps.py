@@ -110,9 +110,12 @@ class LoadedRun(Run):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         began = time.monotonic()
+        self._train_step()
+        self._say(f"{self.startup.seconds:.0f} s to the first step")
         while not self._is_warm():
             self._train_step()
         warm_seconds, warm = time.monotonic() - began, self.done
+        self._say(f"{warm} steps warmed up in {warm_seconds:.0f} s")
         while not self._is_timed(warm):
             self._train_step()
         timed = self._timed(lines.steps, warm)
@@ -139,6 +142,11 @@ class LoadedRun(Run):
     def close(self) -> None:
         """End the loader's threads and processes."""
         self.data.close()
+
+    def _say(self, text: str) -> None:
+        """Tell people how far it is, beside the results: a setting may take minutes."""
+        if self.world.is_main:
+            print(text, file=sys.stderr, flush=True)
 
     def _is_warm(self) -> bool:
         return self.done >= int(self.given["warm_steps"])
