@@ -1,4 +1,4 @@
-"""Reductions of gradients over data-parallel ranks: when and in which order they begin.
+"""Reductions of gradients over data-parallel ranks: when and in which order they begin, and where their sum becomes a mean.
 
 megatron-core starts to reduce a bucket as soon as the bucket's last gradient exists. Ranks have different media: a rank without
 any gets the zero gradients of its towers in another order than ranks whose towers ran. Ranks would then reduce different
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import mul
 from typing import Any
 
 
@@ -42,6 +43,18 @@ def reduce_in_order(wrapped: Any) -> None:
     in which a backward pass finishes them.
     """
     OrderedReductions(wrapped.bucket_groups)
+
+
+def divide_at_the_loss(wrapped: Any, ranks: int) -> None:
+    """Have the loss of a model chunk divided by the ranks whose mean megatron-core's DDP takes, not each of its gradients.
+
+    That would read and write all of them once more. megatron-core applies a `grad_scale_func` to all that a backward pass begins with,
+    experts' auxiliary losses and those of further heads included.
+    """
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        for one in (buffer, *buffer.buckets):
+            one.gradient_scaling_factor = 1.0
+    wrapped.config.grad_scale_func = partial(mul, 1.0 / ranks)
 
 
 def accumulate_directly(wrapped: Any) -> None:

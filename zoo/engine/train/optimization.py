@@ -10,7 +10,11 @@ import torch
 
 from zoo.config.derived import num_experts
 from zoo.config.schema import Recipe, TrainConfig
-from zoo.engine.distributed.gradient_reduction import accumulate_directly, reduce_in_order
+from zoo.engine.distributed.gradient_reduction import (
+    accumulate_directly,
+    divide_at_the_loss,
+    reduce_in_order,
+)
 from zoo.engine.distributed.weight_gathering import gather_once, settle_all
 from zoo.engine.distributed.world import World, cores_beside_gpu
 from zoo.engine.megatron import inner_optimizer
@@ -65,6 +69,9 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         for chunk in wrapped if overlap else ():
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    if ranks > 1 and not ddp_config.average_in_collective:
+        for chunk in wrapped:
+            divide_at_the_loss(chunk, ranks)
     if not overlap:
         for chunk in wrapped:
             accumulate_directly(chunk)
@@ -145,8 +152,6 @@ def build_optimizer(
     gather_once(optimizer, chunks, ahead=ahead)
     if train.optimizer == "muon":
         muon.share_out(optimizer, chunks, assembly.family, model_dims(assembly), world)
-    for chunk in chunks:
-        chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer, build_schedule(optimizer, train, total_steps)
 
 

@@ -1,5 +1,6 @@
 """Which reductions of gradients there are."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from zoo.config.compose import load_recipe
 from zoo.config.validate import validate
+from zoo.engine.distributed.gradient_reduction import divide_at_the_loss
 from zoo.engine.model.build import assemble, build_model
 from zoo.engine.train.optimization import build_optimizer, wrap_ddp
 
@@ -25,3 +27,15 @@ def test_ddp_of_one_rank_sends_it_nothing_once_there_is_an_optimizer(
         buffer.grad_data.fill_(1.5)
     chunks[0].finish_grad_sync()
     assert not sent and all((buffer.grad_data == 1.5).all() for buffer in chunks[0].buffers)
+
+
+def test_the_loss_is_divided_in_the_place_of_all_gradients() -> None:
+    """That the mean is right is what gradients of two ranks are compared for, in tests/distributed."""
+    bucket = SimpleNamespace(gradient_scaling_factor=0.25)
+    buffers = [SimpleNamespace(gradient_scaling_factor=0.25, buckets=[bucket]) for _ in range(2)]
+    chunk = SimpleNamespace(
+        buffers=buffers[:1], expert_parallel_buffers=buffers[1:], config=SimpleNamespace()
+    )
+    divide_at_the_loss(chunk, 4)
+    assert {one.gradient_scaling_factor for one in (bucket, *buffers)} == {1.0}
+    assert chunk.config.grad_scale_func(torch.tensor(8.0)) == 2.0
