@@ -41,7 +41,7 @@ from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
-from zoo.nn.kernels.rotary import Norms, rotate, rotate_qkv, split_heads
+from zoo.nn.kernels.rotary import Norms, cut_heads, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
 
 POINTERS = {
@@ -149,6 +149,7 @@ def main() -> dict[str, int | str]:
     both_ways(
         lambda x: rotate_qkv(x, torch.zeros(TOKENS, 72), torch.zeros(TOKENS, 72), 96), (TOKENS, 3, 16, 72)
     )
+    both_ways(lambda x: cut_heads(x, 72), (TOKENS, 16, 96))
     for shape, gated_heads, turning in (
         ((8, 4, 128), False, 128),
         ((2, 8, 256), True, 64),

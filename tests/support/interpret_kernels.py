@@ -31,7 +31,7 @@ from zoo.nn.kernels.gelu import linear_gelu
 from zoo.nn.kernels.layer_norm import add_layer_norm, layer_norm
 from zoo.nn.kernels.loss import cross_entropy
 from zoo.nn.kernels.norm import gated_rms_norm, rms_norm, rms_norm_residual
-from zoo.nn.kernels.rotary import Norms, rotate, rotate_qkv, split_heads
+from zoo.nn.kernels.rotary import Norms, cut_heads, rotate, rotate_qkv, split_heads
 from zoo.nn.kernels.swiglu import swiglu
 
 LENGTHS = (1, 2, 70, 40, 3)  # of segments: one token, fewer than the convolution sees, more than a tile
@@ -351,6 +351,7 @@ def main() -> None:
             lambda x: tuple(F.pad(one, (0, 8)) for one in (turned(x[:, 0], angles), turned(x[:, 1], angles), x[:, 2])),
             torch.randn(9, 3, 5, 16),
         ),
+        "cut_heads": error(lambda x: cut_heads(x, 16), lambda x: x[..., :16], torch.randn(9, 5, 24)),
         "split_heads": heads(2, 4, 40, 40, gated=False),
         "split_heads, turned in part": heads(2, 3, 40, 16, gated=True),
         "split_heads, frozen norms": heads(2, 3, 40, 40, gated=False, frozen=True),

@@ -17,95 +17,89 @@ from zoo.nn.kernels.norm import backward_launch, forward_launch
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, x_token, x_head, out_token, out_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNED: tl.constexpr,
-    ROTATED: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    SIGN: tl.constexpr,
+    x, cos, sin, out, x_token, x_part, out_token, out_part, X_HEAD: tl.constexpr, OUT_HEAD: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TURNED: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, SIGN: tl.constexpr,
 ):  # fmt: skip
-    """Heads below ROTATED are turned, the others copied."""
-    token = tl.program_id(0).to(tl.int64)
+    """A program takes the heads of a token in one of several tensors; those of the first ROTATED tensors are turned."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)
     inside = (head < HEADS)[:, None] & (half < TURNED // 2)[None, :]
-    source = x + token * x_token + head[:, None] * x_head
-    target = out + token * out_token + head[:, None] * out_head
+    source = x + token * x_token + part * x_part + head[:, None] * X_HEAD
+    target = out + token * out_token + part * out_part + head[:, None] * OUT_HEAD
     first = tl.load(source + half[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + TURNED // 2 + half[None, :], mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * TURNED + half, mask=half < TURNED // 2, other=0.0).to(tl.float32)[None, :]
-    s = (
-        tl.load(sin + token * TURNED + half, mask=half < TURNED // 2, other=0.0).to(tl.float32)[None, :]
-        * SIGN
-    )
-    turned = (head < ROTATED)[:, None]
-    new_first = tl.where(turned, first * c - second * s, first)
-    new_second = tl.where(turned, second * c + first * s, second)
-    tl.store(target + half[None, :], new_first.to(out.dtype.element_ty), mask=inside)
-    tl.store(target + TURNED // 2 + half[None, :], new_second.to(out.dtype.element_ty), mask=inside)
-    if TURNED < WIDTH:
+    if part < ROTATED:
+        c = tl.load(cos + token * TURNED + half, mask=half < TURNED // 2, other=0.0).to(tl.float32)[None, :]
+        s = tl.load(sin + token * TURNED + half, mask=half < TURNED // 2, other=0.0).to(tl.float32)[None, :]
+        s *= SIGN
+        first, second = first * c - second * s, second * c + first * s
+    tl.store(target + half[None, :], first.to(out.dtype.element_ty), mask=inside)
+    tl.store(target + TURNED // 2 + half[None, :], second.to(out.dtype.element_ty), mask=inside)
+    if TURNED < PADDED:
         rest = TURNED + tl.arange(0, BLOCK_REST)
-        there = (head < HEADS)[:, None] & (rest < WIDTH)[None, :]
-        passed = tl.load(source + rest[None, :], mask=there, other=0.0)
+        there = (head < HEADS)[:, None] & (rest < PADDED)[None, :]
+        passed = tl.load(source + rest[None, :], mask=there & (rest < WIDTH)[None, :], other=0.0)
         tl.store(target + rest[None, :], passed, mask=there)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int, rotated: int) -> None:
-    """x and out (T, H, D) of any strides, cos and sin (T, R)."""
-    tokens, heads, width = x.shape
-    turned = cos.shape[-1]
-    _rotate[(tokens,)](
-        x, cos, sin, out, x.stride(0), x.stride(1), out.stride(0), out.stride(1), HEADS=heads, WIDTH=width,
-        TURNED=turned, ROTATED=rotated, BLOCK_HEADS=power_of_2(heads),
-        BLOCK_HALF=power_of_2(turned // 2), BLOCK_REST=power_of_2(max(1, width - turned)),
-        SIGN=sign, num_warps=4,
+def _launch(x: Tensor, angles: Any, out: Tensor, turned: int, sign: int = 1, rotated: int = 0) -> None:
+    """x (T, P, H, D) and out (T, P, H, at least D) of any strides, whose first `turned` channels turn; zeros fill `out`.
+
+    `angles`: cos and sin (T, `turned`), which the first `rotated` of the P turn by.
+    """
+    (tokens, parts, heads, width), padded = x.shape, out.shape[-1]
+    cos, sin = angles or (x, x)
+    _rotate[(tokens, parts)](
+        x, cos, sin, out, *x.stride()[:2], *out.stride()[:2], X_HEAD=x.stride(2), OUT_HEAD=out.stride(2), HEADS=heads,
+        WIDTH=width, PADDED=padded, TURNED=turned, ROTATED=rotated, BLOCK_HEADS=power_of_2(heads),
+        BLOCK_HALF=power_of_2(turned // 2), BLOCK_REST=power_of_2(max(1, padded - turned)), SIGN=sign, num_warps=4,
     )  # fmt: skip
 
 
-class _Rotary(torch.autograd.Function):
+class _Turned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, padded: int) -> Any:
         ctx.save_for_backward(cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _launch(x, cos, sin, out, 1, x.shape[1])
+        tokens, parts, heads, ctx.width = x.shape
+        ctx.rotated = rotated
+        out = x.new_empty(parts, tokens, heads, padded)
+        _launch(x, (cos, sin), out.transpose(0, 1), cos.shape[-1], rotated=rotated)
+        return out.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, heads, _ = grads[0].shape
+        angles: Any = ctx.saved_tensors
+        out = grads[0].new_empty(tokens, len(grads), heads, ctx.width)
+        for part, grad in enumerate(grads):
+            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+            given, to = grad[:, None, :, : ctx.width], out[:, part : part + 1]
+            _launch(given, angles, to, angles[0].shape[-1], -1, int(part < ctx.rotated))
+        return out, None, None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, width: int) -> Tensor:
+        ctx.shape = x.shape
+        out = x.new_empty(*x.shape[:2], width)
+        _launch(x[:, None, :, :width], None, out[:, None], width)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        cos, sin = ctx.saved_tensors
-        _launch(grad, cos, sin, out, -1, grad.shape[1])
-        return out, None, None
-
-
-class _QKV(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, padded: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        tokens, _, heads, width = qkv.shape
-        ctx.width = width
-        make = torch.empty if padded == width else torch.zeros
-        out = make(3, tokens, heads, padded, dtype=qkv.dtype, device=qkv.device)
-        for part in range(3):
-            _launch(qkv[:, part], cos, sin, out[part], 1, heads if part < 2 else 0)
-        return out[0], out[1], out[2]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        tokens, heads, _ = grads[0].shape
-        cos, sin = ctx.saved_tensors
-        out = torch.empty(tokens, 3, heads, ctx.width, dtype=grads[0].dtype, device=grads[0].device)
-        for part, grad in enumerate(grads):
-            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-            _launch(grad[..., : ctx.width], cos, sin, out[:, part], -1, heads if part < 2 else 0)
-        return out, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(ctx.shape)
+        _launch(grad.contiguous()[:, None], None, out[:, None], grad.shape[-1])
+        return out, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first R channels of x (T, H, D) turned by angles given as cos and sin (T, R), fp32 and the same in both halves."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    out: Tensor = _Rotary.apply(x, cos.contiguous(), sin.contiguous())
-    return out
+    out: tuple[Tensor] = _Turned.apply(x[:, None], cos.contiguous(), sin.contiguous(), 1, x.shape[-1])
+    return out[0]
 
 
 def rotate_qkv(
@@ -116,7 +110,13 @@ def rotate_qkv(
     `padded`: width of the heads that are returned, at least D; zeros fill it.
     """
     wide = padded or qkv.shape[-1]
-    out: tuple[Tensor, Tensor, Tensor] = _QKV.apply(qkv, cos.contiguous(), sin.contiguous(), wide)
+    out: tuple[Tensor, Tensor, Tensor] = _Turned.apply(qkv, cos.contiguous(), sin.contiguous(), 2, wide)
+    return out
+
+
+def cut_heads(x: Tensor, width: int) -> Tensor:
+    """The first `width` channels, an even number, of heads x (T, H, D) dense -> (T, H, width) dense."""
+    out: Tensor = _Cut.apply(x, width)
     return out
 
 

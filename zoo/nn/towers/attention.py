@@ -106,7 +106,7 @@ def _attend(
             **further,
         )
         return out
-    from zoo.nn.kernels.rotary import rotate_qkv
+    from zoo.nn.kernels.rotary import cut_heads, rotate_qkv
 
     qkv = _queries_keys_values(self, hidden_states).view(len(hidden_states), 3, self.num_heads, -1)
     head = qkv.shape[-1]
@@ -116,7 +116,9 @@ def _attend(
     cos, sin = (angles.float() for angles in position_embeddings)
     query, key, value = rotate_qkv(qkv, cos, sin, padded)
     attended = varlen_attention(query, key, value, cu_seqlens, max_seqlen, self.scaling, causal=False)
-    return self.proj(attended[..., :head].flatten(1))
+    if attended.shape[-1] > head:
+        attended = cut_heads(attended, head)
+    return self.proj(attended.flatten(1))
 
 
 def _queries_keys_values(attention: Any, hidden_states: Tensor) -> Tensor:
