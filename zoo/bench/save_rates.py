@@ -143,6 +143,8 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 class SavesRun(BenchRun):
     """A run on synthetic rows that saves beside its steps."""
 
+    saves = True
+
     def measure(self) -> dict[str, Any]:
         """Steps, saves beside further steps, and a load; the slowest rank's times."""
         self._build()

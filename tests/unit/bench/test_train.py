@@ -17,6 +17,7 @@ from zoo.bench.training.steps import BenchRun, LoadedRun
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
+from zoo.engine.checkpoint.saver import Saver
 from zoo.engine.distributed.signals import Interrupts
 from zoo.engine.model import build
 from zoo.engine.report.startup_time import Startup
@@ -184,7 +185,9 @@ def test_a_router_is_trained_before_steps_are_timed() -> None:
 @pytest.mark.parametrize(
     ("name", "data"), [("qwen3_vl_sft", ""), ("qwen3_vl_lora", ""), ("qwen3_vl_sft", "digits:train")]
 )
-def test_a_run_of_the_bench_is_a_run(name: str, data: str, cpu_world: Any, tmp_path: Path) -> None:
+def test_a_run_of_the_bench_is_a_run(
+    name: str, data: str, cpu_world: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In this process: its own samples, and rows through the loader, whose wait and FLOPs of two kinds of media are shown."""
     options = bench_train.Options(recipe=name, size="tiny", longest=64, samples=2, passes=1, data=data)
     recipe = bench_train.bench_recipe(options, ["hardware=cpu", "engine.threads=1", "data.workers=0"])
@@ -199,6 +202,7 @@ def test_a_run_of_the_bench_is_a_run(name: str, data: str, cpu_world: Any, tmp_p
         "data": data,
         "profile": False,
     }
+    monkeypatch.setattr(Saver, "prepare", lambda *_: pytest.fail("takes memory for saves"))
     run = (LoadedRun if data else BenchRun)(
         recipe.replace(row), cpu_world, Interrupts(), Startup("imports"), given
     )

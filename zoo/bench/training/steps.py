@@ -89,6 +89,9 @@ class LoadedRun(Run):
 
     loaded = True
     keeps_adapters = False
+    saves = (
+        False  # memory for saves would be taken beside the timed steps: tens of gigabytes a rank, and seconds
+    )
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]

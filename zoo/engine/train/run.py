@@ -51,6 +51,7 @@ class Run:
 
     rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
     keeps_adapters = True  # and so, on the disk, the weights that they belong to
+    saves = True  # and so takes memory for that, behind the first step
 
     def __init__(
         self,
@@ -253,7 +254,8 @@ class Run:
             self._record_bad_step(result, result.bad)
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
-            self.saver.prepare(self.trainable)
+            if self.saves:
+                self.saver.prepare(self.trainable)
         self.memory.note(self.log, self.done, self.flags[FLAGS_OF_RUN:])
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
