@@ -143,8 +143,6 @@ def measure(recipe: Recipe, given: dict[str, Any]) -> dict[str, Any]:
 class SavesRun(BenchRun):
     """A run on synthetic rows that saves beside its steps."""
 
-    saves = True
-
     def measure(self) -> dict[str, Any]:
         """Steps, saves beside further steps, and a load; the slowest rank's times."""
         self._build()
@@ -157,6 +155,7 @@ class SavesRun(BenchRun):
         began = time.monotonic()
         for _ in range(self.given["steps"] + 1):  # they warm up
             self._train_step()
+            self.saver.prepare(self.trainable)
         self._say(
             f"{self.startup.seconds:.0f} s to the first step, {time.monotonic() - began:.0f} s for {self.done} steps"
         )

@@ -89,7 +89,6 @@ class LoadedRun(Run):
 
     loaded = True
     keeps_adapters = False
-    saves = False  # memory for them would be taken beside the timed steps
 
     def __init__(
         self, recipe: Recipe, world: World, stop: Interrupts, startup: Startup, given: dict[str, Any]

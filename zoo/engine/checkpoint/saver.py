@@ -73,9 +73,13 @@ class Saver:
         self.expected_seconds: float | None = None  # of a save, before the first one; known on the first rank
         self._channel: Channel | None = None
         self._writing: _Writing | None = None
+        self._prepared = False
 
     def prepare(self, trainable: Trainable) -> None:
-        """After the first step, which has made the optimizer's state: take the memory for saves while further ones run."""
+        """After the first step, which has made the optimizer's state, and no later one: take the memory for saves while further ones run."""
+        if self._prepared:
+            return
+        self._prepared = True
         full = self._recipe.train.save == "full"
         size = float(snapshot.prepare(trainable, self._world, self._copied, optimizer=full))
         total = self._world.sum([size])[0] if self._world.size > 1 else size

@@ -51,7 +51,6 @@ class Run:
 
     rows_read: RowCounter | None = None  # for the terminal; None where nothing is read
     keeps_adapters = True  # and so, on the disk, the weights that they belong to
-    saves = True  # and so takes memory for that, behind the first step
 
     def __init__(
         self,
@@ -214,6 +213,7 @@ class Run:
         train = self.recipe.train
         while self.done < self.total_steps:
             self._train_step()
+            self.saver.prepare(self.trainable)
             self._note_saved(self.saver.poll(self.flags), self.flags)
             self.save_report.expect(self.saver.expected_seconds, self.log)
             if self._ends(None if self.world.size == 1 or self.callbacks.follow_steps else self.flags):
@@ -254,8 +254,6 @@ class Run:
             self._record_bad_step(result, result.bad)
         if not self.startup.done:
             self.startup.finish(self.log, self.done)
-            if self.saves:
-                self.saver.prepare(self.trainable)
         self.memory.note(self.log, self.done, self.flags[FLAGS_OF_RUN:])
 
     def _record_bad_step(self, result: StepResult, bad: BadStep) -> None:
