@@ -38,7 +38,7 @@ def output(script: str, *arguments: str, **environment: str) -> Any:
 def test_interpreted_kernels_equal_plain_pytorch() -> None:
     errors = output("interpret_kernels.py", TRITON_INTERPRET="1")
     assert len(errors) == 78
-    assert max(errors.values()) < 5e-6, errors
+    assert all(value < 5e-6 for value in errors.values()), errors  # NaN is not
 
 
 def test_they_leave_the_cpu_and_fp32_alone() -> None:

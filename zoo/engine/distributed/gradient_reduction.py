@@ -48,7 +48,7 @@ def reduce_in_order(wrapped: Any) -> None:
 def divide_at_the_loss(wrapped: Any, ranks: int) -> None:
     """Have the loss of a model chunk divided by the ranks whose mean megatron-core's DDP takes, not each of its gradients.
 
-    That would read and write all of them once more. megatron-core applies a `grad_scale_func` to all that a backward pass begins with,
+    That would read and write all of them once more, but where NCCL takes the mean beside the sum, which it can't for experts. megatron-core applies a `grad_scale_func` to all that a backward pass begins with,
     experts' auxiliary losses and those of further heads included.
     """
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from zoo.config.derived import num_experts
 from zoo.config.schema import Recipe, TrainConfig
 from zoo.engine.distributed.gradient_reduction import (
     accumulate_directly,
@@ -33,6 +32,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 
     Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once. Where no rank has the
     same weights, nothing is exchanged while the backward pass continues: the bookkeeping of each gradient would take the host's time.
+    Gradients are the ranks' mean if backward passes begin as in megatron-core's schedules, with its config's `grad_scale_func`.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -52,9 +52,6 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,
         overlap_param_gather=False,
-        # NCCL averages beside the sum; over one rank it would read and write all gradients for it. With experts megatron-core scales theirs
-        # beforehand, by a number that it then compares for equality.
-        average_in_collective=_averages() and ranks > 1 and not half and not num_experts(recipe.model.arch),
         bucket_size=BUCKET if overlap else None,
     )
     wrapped: list[Any] = [
@@ -69,9 +66,8 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
         for chunk in wrapped if overlap else ():
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
-    if ranks > 1 and not ddp_config.average_in_collective:
-        for chunk in wrapped:
-            divide_at_the_loss(chunk, ranks)
+    for chunk in wrapped if ranks > 1 else ():
+        divide_at_the_loss(chunk, ranks)
     if not overlap:
         for chunk in wrapped:
             accumulate_directly(chunk)
@@ -80,11 +76,6 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
     for chunk in chunks[1:]:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     return wrapped
-
-
-def _averages() -> bool:
-    """Whether the backend's collectives can average: NCCL's can, gloo's can't."""
-    return "nccl" in torch.distributed.get_backend()
 
 
 def release_ddp(wrapped: list[Any]) -> None:

@@ -1,10 +1,12 @@
-"""A run that could not be built."""
+"""A run that could not be built, and the loop of its steps."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from zoo.engine.checkpoint import snapshot
+from zoo.engine.checkpoint.saver import Saver
 from zoo.engine.train import optimization
 from zoo.engine.train.run import Run
 
@@ -18,3 +20,31 @@ def test_what_was_built_before_a_failure_is_released(monkeypatch: pytest.MonkeyP
     run.trainable = SimpleNamespace(chunks=["chunk"])  # type: ignore[assignment]
     run.release()  # before there is a step
     assert released == ["chunk"] and not hasattr(run, "trainable")
+
+
+def test_memory_for_saves_is_taken_behind_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the loop of a run; what takes steps alone, as a bench does, takes none."""
+    taken: list[Any] = []
+    monkeypatch.setattr(snapshot, "prepare", lambda trainable, *_, **__: taken.append(trainable) or 0)
+    saver = Saver.__new__(Saver)
+    saver._prepared, saver._copied = False, None  # type: ignore[assignment]
+    saver._recipe, saver._world = (
+        SimpleNamespace(train=SimpleNamespace(save="full")),
+        SimpleNamespace(size=1, is_main=True),
+    )  # type: ignore[assignment]
+    saver._writing, saver.expected_seconds = None, None
+    monkeypatch.setattr(Saver, "poll", lambda *_: None)
+    run: Any = Run.__new__(Run)
+    run.recipe = SimpleNamespace(train=SimpleNamespace(eval_every=0, save_every=0))
+    run.saver, run.trainable, run.world = saver, "chunks", SimpleNamespace(size=1)
+    run.done, run.total_steps, run.flags, run.save_due, run.log = 0, 3, [], False, None
+    run.save_report = SimpleNamespace(expect=lambda *_: None)
+    at: list[int] = []
+
+    def step() -> None:
+        run.done += 1
+        at.append(len(taken))
+
+    run._train_step, run._ends, run._note_saved = step, lambda *_: False, lambda *_: None
+    run._steps()
+    assert taken == ["chunks"] and at == [0, 1, 1]
