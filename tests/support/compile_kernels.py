@@ -34,6 +34,7 @@ from zoo.nn.kernels.experts import (
     place_choices,
     sum_rows,
     take,
+    top,
 )
 from zoo.nn.kernels.functions import column_sums
 from zoo.nn.kernels.gate import gated
@@ -133,6 +134,8 @@ def main() -> dict[str, int | str]:
         counts, upto = count_choices(chosen, experts, 0, empty)
         places = place_choices(chosen, experts, 0, empty, counts, upto)[2]
         take(torch.zeros(TOKENS * 8, 1), places)
+    top(torch.zeros(TOKENS, 128), 8)
+    top(torch.zeros(TOKENS, 512), 10)
     for experts, mask in ((128, None), (256, torch.zeros(TOKENS, dtype=torch.bool))):
         loads(torch.zeros(TOKENS, experts, requires_grad=True), positions[:, None] % 8, mask)[
             0

@@ -12,7 +12,7 @@ from torch import Tensor
 from zoo.nn.decoder.experts import grouped, products
 from zoo.nn.decoder.experts.exchange import ExchangeByChoice, ExchangeWithAll, Permutation
 from zoo.nn.decoder.experts.grouped import Later
-from zoo.nn.decoder.experts.layer import routed
+from zoo.nn.decoder.experts.layer import Dispatch, routed
 
 EXPERTS, TOPK, WIDTH = 8, 3, 6
 TOKENS = (7, 0, 5, 9)  # of each rank
@@ -38,6 +38,7 @@ class Experts(torch.nn.Module):
     def __init__(self, first: int, count: int, shares: int) -> None:
         super().__init__()
         self.num_local_experts, self.shares, self.rows = count, shares, 0
+        self.spared: list[int] = []  # multiprocessors, of each call
         self.weight = torch.nn.Parameter(torch.diag_embed(factors()[first : first + count]))
 
     def forward(
@@ -48,8 +49,10 @@ class Experts(torch.nn.Module):
         gradient_only: bool = False,
         later: Later | None = None,
         permutation: Permutation | None = None,
+        spared: int = 0,
     ) -> tuple[Tensor, None]:
         assert permutation is not None
+        self.spared.append(spared)
         self.rows = len(permutation.tokens)
         taken, summed = grouped.Rows(bounds, taken=permutation), grouped.Rows(bounds, summed=permutation)
         out = grouped.grouped_product(hidden, self.weight, taken, later=later)
@@ -86,7 +89,8 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             else ExchangeByChoice.of(chosen, *ranks)
         )
         done.clear()  # of its planning
-        out = routed(experts, hidden, weights, chosen, exchange, recompute)
+        dispatch = Dispatch.begin(experts, hidden, weights, chosen, exchange)
+        out = routed(experts, hidden, weights, dispatch, recompute)
         forward = len(done)
         out.sum().backward()
         assert experts.weight.grad is not None
@@ -96,6 +100,7 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             "weights": weights.grad,
             "factors": experts.weight.grad.diagonal(dim1=1, dim2=2),
             "computed": experts.rows,
+            "spared": experts.spared,
             "sent": {token: int(count) for token, count in enumerate((exchange.places >= 0).sum(1))},
             "forward": done[:forward],
             "backward": done[forward:],

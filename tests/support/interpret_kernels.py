@@ -225,6 +225,16 @@ def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, 
     return float(not all(same))
 
 
+def router_top(experts: int, tokens: int, topk: int) -> float:
+    """0 if the largest scores are found, of equal ones the first: a stable sort's."""
+    scores = torch.randn(tokens, experts)
+    scores[::2] = scores[::2].round()
+    scores[0, :3] = torch.tensor([float("inf"), -float("inf"), -0.5])
+    wanted = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
+    # -0 is less than 0 to the kernel, and stands behind it.
+    return float(not torch.equal(kernels.top(scores + 0.0, topk), wanted))
+
+
 def router_loads(experts: int, tokens: int, topk: int, *, masked: bool) -> float:
     """Error of a router's sums and of their gradient; 1 where counts are wrong."""
     chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices
@@ -319,6 +329,9 @@ def main() -> None:
         "tokens to experts": experts_ways(8, 8, 12, 2, 40),
         "tokens to some of the experts": experts_ways(300, 260, 12, 4, 2100),
         "gradients of two micro-batches": added_gradients(5000),
+        "router's choice": router_top(128, 70, 8),
+        "router's choice, uneven": router_top(20, 7, 4),
+        "router's choice, many experts": router_top(300, 3, 10),
         "router's loads": router_loads(20, 700, 4, masked=False),
         "router's loads, padding": router_loads(16, 70, 2, masked=True),
         "router's loads, one token": router_loads(300, 1, 8, masked=False),

@@ -15,7 +15,7 @@ from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.experts import hopper, products
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts
-from zoo.nn.decoder.experts.router import loads
+from zoo.nn.decoder.experts.router import loads, top
 
 WITHOUT_TRITON = "it is left out where Triton is not installed"
 
@@ -48,7 +48,7 @@ def _router(subject: Subject) -> Iterator[Check]:
 
 
 def _loads(subject: Subject) -> Iterator[Check]:
-    """Scores and choices summed by expert, as the auxiliary loss needs them; every fifth token is padding."""
+    """Tokens' choices, and these and scores summed by expert, as the auxiliary loss needs them; every fifth token is padding."""
     layer = subject.layer(sparse=True)
     if layer is None:
         return
@@ -58,15 +58,14 @@ def _loads(subject: Subject) -> Iterator[Check]:
     def prepare() -> Trial:
         # In fp32, as logits are: in half precision this would be another function.
         logits = randn(subject, rows, experts).float()
-        chosen = logits.topk(topk, dim=1).indices
         real = torch.arange(rows, device=subject.device) % 5 > 0
 
         def run(logits: Tensor) -> Tensor:
-            scores, counts = loads(logits, chosen, ~real)
+            scores, counts = loads(logits, top(logits, topk)[1], ~real)
             return torch.stack((scores, counts.to(scores.dtype)))
 
         def exact(logits: Tensor) -> Tensor:
-            counts = torch.zeros_like(logits).scatter(1, chosen, 1.0)
+            counts = torch.zeros_like(logits).scatter(1, logits.topk(topk, dim=1).indices, 1.0)
             return torch.stack([(x * real[:, None]).sum(0) for x in (logits.softmax(dim=1), counts)])
 
         return Trial(run, exact, {"logits": logits})

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zoo
 from zoo.nn.decoder.experts import hopper
-from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.exchange import FOR_ALL_TO_ALL, Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import Later, Rows, grouped_product, lora_product
 
 BOUNDS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)  # the second expert has no row
@@ -105,7 +105,8 @@ def test_adapted_products_and_their_gradients() -> None:
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What multiplies."""
     if request.param == "QuACK":
-        monkeypatch.setitem(sys.modules, "quack.gemm", quack_gemm)
+        for name in ("quack.gemm", "quack.gemm_tvm_ffi_utils"):
+            monkeypatch.setitem(sys.modules, name, quack_gemm)
         monkeypatch.setattr(hopper, "takes", lambda x, weight, rows: True)
         monkeypatch.setattr(hopper, "_plans", {})
     return request.param
@@ -152,6 +153,22 @@ def test_a_product_of_tokens_rows_whose_results_are_summed(kernels: str) -> None
     out = grouped_product(x, weight, Rows(permutation.bounds, taken=permutation, summed=permutation))
     torch.testing.assert_close(out, plain)
     torch.testing.assert_close(gradients(out, x, weight), gradients(plain, x, weight))
+
+
+@pytest.mark.parametrize("kernels", ["QuACK"], indirect=True)
+def test_products_beside_an_exchange_leave_it_multiprocessors(kernels: str) -> None:
+    """Of a product those that are asked for, of a weight gradient that is worked out later those of an all-to-all; others leave none."""
+    x, weight = torch.randn(7, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 6, 4))
+    later: Later = {}
+    out = grouped_product(x, weight, Rows(BOUNDS, spared=24), later=later)
+    torch.autograd.grad(out, x, torch.ones_like(out))
+    later[weight]()
+    plans = {plan.max_active_clusters for plan in hopper._plans.values()}
+    assert plans == {66 - 24 // 2, 66, 66 - FOR_ALL_TO_ALL // 2}
+    plain = by_expert(x, weight, BOUNDS)
+    for _ in range(2):  # made, and used again
+        torch.testing.assert_close(grouped_product(x, weight, Rows(BOUNDS, spared=24)), plain)
+    assert all(plan.scheduler_static[0] == plan.max_active_clusters for plan in hopper._plans.values() if plan.scheduler_static)  # fmt: skip
 
 
 def test_the_version_that_is_taken_is_the_one_that_is_installed() -> None:

@@ -1,4 +1,4 @@
-"""Kernels of experts: loads of a router summed, choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
+"""Kernels of experts: the largest scores of a token found, loads of a router summed, choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
 
 Choices are sorted by counting, each block of them by itself: how many of a block each expert has, then where each choice stands. A sort
 of keys would be four launches, and what stands around it ten more, for which the host takes longer than the GPU.
@@ -29,6 +29,36 @@ CELLS = 2**14  # choices by experts that a program of the sort compares at once
 def lowrank_launch(rank: int) -> Launch:
     """Fewer columns of a wide adapter, for which there are registers; 256 of rank 16 were measured, at 3.5 TB/s on an H200."""
     return Launch(rows=64, columns=256 if rank <= 16 else 128, warps=8)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _top(
+    scores, found, rows, EXPERTS: tl.constexpr, WIDE: tl.constexpr, TOPK: tl.constexpr, ROWS: tl.constexpr
+):
+    row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
+    there = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
+    place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    bits = tl.load(scores + place, mask=there, other=0.0).to(tl.int32, bitcast=True)
+    # Integers in the order of the scores; of equal scores the first expert's is the largest.
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * WIDE + (WIDE - 1 - expert)[None, :]
+    least = -(2**62)
+    key = tl.where(there, key, least)
+    for place in tl.static_range(TOPK):
+        best = tl.max(key, axis=1)
+        tl.store(found + row.to(tl.int64) * TOPK + place, WIDE - 1 - (best & (WIDE - 1)), mask=row < rows)
+        key = tl.where(key == best[:, None], least, key)
+
+
+def top(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row of scores (N, E) fp32, the largest first and of equal ones the first -> (N, count) int64."""
+    found = torch.empty(len(scores), count, dtype=torch.int64, device=scores.device)
+    wide = power_of_2(scores.shape[1])
+    size = max(1, min(16, 2048 // wide))
+    if len(scores):
+        _top[(cdiv(len(scores), size),)](
+            scores.contiguous(), found, len(scores), EXPERTS=scores.shape[1], WIDE=wide, TOPK=count, ROWS=size
+        )
+    return found
 
 
 @triton.jit

@@ -45,11 +45,11 @@ def takes(x: Tensor, weight: Tensor, rows: int) -> bool:
     return max(weight.numel(), max(rows, len(x)) * max(widths)) < MOST and is_there(x.device)
 
 
-def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None, spared: int) -> Tensor:
     """See `products.multiply`."""
     out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     if len(out):
-        _launch(x, weight, out, rows, {"cu_seqlens_m": bounds}, add=False)
+        _launch(x, weight, out, rows, {"cu_seqlens_m": bounds}, add=False, spared=spared)
     return out
 
 
@@ -60,6 +60,7 @@ def weight_gradient(
     bounds: Tensor,
     rows_of_grad: Tensor | None,
     rows_of_x: Tensor | None,
+    spared: int,
 ) -> Tensor:
     """See `products.weight_gradient`; at most one of the two is gathered."""
     out = total
@@ -69,25 +70,42 @@ def weight_gradient(
     if not len(grad) or not len(x):
         return out if total is not None else out.zero_()
     if rows_of_x is None:
-        _launch(grad.t(), x.t(), out, rows_of_grad, over, add=total is not None)
+        _launch(grad.t(), x.t(), out, rows_of_grad, over, add=total is not None, spared=spared)
     else:  # the first operand is the one that can be gathered
         assert rows_of_grad is None
-        _launch(x.t(), grad.t(), out.mT, rows_of_x, over, add=total is not None)
+        _launch(x.t(), grad.t(), out.mT, rows_of_x, over, add=total is not None, spared=spared)
     return out
 
 
 def _launch(
-    a: Tensor, b: Tensor, out: Tensor, rows: Tensor | None, over: dict[str, Tensor], *, add: bool
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    rows: Tensor | None,
+    over: dict[str, Tensor],
+    *,
+    add: bool,
+    spared: int,
 ) -> None:
     """out = a b^T, or += if `add`, of a (M, K) and b (E, N, K) for rows in groups, or a (M, K), b (N, K) and out (E, M, N) for K in groups."""
     from quack.gemm import gemm, run_gemm_plan
 
     layout = *(one.stride(-1) == 1 for one in (a, b, out)), *over, rows is not None, add
-    key = *layout, out.dtype, out.device
+    key = *layout, spared, out.dtype, out.device
     plan = _plans.get(key)
     if plan is not None:
         run_gemm_plan(plan, a, b, out, None, A_idx=rows, **over)
         return
-    _plans[key] = gemm(
+    plan = gemm(
         a, b, out, None, None, TILE_ROWS, TILE_COLUMNS, CLUSTER, 1, A_idx=rows, add_to_output=add, **over
     )
+    _plans[key] = _sparing(plan, spared) if spared else plan
+
+
+def _sparing(plan: Any, multiprocessors: int) -> Any:
+    """The plan on so many multiprocessors less. Its programs stay where they begin until the product ends, on all if they get them."""
+    from quack.gemm_tvm_ffi_utils import make_scheduler_args
+
+    clusters = plan.max_active_clusters - multiprocessors // CLUSTER
+    scheduler = make_scheduler_args(clusters, plan.max_swizzle_size, None, None)
+    return plan._replace(max_active_clusters=clusters, scheduler_static=scheduler)

@@ -63,16 +63,27 @@ class MixtureOfExperts(MoELayer):
     ) -> tuple[Tensor, None]:
         """hidden_states (T, B, hidden), padding_mask (B, T) bool, True on padding -> (T, B, hidden), and no bias."""
         assert intermediate_tensors is None
-        # Its gradients come together by themselves, recomputed or not, so that both round alike.
-        shared = self.shared_experts_compute(hidden_states.view_as(hidden_states))
         mask = None if padding_mask is None else padding_mask.transpose(0, 1).bool()
         if self.flex:
+            shared = self._shared(hidden_states)
             out = self._dispatched(hidden_states, mask)
         else:
-            weights, chosen = self.router.choose(hidden_states, mask)
+            weights, chosen, balanced = self.router.choose(hidden_states, mask)
             flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-            out = self._routed(flat, weights, chosen).view_as(hidden_states)
+            dispatch = Dispatch.begin(self.experts, flat, weights, chosen, self._exchange(chosen))
+            # While tokens travel.
+            weights, shared = balanced(weights), self._shared(hidden_states)
+            recompute = self.moe_layer_recompute and self.training
+            out = routed(self.experts, flat, weights, dispatch, recompute).view_as(hidden_states)
         return out if shared is None else out + shared, None
+
+    def _shared(self, hidden: Tensor) -> Tensor | None:
+        """What the shared expert gives for hidden (T, B, hidden), if there is one.
+
+        Its gradients come together by themselves, recomputed or not, so that both round alike.
+        """
+        found: Tensor | None = self.shared_experts_compute(hidden.view_as(hidden))
+        return found
 
     def _dispatched(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         """hidden (T, B, hidden), mask (T, B) -> (T, B, hidden), by megatron-core's flex dispatcher.
@@ -93,13 +104,11 @@ class MixtureOfExperts(MoELayer):
         out: Tensor = dispatcher.combine_postprocess(rows)
         return out
 
-    def _routed(self, hidden: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """hidden (N, hidden), weights (N, k) and numbers (N, k) of the experts -> (N, hidden)."""
-        exchange = self.exchange
-        if exchange is None and self.tp_ep_group.size() > 1:
-            exchange = ExchangeByChoice.of(chosen, *self._ranks())
-        recompute = self.moe_layer_recompute and self.training
-        return routed(self.experts, hidden, weights, chosen, exchange, recompute)
+    def _exchange(self, chosen: Tensor) -> Exchange | None:
+        """How tokens with the experts (N, k) come to these; None where this rank has all."""
+        if self.exchange is None and self.tp_ep_group.size() > 1:
+            return ExchangeByChoice.of(chosen, *self._ranks())
+        return self.exchange
 
     def exchange_of(self, hidden: Tensor) -> Exchange | None:
         """The exchange that sends all tokens of hidden states (T, B, hidden) to all ranks, or None if each layer sends by its router's choice.
@@ -127,22 +136,65 @@ class MixtureOfExperts(MoELayer):
         return self.num_local_experts, self.tp_ep_group, self.expt_tp_group.size()
 
 
+@dataclass(frozen=True)
+class Dispatch:
+    """Tokens on their way to a layer's experts.
+
+    Attributes:
+        exchange: None where this rank has all experts.
+        wait: the tokens that are here (M, hidden), the weights of their experts (M, k) fp32, and their rows by expert; without autograd.
+    """
+
+    exchange: Exchange | None
+    wait: Callable[[], tuple[Tensor, Tensor, Permutation]]
+
+    @classmethod
+    def begin(
+        cls,
+        experts: GroupedExperts,
+        hidden: Tensor,
+        weights: Tensor,
+        chosen: Tensor,
+        exchange: Exchange | None,
+    ) -> Dispatch:
+        """Send what a layer's experts need.
+
+        Choices go before rows, so that rows travel while choices are sorted, and the host learns meanwhile how many rows this rank's experts get.
+
+        Args:
+            experts: those of this rank.
+            hidden: (N, hidden).
+            weights: (N, k) fp32, of the experts of each token.
+            chosen: (N, k) their numbers.
+            exchange: None where this rank has all experts.
+        """
+        with torch.no_grad():
+            if exchange is None:
+                permutation = Permutation.begin(chosen, experts.num_local_experts, chosen.numel())
+                return cls(None, lambda: (hidden, weights, permutation()))
+            choices = _dispatch_choices(exchange, weights, chosen)
+            arrived = exchange.send(hidden)
+            weights, chosen = choices()
+            permutation = Permutation.begin(
+                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty
+            )
+
+        def wait() -> tuple[Tensor, Tensor, Permutation]:
+            found = permutation()  # which rows are still on their way for
+            return arrived(), weights, found
+
+        return cls(exchange, wait)
+
+
 def routed(
-    experts: GroupedExperts,
-    hidden: Tensor,
-    weights: Tensor,
-    chosen: Tensor,
-    exchange: Exchange | None,
-    recompute: bool,
+    experts: GroupedExperts, hidden: Tensor, weights: Tensor, dispatch: Dispatch, recompute: bool
 ) -> Tensor:
     """The weighted sum of each token's experts.
 
     Args:
         experts: those of this rank.
-        hidden: (N, hidden).
-        weights: (N, k) fp32, of the experts of each token.
-        chosen: (N, k) their numbers.
-        exchange: None where this rank has all experts.
+        hidden, weights: that `Dispatch.begin` was given, for their gradients.
+        dispatch: of these tokens, for this call alone.
         recompute: whether the backward pass recomputes the experts.
 
     Returns:
@@ -150,7 +202,7 @@ def routed(
     """
     trained = [p for p in experts.parameters() if p.requires_grad]
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *trained))
-    call = _Call(experts, chosen, exchange, recorded and not recompute)
+    call = _Call(experts, dispatch, recorded and not recompute)
     out: Tensor = _Routed.apply(call, hidden, weights, *trained)
     return out
 
@@ -160,8 +212,7 @@ class _Call:
     """What `routed` was called with; `keep`: whether the forward pass keeps the experts' graph for the backward pass."""
 
     experts: GroupedExperts
-    chosen: Tensor
-    exchange: Exchange | None
+    dispatch: Dispatch
     keep: bool
 
 
@@ -170,17 +221,8 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, hidden: Tensor, weights: Tensor, *trained: Tensor) -> Tensor:
-        exchange, chosen, experts = call.exchange, call.chosen, call.experts
-        if exchange is None:
-            permutation = Permutation.of(chosen, experts.num_local_experts, chosen.numel())
-        else:
-            choices = _dispatch_choices(exchange, weights, chosen)
-            arrived = exchange.send(hidden)
-            weights, chosen = choices()
-            permutation = Permutation.of(
-                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty
-            )
-            hidden = arrived()
+        exchange, experts = call.dispatch.exchange, call.experts
+        hidden, weights, permutation = call.dispatch.wait()
         factors = take(weights, permutation.choices)
         ctx.experts, ctx.exchange, ctx.trained = experts, exchange, trained
         ctx.permutation, ctx.graph = permutation, None
@@ -220,8 +262,7 @@ def _dispatch_choices(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
-    It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other. Choices go before rows, so that rows travel while choices
-    are sorted.
+    It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other.
     """
     topk = weights.shape[1]
     assert weights.dtype == torch.float32
@@ -256,10 +297,11 @@ def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = Fa
     hidden = hidden.detach().requires_grad_(needed[0])
     factors = factors.detach().requires_grad_(needed[1])
     later: Later = {}
+    exchange, bounds = ctx.exchange, ctx.permutation.bounds
+    beside = None if exchange is None else later
+    spared = exchange.sends_on if exchange is not None and gradient_only else 0  # gradients are on their way
     with torch.enable_grad():
-        beside = None if ctx.exchange is None else later
-        bounds = ctx.permutation.bounds
-        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation)
+        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation, spared)
     every = (hidden, factors, *ctx.trained)
     inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
     return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)
