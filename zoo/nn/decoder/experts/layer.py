@@ -180,7 +180,7 @@ class Dispatch:
             )
 
         def wait() -> tuple[Tensor, Tensor, Permutation]:
-            found = permutation()  # which rows are still on their way for
+            found = permutation()  # while rows are on their way
             return arrived(), weights, found
 
         return cls(exchange, wait)
