@@ -3,9 +3,10 @@
 Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set by runs in docs/benchmarks on H200s:
 
     experts    a rank with few tokens an expert multiplies narrow matrices: the experts' FLOPs take 1 + FEW / tokens times as
-               long (six layers of 30B-A3B under EP 1 and EP 2, with 1,000 and 2,000 tokens an expert)
+               long (30B-A3B under EP 2 and EP 4, with 1,300 to 4,000 tokens an expert)
     ep         each token goes to the ranks of its experts and back, forward and backward, and once more under full recompute, at
-               `EXCHANGE` bytes a second (a profile of adapters of 30B-A3B under EP 2)
+               `EXCHANGE` bytes a second, which counts that ranks wait for one another (adapters of 30B-A3B under EP 2 and EP 4). The backward
+               pass's take no time where products run beside them
     tp, cp     a share of the computing for each doubling, less for wider models (2B, rows of 32,768: CP 2, TP 2 x CP 2)
     pp         the bubble, the slowest stage, and `PP` for rows that differ (not measured)
     weights    each that a rank holds is read in every pass, at `READ` bytes a second
@@ -27,7 +28,7 @@ from zoo.planner.parameters import share
 
 PEAK = 989.5e12  # FLOP/s of a GPU that only its memory is known of
 BUSY = 0.47  # share of the peak without any cut (h200-row-1gpu)
-FEW = 1700  # tokens an expert at which its products take twice as long
+FEW = 730  # tokens an expert at which its products take twice as long
 EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages
@@ -130,6 +131,8 @@ class Speed:
         size = 2 if recipe.engine.precision == "bf16" else 4
         sent = tokens * rows_sent(text, parallel) * text.hidden_size * size * (group - 1) / group
         times = 6 if recipe.engine.recompute == "full" else 4
+        if "experts" in self.model.trained_parts:  # their weights' gradients beside one, recomputed products beside another
+            times -= 1 if recipe.engine.recompute == "none" else 2
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
 
     def _read(self, recipe: Recipe) -> float:

@@ -108,10 +108,10 @@ def test_published_models_fit_whole(name: str, size: str, hardware: str) -> None
 
 
 def test_experts_are_shared_out_before_all_are_held_by_each() -> None:
-    """A GPU holds a quarter of the weights, 16 GB of 62, at no fewer tokens/s by what was measured under EP 1 and EP 2."""
+    """A GPU holds half of the weights, 32 GB of 62: on four H200s adapters were faster under EP 2 than under EP 4."""
     for more in ((), ("packing.budget=16384",)):
         chosen = chosen_for("qwen3_vl_moe_lora", "30b-a3b", "4xh200", *more)
-        assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (4, 1, 1)
+        assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (2, 1, 1)
         held = memory(
             model("qwen3_vl_moe_lora", "30b-a3b"),
             chosen,
@@ -119,7 +119,7 @@ def test_experts_are_shared_out_before_all_are_held_by_each() -> None:
             4,
             fused=True,
         )
-        assert held[0].weights < 20e9
+        assert held[0].weights < 36e9
 
 
 def test_measures_go_from_cheap_to_dear() -> None:
