@@ -131,7 +131,8 @@ class Speed:
         size = 2 if recipe.engine.precision == "bf16" else 4
         sent = tokens * rows_sent(text, parallel) * text.hidden_size * size * (group - 1) / group
         times = 6 if recipe.engine.recompute == "full" else 4
-        if "experts" in self.model.trained_parts:  # their weights' gradients beside one, recomputed products beside another
+        if "experts" in self.model.trained_parts:
+            # Gradients of their weights are worked out beside one, and what is recomputed beside another.
             times -= 1 if recipe.engine.recompute == "none" else 2
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
 
