@@ -7,7 +7,7 @@ import torch
 from support.expert_exchange import EXPERTS, TOKENS, TOPK, factors, route, tokens_of
 from support.pool import Pool
 
-from zoo.nn.decoder.experts.exchange import FOR_ALL_GATHER, FOR_ALL_TO_ALL
+from zoo.nn.decoder.experts.exchange import ALL_GATHER_SMS, ALL_TO_ALL_SMS
 
 
 @pytest.mark.parametrize(("size", "shares"), [(2, 1), (4, 1), (4, 2)], ids=["ep2", "ep4", "ep2 etp2"])
@@ -34,8 +34,8 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bo
         # Rows and the choices that go with them, and sums back; then gradients of each, the weights' while those of tokens are on their way.
         assert found["forward"] == ["exchange"] * 3
         assert found["backward"] == ["exchange"] * 3 + ["weight"]
-        # A product beside the exchange of gradients leaves it room.
-        assert found["spared"] == [0] + [FOR_ALL_GATHER if to_all else FOR_ALL_TO_ALL] * recompute
+        # The recomputed product leaves SMs free for the exchange of gradients.
+        assert found["free_sms"] == [0] + [ALL_GATHER_SMS if to_all else ALL_TO_ALL_SMS] * recompute
     assert sum(len(found["sent"]) for found in results) == sum(TOKENS[:size])
     # Experts compute the rows that chose them, and none for a token that is not there.
     assert sum(found["computed"] for found in results) == sum(TOKENS[:size]) * TOPK * shares

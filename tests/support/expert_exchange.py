@@ -38,7 +38,7 @@ class Experts(torch.nn.Module):
     def __init__(self, first: int, count: int, shares: int) -> None:
         super().__init__()
         self.num_local_experts, self.shares, self.rows = count, shares, 0
-        self.spared: list[int] = []  # multiprocessors, of each call
+        self.free_sms: list[int] = []  # one number a call
         self.weight = torch.nn.Parameter(torch.diag_embed(factors()[first : first + count]))
 
     def forward(
@@ -49,10 +49,10 @@ class Experts(torch.nn.Module):
         gradient_only: bool = False,
         later: Later | None = None,
         permutation: Permutation | None = None,
-        spared: int = 0,
+        free_sms: int = 0,
     ) -> tuple[Tensor, None]:
         assert permutation is not None
-        self.spared.append(spared)
+        self.free_sms.append(free_sms)
         self.rows = len(permutation.tokens)
         taken, summed = grouped.Rows(bounds, taken=permutation), grouped.Rows(bounds, summed=permutation)
         out = grouped.grouped_product(hidden, self.weight, taken, later=later)
@@ -100,7 +100,7 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             "weights": weights.grad,
             "factors": experts.weight.grad.diagonal(dim1=1, dim2=2),
             "computed": experts.rows,
-            "spared": experts.spared,
+            "free_sms": experts.free_sms,
             "sent": {token: int(count) for token, count in enumerate((exchange.places >= 0).sum(1))},
             "forward": done[:forward],
             "backward": done[forward:],

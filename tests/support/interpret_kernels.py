@@ -226,12 +226,12 @@ def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, 
 
 
 def router_top(experts: int, tokens: int, topk: int) -> float:
-    """0 if the largest scores are found, of equal ones the first: a stable sort's."""
+    """0 if the kernel finds the experts that a stable sort puts first."""
     scores = torch.randn(tokens, experts)
     scores[::2] = scores[::2].round()
     scores[0, :3] = torch.tensor([float("inf"), -float("inf"), -0.5])
     wanted = scores.sort(dim=1, descending=True, stable=True).indices[:, :topk]
-    # -0 is less than 0 to the kernel, and stands behind it.
+    # The kernel takes -0 for less than 0; adding 0 turns it into 0.
     return float(not torch.equal(kernels.top(scores + 0.0, topk), wanted))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Plan(NamedTuple):
-    """What a call computes again; of how it is laid out, what zoo changes."""
+    """QuACK's plan of a product: whether it adds to the output, and the fields of its launch that zoo reads or replaces."""
 
     adds: bool
     max_active_clusters: int = 66
@@ -18,7 +18,7 @@ class Plan(NamedTuple):
 
 
 def make_scheduler_args(clusters: int, swizzle: int, semaphore: None, permutation: None) -> tuple[int, int]:
-    """Of `quack.gemm_tvm_ffi_utils`."""
+    """Stands for the function of `quack.gemm_tvm_ffi_utils`."""
     return clusters, swizzle
 
 

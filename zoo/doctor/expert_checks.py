@@ -48,7 +48,7 @@ def _router(subject: Subject) -> Iterator[Check]:
 
 
 def _loads(subject: Subject) -> Iterator[Check]:
-    """Tokens' choices, and these and scores summed by expert, as the auxiliary loss needs them; every fifth token is padding."""
+    """A router's top-k, and its choices and scores summed by expert for the auxiliary loss; every fifth token is padding."""
     layer = subject.layer(sparse=True)
     if layer is None:
         return

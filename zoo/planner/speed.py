@@ -5,8 +5,8 @@ Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set
     experts    a rank with few tokens an expert multiplies narrow matrices: the experts' FLOPs take 1 + FEW / tokens times as
                long (30B-A3B under EP 2 and EP 4, with 1,300 to 4,000 tokens an expert)
     ep         each token goes to the ranks of its experts and back, forward and backward, and once more under full recompute, at
-               `EXCHANGE` bytes a second, which counts that ranks wait for one another (adapters of 30B-A3B under EP 2 and EP 4). The backward
-               pass's take no time where products run beside them
+               `EXCHANGE` bytes a second, waits for other ranks included (adapters of 30B-A3B under EP 2 and EP 4). An exchange of the
+               backward pass that runs beside products takes no time
     tp, cp     a share of the computing for each doubling, less for wider models (2B, rows of 32,768: CP 2, TP 2 x CP 2)
     pp         the bubble, the slowest stage, and `PP` for rows that differ (not measured)
     weights    each that a rank holds is read in every pass, at `READ` bytes a second
@@ -132,8 +132,8 @@ class Speed:
         sent = tokens * rows_sent(text, parallel) * text.hidden_size * size * (group - 1) / group
         times = 6 if recipe.engine.recompute == "full" else 4
         if "experts" in self.model.trained_parts:
-            # Gradients of their weights are worked out beside one, and what is recomputed beside another.
-            times -= 1 if recipe.engine.recompute == "none" else 2
+            # The gradients of their weights run beside one exchange, the products that selective recompute repeats beside another.
+            times -= 2 if recipe.engine.recompute == "selective" else 1
         return times * sum(self.sparse) / parallel.pp * sent / (EXCHANGE if group <= node else NETWORK)
 
     def _read(self, recipe: Recipe) -> float:

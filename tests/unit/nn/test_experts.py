@@ -4,6 +4,8 @@ import sys
 import tomllib
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from support import quack_gemm
 from torch import Tensor
 
 import zoo
-from zoo.nn.decoder.experts import hopper
-from zoo.nn.decoder.experts.exchange import FOR_ALL_TO_ALL, Permutation, gather_rows, sum_rows
-from zoo.nn.decoder.experts.grouped import Later, Rows, grouped_product, lora_product
+from zoo.nn.decoder.experts import hopper, layer
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.grouped import GroupedExperts, Later, Rows, grouped_product, lora_product
+from zoo.nn.decoder.experts.layer import MixtureOfExperts
 
 BOUNDS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)  # the second expert has no row
 
@@ -84,7 +87,7 @@ def test_a_weight_gradient_that_is_worked_out_later(in_place: bool) -> None:
     )
     torch.testing.assert_close(to_x, wanted[0])
     assert nothing is None and list(later) == [weight]
-    torch.testing.assert_close(later[weight](), wanted[1])
+    torch.testing.assert_close(later[weight](0), wanted[1])
     if total is not None:
         torch.testing.assert_close(total, 1 + wanted[1])
 
@@ -156,19 +159,64 @@ def test_a_product_of_tokens_rows_whose_results_are_summed(kernels: str) -> None
 
 
 @pytest.mark.parametrize("kernels", ["QuACK"], indirect=True)
-def test_products_beside_an_exchange_leave_it_multiprocessors(kernels: str) -> None:
-    """Of a product those that are asked for, of a weight gradient that is worked out later those of an all-to-all; others leave none."""
+def test_a_product_leaves_the_requested_sms_free(kernels: str) -> None:
+    """The product and the delayed weight gradient run on fewer clusters of two SMs, the gradient of x on all 66."""
     x, weight = torch.randn(7, 4, requires_grad=True), torch.nn.Parameter(torch.randn(3, 6, 4))
-    later: Later = {}
-    out = grouped_product(x, weight, Rows(BOUNDS, spared=24), later=later)
-    torch.autograd.grad(out, x, torch.ones_like(out))
-    later[weight]()
-    plans = {plan.max_active_clusters for plan in hopper._plans.values()}
-    assert plans == {66 - 24 // 2, 66, 66 - FOR_ALL_TO_ALL // 2}
     plain = by_expert(x, weight, BOUNDS)
-    for _ in range(2):  # made, and used again
-        torch.testing.assert_close(grouped_product(x, weight, Rows(BOUNDS, spared=24)), plain)
-    assert all(plan.scheduler_static[0] == plan.max_active_clusters for plan in hopper._plans.values() if plan.scheduler_static)  # fmt: skip
+    wanted = gradients(plain, x, weight)
+    for _ in range(2):  # the second pass runs the plans that the first one made
+        later: Later = {}
+        out = grouped_product(x, weight, Rows(BOUNDS, free_sms=24), later=later)
+        torch.testing.assert_close(out, plain)
+        slopes = torch.linspace(-1, 1, out.numel()).view_as(out)
+        torch.testing.assert_close(torch.autograd.grad(out, x, slopes)[0], wanted[0])
+        torch.testing.assert_close(later[weight](8), wanted[1])
+        plans = hopper._plans.values()
+        assert sorted(plan.max_active_clusters for plan in plans) == [66 - 24 // 2, 66 - 8 // 2, 66]
+        launched = [plan.scheduler_static for plan in plans if plan.scheduler_static]
+        assert sorted(clusters for clusters, _ in launched) == [66 - 24 // 2, 66 - 8 // 2]
+
+
+def test_experts_delay_both_weight_gradients() -> None:
+    """The caller sends the gradients of tokens before it computes those of the weights."""
+    experts: Any = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.config, experts.accumulates = SimpleNamespace(activation_func=torch.nn.functional.silu), False
+    experts.weight1 = torch.nn.Parameter(torch.randn(3, 10, 4))
+    experts.weight2 = torch.nn.Parameter(torch.randn(3, 4, 5))
+    experts.lora = torch.nn.ModuleDict()
+    x, probs = torch.randn(7, 4, requires_grad=True), torch.rand(7)
+    weights = experts.weight1, experts.weight2
+    wanted = gradients(experts(x, BOUNDS, probs)[0], x, *weights)
+    later: Later = {}
+    out, _ = experts(x, BOUNDS, probs, later=later)
+    slopes = torch.linspace(-1, 1, out.numel()).view_as(out)
+    to_x, *none = torch.autograd.grad(out, (x, *weights), slopes, allow_unused=True)
+    torch.testing.assert_close(to_x, wanted[0])
+    assert none == [None, None] and set(later) == set(weights)
+    torch.testing.assert_close([later[weight](0) for weight in weights], list(wanted[1:]))
+
+
+def test_the_router_attaches_its_loss_while_tokens_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layer starts to send tokens first, then computes the auxiliary loss and the shared expert, and only then waits."""
+    done: list[str] = []
+
+    def noted(name: str, given: Any) -> Any:
+        return lambda *_, **__: (done.append(name), given)[1]
+
+    mixture: Any = MixtureOfExperts.__new__(MixtureOfExperts)
+    torch.nn.Module.__init__(mixture)
+    weights, chosen = torch.rand(6, 2), torch.zeros(6, 2, dtype=torch.int64)
+    router = SimpleNamespace(choose=noted("choose", (weights, chosen, noted("auxiliary loss", weights))))
+    mixture.router, mixture.experts, mixture.exchange = router, None, None
+    mixture.flex, mixture.moe_layer_recompute = False, False
+    mixture.tp_ep_group = SimpleNamespace(size=lambda: 1)
+    mixture.shared_experts_compute = noted("shared expert", torch.ones(3, 2, 4))
+    monkeypatch.setattr(layer.Dispatch, "begin", noted("send", None))
+    monkeypatch.setattr(layer, "routed", noted("wait and compute", torch.ones(6, 4)))
+    out, _ = mixture(torch.randn(3, 2, 4))
+    assert torch.equal(out, torch.full((3, 2, 4), 2.0))
+    assert done == ["choose", "send", "auxiliary loss", "shared expert", "wait and compute"]
 
 
 def test_the_version_that_is_taken_is_the_one_that_is_installed() -> None:

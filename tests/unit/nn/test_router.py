@@ -116,8 +116,8 @@ def test_choices_and_gradients_are_those_of_megatron_core(
             router.expert_bias.copy_(torch.linspace(-0.2, 0.2, 8))
         given = x.clone().requires_grad_()
         if direct:
-            weights, chosen, balanced = router.choose(given, mask)
-            weights = balanced(weights)
+            weights, chosen, attach_aux_loss = router.choose(given, mask)
+            weights = attach_aux_loss(weights)
         else:
             probs, experts = router(given, mask)
             assert torch.equal(experts, torch.zeros_like(experts).scatter(1, chosen, True))
@@ -144,8 +144,8 @@ def test_given_experts_leave_the_auxiliary_loss_to_the_routers_own(cpu_world: An
         layer = SimpleNamespace(mlp=SimpleNamespace(router=router), config=config, layer_number=1)
         with Routing(given).on(layer):
             if direct:
-                weights, chosen, balanced = router.choose(x, None)
-                weights = balanced(weights)
+                weights, chosen, attach_aux_loss = router.choose(x, None)
+                weights = attach_aux_loss(weights)
                 assert torch.equal(chosen, given[:, 0])
             else:
                 weights = router(x, None)[0].gather(1, given[:, 0])

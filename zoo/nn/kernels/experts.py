@@ -1,4 +1,5 @@
-"""Kernels of experts: the largest scores of a token found, loads of a router summed, choices sorted, rows gathered and summed by index, low-rank products added in place, gradients accumulated in fp32.
+"""Kernels of experts. They find a token's largest scores, sum a router's loads, sort choices, gather and sum rows by index, add low-rank products
+in place, and accumulate gradients in fp32.
 
 Choices are sorted by counting, each block of them by itself: how many of a block each expert has, then where each choice stands. A sort
 of keys would be four launches, and what stands around it ten more, for which the host takes longer than the GPU.
@@ -39,7 +40,7 @@ def _top(
     there = (row < rows)[:, None] & (expert < EXPERTS)[None, :]
     place = row.to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     bits = tl.load(scores + place, mask=there, other=0.0).to(tl.int32, bitcast=True)
-    # Integers in the order of the scores; of equal scores the first expert's is the largest.
+    # Integers in the order of the scores. The lower column has the larger one of two equal scores.
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * WIDE + (WIDE - 1 - expert)[None, :]
     least = -(2**62)
     key = tl.where(there, key, least)
@@ -50,7 +51,7 @@ def _top(
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """The `count` largest of each row of scores (N, E) fp32, the largest first and of equal ones the first -> (N, count) int64."""
+    """Columns of the `count` largest of each row of scores (N, E) fp32 -> (N, count) int64. The largest is first; the lower column wins a tie."""
     found = torch.empty(len(scores), count, dtype=torch.int64, device=scores.device)
     wide = power_of_2(scores.shape[1])
     size = max(1, min(16, 2048 // wide))

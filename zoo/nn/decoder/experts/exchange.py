@@ -22,9 +22,9 @@ from torch import Tensor
 
 from zoo.nn.kernels import has_triton
 
-# Multiprocessors spared for NCCL by products that run beside it. On four H200s NCCL gathers on 24 and doesn't begin on fewer. Its all-to-all
-# doesn't need all that it can take: it ended earliest, with the products beside it, where these spared 8 of the 8 to 40 that were tried.
-FOR_ALL_GATHER, FOR_ALL_TO_ALL = 24, 8
+# Multiprocessors (SMs) that a product leaves free for a collective beside it. NCCL's all-gather takes 24 on four H200s, and waits for the product
+# if fewer are free. Products and an all-to-all took least time together with 8 free SMs (8 to 40 were tried).
+ALL_GATHER_SMS, ALL_TO_ALL_SMS = 24, 8
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -170,10 +170,12 @@ class Exchange(ABC):
     choices: int | None
     empty: Tensor | None
 
+    collect_sms = ALL_TO_ALL_SMS  # that a product beside `collect` leaves free
+
     @property
     @abstractmethod
-    def sends_on(self) -> int:
-        """Multiprocessors that products beside `send` spare for it."""
+    def send_sms(self) -> int:
+        """Multiprocessors (SMs) that a product beside `send` leaves free."""
 
     @abstractmethod
     def send(self, x: Tensor) -> Callable[[], Tensor]:
@@ -199,7 +201,7 @@ class ExchangeByChoice(Exchange):
     sent: list[int]
     received: list[int]
 
-    sends_on = FOR_ALL_TO_ALL
+    send_sms = ALL_TO_ALL_SMS
 
     @classmethod
     def of(cls, chosen: Tensor, experts: int, group: Any, shares: int) -> ExchangeByChoice:
@@ -263,7 +265,7 @@ class ExchangeWithAll(Exchange):
     most: int
     places: Tensor
 
-    sends_on = FOR_ALL_GATHER
+    send_sms = ALL_GATHER_SMS
 
     @classmethod
     def of(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> ExchangeWithAll:

@@ -18,13 +18,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from zoo.nn.decoder.experts import products
-from zoo.nn.decoder.experts.exchange import FOR_ALL_TO_ALL, Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.products import multiply
 from zoo.nn.decoder.mlp import glu
 from zoo.nn.kernels import has_triton
 
-# By weight: what works out its gradient.
-type Later = dict[Tensor, Callable[[], Tensor]]
+# By weight: a function that computes its gradient, and leaves so many multiprocessors (SMs) free.
+type Later = dict[Tensor, Callable[[int], Tensor]]
 
 
 class GroupedExperts(MegatronModule):
@@ -82,7 +82,7 @@ class GroupedExperts(MegatronModule):
         gradient_only: bool = False,
         later: Later | None = None,
         permutation: Permutation | None = None,
-        spared: int = 0,
+        free_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden (N, hidden) sorted by expert, probs (N,) -> (N, hidden), None.
 
@@ -92,9 +92,11 @@ class GroupedExperts(MegatronModule):
             later: as of `grouped_product`.
             permutation: hidden is (M, hidden), as tokens come, and so is what is returned, the sum of each token's experts; `bounds`
                 are the permutation's.
-            spared: as of `zoo.nn.decoder.experts.products.multiply`, by the first product.
+            free_sms: as of `zoo.nn.decoder.experts.products.multiply`, for the first product.
         """
-        inner = self._project("weight1", hidden, Rows(bounds, taken=permutation, spared=spared), later=later)
+        inner = self._project(
+            "weight1", hidden, Rows(bounds, taken=permutation, free_sms=free_sms), later=later
+        )
         inner = glu(inner, self.config.activation_func, probs)
         return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only, later), None
 
@@ -157,13 +159,13 @@ class Rows:
         bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end: N.
         taken: the product is given M tokens, whose rows these are; None: the rows themselves.
         summed: the product gives the sum of each of M tokens' rows; None: the rows themselves.
-        spared: as of `products.multiply`, by the product, not by its gradients.
+        free_sms: as of `products.multiply`, for the product, not for its gradients.
     """
 
     bounds: Tensor
     taken: Permutation | None = None
     summed: Permutation | None = None
-    spared: int = 0
+    free_sms: int = 0
 
     def result(self, product: Tensor) -> Tensor:
         """What is given for the product of each row."""
@@ -199,8 +201,8 @@ def grouped_product(
         gradient_only: the values are not read, so they are not computed; the gradient is right.
         total: (E, out, in), DDP's buffer of the parameter `weight`: the weight gradient is accumulated there, and what autograd gets
             is not read.
-        later: gets a function that works out the weight gradient, and autograd gets none: the caller sends the gradient of x first, and has it
-            worked out beside that.
+        later: gets a function that computes the weight gradient, and autograd gets none: the caller sends the gradient of x first, and calls the
+            function while that travels.
     """
     out: Tensor = _GroupedProduct.apply(x, weight, rows, gradient_only, total, later)
     return out
@@ -224,7 +226,7 @@ class _GroupedProduct(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         if gradient_only:
             return placeholder
-        return rows.result(multiply(x, weight, rows.bounds, ctx.of_x, rows.spared))
+        return rows.result(multiply(x, weight, rows.bounds, ctx.of_x, rows.free_sms))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -234,10 +236,9 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             to_x = rows.input_gradient(multiply(grad, weight.transpose(1, 2), rows.bounds, of_grad))
 
-        def of_weight() -> Tensor:
-            spared = 0 if ctx.later is None else FOR_ALL_TO_ALL
+        def of_weight(free_sms: int = 0) -> Tensor:
             to_weight = products.weight_gradient(
-                grad, x, weight, rows.bounds, ctx.total, of_grad, ctx.of_x, spared
+                grad, x, weight, rows.bounds, ctx.total, of_grad, ctx.of_x, free_sms
             )
             if ctx.total is not None:
                 ctx.parameter.grad_added_to_main_grad = True  # read by megatron-core's DDP
@@ -288,7 +289,7 @@ class _LoraProduct(torch.autograd.Function):
         ctx.scale, ctx.rows = scale, rows
         if gradient_only:
             return placeholder
-        wide = multiply(x, weight, rows.bounds, spared=rows.spared)
+        wide = multiply(x, weight, rows.bounds, free_sms=rows.free_sms)
         return rows.result(_add_lowrank(wide, narrow, b, rows.bounds))
 
     @staticmethod

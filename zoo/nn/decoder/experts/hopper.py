@@ -45,11 +45,11 @@ def takes(x: Tensor, weight: Tensor, rows: int) -> bool:
     return max(weight.numel(), max(rows, len(x)) * max(widths)) < MOST and is_there(x.device)
 
 
-def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None, spared: int) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None, free_sms: int) -> Tensor:
     """See `products.multiply`."""
     out = x.new_empty(len(x if rows is None else rows), weight.shape[1])
     if len(out):
-        _launch(x, weight, out, rows, {"cu_seqlens_m": bounds}, add=False, spared=spared)
+        _launch(x, weight, out, rows, {"cu_seqlens_m": bounds}, add=False, free_sms=free_sms)
     return out
 
 
@@ -60,7 +60,7 @@ def weight_gradient(
     bounds: Tensor,
     rows_of_grad: Tensor | None,
     rows_of_x: Tensor | None,
-    spared: int,
+    free_sms: int,
 ) -> Tensor:
     """See `products.weight_gradient`; at most one of the two is gathered."""
     out = total
@@ -70,10 +70,10 @@ def weight_gradient(
     if not len(grad) or not len(x):
         return out if total is not None else out.zero_()
     if rows_of_x is None:
-        _launch(grad.t(), x.t(), out, rows_of_grad, over, add=total is not None, spared=spared)
+        _launch(grad.t(), x.t(), out, rows_of_grad, over, add=total is not None, free_sms=free_sms)
     else:  # the first operand is the one that can be gathered
         assert rows_of_grad is None
-        _launch(x.t(), grad.t(), out.mT, rows_of_x, over, add=total is not None, spared=spared)
+        _launch(x.t(), grad.t(), out.mT, rows_of_x, over, add=total is not None, free_sms=free_sms)
     return out
 
 
@@ -85,13 +85,13 @@ def _launch(
     over: dict[str, Tensor],
     *,
     add: bool,
-    spared: int,
+    free_sms: int,
 ) -> None:
     """out = a b^T, or += if `add`, of a (M, K) and b (E, N, K) for rows in groups, or a (M, K), b (N, K) and out (E, M, N) for K in groups."""
     from quack.gemm import gemm, run_gemm_plan
 
     layout = *(one.stride(-1) == 1 for one in (a, b, out)), *over, rows is not None, add
-    key = *layout, spared, out.dtype, out.device
+    key = *layout, free_sms, out.dtype, out.device
     plan = _plans.get(key)
     if plan is not None:
         run_gemm_plan(plan, a, b, out, None, A_idx=rows, **over)
@@ -99,13 +99,13 @@ def _launch(
     plan = gemm(
         a, b, out, None, None, TILE_ROWS, TILE_COLUMNS, CLUSTER, 1, A_idx=rows, add_to_output=add, **over
     )
-    _plans[key] = _sparing(plan, spared) if spared else plan
+    _plans[key] = _leaving_free(plan, free_sms) if free_sms else plan
 
 
-def _sparing(plan: Any, multiprocessors: int) -> Any:
-    """The plan on so many multiprocessors less. Its programs stay where they begin until the product ends, on all if they get them."""
+def _leaving_free(plan: Any, sms: int) -> Any:
+    """The plan on so many multiprocessors (SMs) less. A program keeps its SM until the product ends, and there is one for each SM else."""
     from quack.gemm_tvm_ffi_utils import make_scheduler_args
 
-    clusters = plan.max_active_clusters - multiprocessors // CLUSTER
+    clusters = plan.max_active_clusters - sms // CLUSTER
     scheduler = make_scheduler_args(clusters, plan.max_swizzle_size, None, None)
     return plan._replace(max_active_clusters=clusters, scheduler_static=scheduler)

@@ -68,17 +68,17 @@ class MixtureOfExperts(MoELayer):
             shared = self._shared(hidden_states)
             out = self._dispatched(hidden_states, mask)
         else:
-            weights, chosen, balanced = self.router.choose(hidden_states, mask)
+            weights, chosen, attach_aux_loss = self.router.choose(hidden_states, mask)
             flat = hidden_states.reshape(-1, hidden_states.shape[-1])
             dispatch = Dispatch.begin(self.experts, flat, weights, chosen, self._exchange(chosen))
-            # While tokens travel.
-            weights, shared = balanced(weights), self._shared(hidden_states)
+            # Tokens travel meanwhile.
+            weights, shared = attach_aux_loss(weights), self._shared(hidden_states)
             recompute = self.moe_layer_recompute and self.training
             out = routed(self.experts, flat, weights, dispatch, recompute).view_as(hidden_states)
         return out if shared is None else out + shared, None
 
     def _shared(self, hidden: Tensor) -> Tensor | None:
-        """What the shared expert gives for hidden (T, B, hidden), if there is one.
+        """The shared expert's output for hidden (T, B, hidden); None without a shared expert.
 
         Its gradients come together by themselves, recomputed or not, so that both round alike.
         """
@@ -142,7 +142,8 @@ class Dispatch:
 
     Attributes:
         exchange: None where this rank has all experts.
-        wait: the tokens that are here (M, hidden), the weights of their experts (M, k) fp32, and their rows by expert; without autograd.
+        wait: waits, and returns the tokens that arrived (M, hidden), the weights of their experts (M, k) fp32 and their permutation by expert,
+            all without autograd.
     """
 
     exchange: Exchange | None
@@ -157,9 +158,9 @@ class Dispatch:
         chosen: Tensor,
         exchange: Exchange | None,
     ) -> Dispatch:
-        """Send what a layer's experts need.
+        """Start to send tokens to their experts.
 
-        Choices go before rows, so that rows travel while choices are sorted, and the host learns meanwhile how many rows this rank's experts get.
+        Choices go before rows: rows travel while choices are sorted and the host waits for the number of rows of this rank's experts.
 
         Args:
             experts: those of this rank.
@@ -193,8 +194,8 @@ def routed(
 
     Args:
         experts: those of this rank.
-        hidden, weights: that `Dispatch.begin` was given, for their gradients.
-        dispatch: of these tokens, for this call alone.
+        hidden, weights: the arguments of `Dispatch.begin`, which get the gradients.
+        dispatch: the tokens' dispatch; it serves one call.
         recompute: whether the backward pass recomputes the experts.
 
     Returns:
@@ -250,7 +251,7 @@ class _Routed(torch.autograd.Function):
             returned = [None if one is None else exchange.collect(one) for one in (to_hidden, to_weights)]
             # Beside the exchange, as nothing in it waits for them.
             to_trained = [
-                graph.later.pop(weight)() if weight in graph.later else gradient
+                graph.later.pop(weight)(exchange.collect_sms) if weight in graph.later else gradient
                 for weight, gradient in zip(ctx.trained, to_trained, strict=True)
             ]
             to_hidden, to_weights = (None if sums is None else sums() for sums in returned)
@@ -299,9 +300,11 @@ def _compute(ctx: Any, hidden: Tensor, factors: Tensor, gradient_only: bool = Fa
     later: Later = {}
     exchange, bounds = ctx.exchange, ctx.permutation.bounds
     beside = None if exchange is None else later
-    spared = exchange.sends_on if exchange is not None and gradient_only else 0  # gradients are on their way
+    free_sms = (
+        exchange.send_sms if exchange is not None and gradient_only else 0
+    )  # gradients are on their way
     with torch.enable_grad():
-        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation, spared)
+        given, _ = ctx.experts(hidden, bounds, factors, gradient_only, beside, ctx.permutation, free_sms)
     every = (hidden, factors, *ctx.trained)
     inputs = [one for one, wanted in zip(every, needed, strict=True) if wanted]
     return given.detach(), _Graph(get_gradient_edge(given), inputs, needed, later)

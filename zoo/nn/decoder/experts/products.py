@@ -31,17 +31,17 @@ def gathered(x: Tensor, rows: Tensor | None, weight: Tensor) -> tuple[Tensor, Te
 
 
 def multiply(
-    x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None = None, spared: int = 0
+    x: Tensor, weight: Tensor, bounds: Tensor, rows: Tensor | None = None, free_sms: int = 0
 ) -> Tensor:
     """The grouped product of x (M, in) and weight (E, out, in) -> (N, out).
 
     Args:
         bounds: (E + 1,) int32, where the rows of each expert begin, and where the last ones end: N.
         rows: (N,) int32, of x; None: all, N = M.
-        spared: multiprocessors that QuACK's kernels leave to what runs beside them, an exchange between ranks.
+        free_sms: multiprocessors (SMs) that QuACK's kernels leave free for a collective beside them.
     """
     if hopper.takes(x, weight, len(x if rows is None else rows)):
-        return hopper.multiply(x, weight, bounds, rows, spared)
+        return hopper.multiply(x, weight, bounds, rows, free_sms)
     if rows is not None:
         x = gather_rows(x, rows)
     if grouped(x, weight):
@@ -57,7 +57,7 @@ def weight_gradient(
     total: Tensor | None = None,
     rows_of_grad: Tensor | None = None,
     rows_of_x: Tensor | None = None,
-    spared: int = 0,
+    free_sms: int = 0,
 ) -> Tensor:
     """The gradient (E, out, in) of a weight: each expert's grad^T x.
 
@@ -68,12 +68,12 @@ def weight_gradient(
         bounds: as of `multiply`.
         total: (E, out, in), where the gradient is added; what is returned has no meaning then.
         rows_of_grad, rows_of_x: (N,) int32, of either; None: all.
-        spared: as of `multiply`.
+        free_sms: as of `multiply`.
     """
     if rows_of_grad is not None and rows_of_x is not None:  # QuACK gathers one operand
         x, rows_of_x = gather_rows(x, rows_of_x), None
     if hopper.takes(x, weight, len(grad if rows_of_grad is None else rows_of_grad)):
-        found = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x, spared)
+        found = hopper.weight_gradient(grad, x, total, bounds, rows_of_grad, rows_of_x, free_sms)
         return found if total is None else torch.empty_like(weight)
     grad = grad if rows_of_grad is None else gather_rows(grad, rows_of_grad)
     x = x if rows_of_x is None else gather_rows(x, rows_of_x)

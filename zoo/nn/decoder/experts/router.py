@@ -93,8 +93,8 @@ class Router(TopKRouter):
     def choose(
         self, hidden: Tensor, padding_mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens, and a call
-        that gives weights with the auxiliary loss attached to their gradient. What that takes can wait until tokens are on their way.
+        """hidden (T, B, hidden), padding_mask (T, B) -> fp32 weights (T * B, k) and int64 experts (T * B, k) of the tokens, and a function
+        that attaches the auxiliary loss to the gradient of these weights. The caller sends tokens first, and computes the loss while they travel.
 
         megatron-core's forward pass, which spreads both over all experts and looks for the largest scores once more for the auxiliary
         loss: here that counts the experts that were found, unless a bias or groups had a part in finding them.
@@ -118,14 +118,14 @@ class Router(TopKRouter):
         if self.enable_expert_bias and not self.frozen_expert_bias:
             self._apply_expert_bias(_spread(chosen, logits), mask)
 
-        def balanced(weights: Tensor) -> Tensor:
+        def attach_aux_loss(weights: Tensor) -> Tensor:
             coefficient = self.get_aux_loss_coeff("aux_loss")
             if not (coefficient and self.training and torch.is_grad_enabled()):
                 return weights
             assert choice.own is not None
             return self._with_aux_loss(weights, logits, choice.own, mask, coefficient)
 
-        return weights.float(), chosen, balanced
+        return weights.float(), chosen, attach_aux_loss
 
     def _with_aux_loss(
         self, weights: Tensor, logits: Tensor, chosen: Tensor, mask: Tensor | None, coefficient: float
@@ -210,7 +210,10 @@ class Router(TopKRouter):
 
 
 def top(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`torch.topk` of scores (N, E) along experts, whose two kernels take 75 us for 8 of 128 and 10,240 tokens (H200)."""
+    """The `count` largest scores of each row of (N, E) and their experts, (N, count) each, the largest first.
+
+    One kernel takes 0.02 ms on an H200 for 8 of 128 experts and 10,240 tokens, the two of `torch.topk` 0.08 ms.
+    """
     if scores.is_cuda and scores.dtype == torch.float32 and has_triton():
         from zoo.nn.kernels import experts as kernel
 
