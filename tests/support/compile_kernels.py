@@ -146,6 +146,8 @@ def main() -> dict[str, int | str]:
     accumulate(torch.zeros(TOKENS, 2048), torch.zeros(TOKENS, 2048).bfloat16())
     both_ways(swiglu, (TOKENS, 2 * 6144))
     both_ways(swiglu, (TOKENS, 2 * 768), (TOKENS,))
+    end = torch.zeros(1, dtype=torch.int32)
+    both_ways(lambda x, p: swiglu(x, p, end=end), (TOKENS, 2 * 768), (TOKENS,))
     both_ways(lambda x: swiglu(x, gelu=True), (TOKENS, 2 * 10240))
     both_ways(lambda x: rotate(x, angles, angles), (TOKENS, 16, 128))
     both_ways(lambda x: rotate_qkv(x, angles, angles), (TOKENS, 3, 16, 64))

@@ -41,6 +41,9 @@ class Experts(torch.nn.Module):
         self.free_sms: list[int] = []  # one number a call
         self.weight = torch.nn.Parameter(torch.diag_embed(factors()[first : first + count]))
 
+    def leaves_room(self, like: Tensor, rows: int) -> bool:
+        return False
+
     def forward(
         self,
         hidden: Tensor,

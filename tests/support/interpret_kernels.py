@@ -212,8 +212,10 @@ def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, 
     chosen = torch.cat([chosen, chosen], dim=1)[:, topk:]
     empty = None if share is None else torch.rand(tokens, 1) < share
     counts, upto = kernels.count_choices(chosen, here, first, empty)
-    found = kernels.place_choices(chosen, here, first, empty, counts, upto)
+    marked = tokens % 2 == 0
+    found = kernels.place_choices(chosen, here, first, empty, counts, upto, marked)
     wanted = exchange._sorted(chosen, here, first, empty)
+    assert not marked or torch.equal(found[1], wanted[1])
     count = int(upto[-1])
     assert count == int(wanted[3][-1])
     behind = zip(found[:2], wanted[:2], strict=True)
@@ -277,6 +279,33 @@ def added_gradients(count: int) -> float:
     wanted = total + grad
     kernels.accumulate(total, grad)
     return float((total - wanted).abs().max())
+
+
+def bounded_swiglu(rows: int, width: int, end: int) -> float:
+    """Error of rows up to an end, as far as it goes; 1 where a value behind it was read, or one was written."""
+    x, probs, slope = torch.randn(rows, 2 * width), torch.rand(rows), torch.randn(rows, width)
+    for values in (x, probs, slope):
+        values[end:] = float("nan")
+    given = x.requires_grad_(), probs.requires_grad_()
+    written: list[torch.Tensor] = []
+    make = torch.empty
+
+    def noted(*shape: Any, **kwargs: Any) -> torch.Tensor:
+        written.append(make(*shape, **kwargs).fill_(7.0))
+        return written[-1]
+
+    torch.empty = noted  # type: ignore[assignment]
+    try:
+        out = swiglu(*given, end=torch.tensor([end], dtype=torch.int32))
+    finally:
+        torch.empty = make
+    found = out[:end], *(one[:end] for one in torch.autograd.grad(out, given, slope))
+    if not (out[end:] == 7.0).all():
+        return 1.0
+    kept = [one.detach()[:end].requires_grad_() for one in given]
+    plain = swiglu_plain(*kept)
+    wanted = plain, *torch.autograd.grad(plain, kept, slope[:end])
+    return max(relative(a, b) for a, b in zip(found, wanted, strict=True)) if end else 0.0
 
 
 def swiglu_plain(x: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -343,6 +372,8 @@ def main() -> None:
         "low-rank products": lowrank_products(300, 8, [0, 70, 70, 200, 201]),
         "wide ones": lowrank_products(40, 40, [3, 5, 5]),
         "swiglu": error(swiglu, swiglu_plain, torch.randn(5, 2, 2 * 2100)),
+        "swiglu of the first rows": bounded_swiglu(19, 300, 11),
+        "swiglu of no rows": bounded_swiglu(9, 40, 0),
         "swiglu with weights": error(swiglu, swiglu_plain, torch.randn(5, 2 * 300), torch.rand(5)),
         "geglu": error(
             lambda x: swiglu(x, gelu=True), lambda x: F.gelu(x[..., :300], approximate="tanh") * x[..., 300:],

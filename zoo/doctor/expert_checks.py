@@ -13,7 +13,7 @@ from zoo.doctor.inputs import BOUNDS, FP32_IS_PLAIN, randn, rows_of
 from zoo.doctor.layers import Subject
 from zoo.doctor.measure import Check, Trial
 from zoo.nn.decoder.experts import hopper, products
-from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, room, sum_rows, take
 from zoo.nn.decoder.experts.grouped import GroupedExperts
 from zoo.nn.decoder.experts.router import loads, top
 
@@ -76,31 +76,37 @@ def _loads(subject: Subject) -> Iterator[Check]:
 
 
 def _experts(subject: Subject) -> Iterator[Check]:
-    """Tokens to their experts, through them, and the sums of what comes back."""
+    """Tokens to their experts, through them, and the sums of what comes back; half of the choices fall on other ranks' experts."""
     layer = subject.layer(sparse=True)
     if layer is None:
         return
     module, config = layer.mlp.experts, subject.config
     experts, hidden, topk = config.num_moe_experts, config.hidden_size, layer.mlp.router.topk
     assert experts is not None
-    tokens = -(-rows_of(subject) // topk)
-    counts = _uneven(experts, tokens * topk)
+    tokens = -(-2 * rows_of(subject) // topk)
+    here = tokens * topk // 2
+    counts = _uneven(experts, here)
 
     def prepare() -> Trial:
         # A token may have an expert twice, which a router doesn't give; sums are the same.
-        every = torch.arange(experts).repeat_interleave(torch.tensor(counts))
+        every = torch.arange(experts + 1).repeat_interleave(torch.tensor([*counts, tokens * topk - here]))
         chosen = every[torch.randperm(len(every))].view(tokens, topk).to(subject.device)
-        permutation = Permutation.of(chosen, experts, len(every))
-        given = {"x": randn(subject, tokens, hidden), "probs": torch.rand(len(every), device=subject.device)}
+        given = {
+            "x": randn(subject, tokens, hidden),
+            "probs": torch.rand(tokens, topk, device=subject.device),
+        }
+        ahead = module.leaves_room(given["x"], room(chosen, experts))
+        permutation = Permutation.of(chosen, experts, None, ahead=ahead)
 
         def run(x: Tensor, probs: Tensor) -> Tensor:
-            out: Tensor = module(x, permutation.bounds, probs, permutation=permutation)[0]
+            factors = _Taken.apply(probs, permutation)
+            out: Tensor = module(x, permutation.bounds, factors, permutation=permutation)[0]
             return out
 
         def exact(x: Tensor, probs: Tensor, weight1: Tensor, weight2: Tensor) -> Tensor:
-            rows = chosen.flatten().argsort(stable=True) // topk
-            found = references.experts(x[rows], probs, weight1, weight2, counts)
-            return torch.zeros_like(x).index_add(0, rows, found)
+            order = chosen.flatten().argsort(stable=True)[:here]
+            found = references.experts(x[order // topk], probs.flatten()[order], weight1, weight2, counts)
+            return torch.zeros_like(x).index_add(0, order // topk, found)
 
         weights = {"weight1": module.weight1, "weight2": module.weight2}
         return Trial(run, exact, given, weights)
@@ -108,12 +114,25 @@ def _experts(subject: Subject) -> Iterator[Check]:
     yield Check(
         "experts",
         _kernel(module, tokens * topk),
-        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {tokens} tokens to {topk}, some experts without any",
+        f"{experts} experts x {config.moe_ffn_hidden_size}, hidden {hidden}, {here} of {tokens} tokens' choices, some experts without any",
         subject.precision,
         BOUNDS[subject.precision],
         FP32_IS_PLAIN,
         prepare,
     )
+
+
+class _Taken(torch.autograd.Function):
+    """Values (M, k) of each row of a permutation, and their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, permutation: Permutation) -> Tensor:
+        ctx.permutation = permutation
+        return take(values, permutation.choices)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return take(grad.unsqueeze(1), ctx.permutation.places), None
 
 
 def _kernel(module: GroupedExperts, rows: int) -> str:

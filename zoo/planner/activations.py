@@ -203,6 +203,16 @@ class Kept:
         rows = self.shared * rows_sent(self.text, self.recipe.parallel)
         return rows * self.text.hidden_size * self.size
 
+    def spare(self) -> float:
+        """Of rows for which selective recompute leaves room, beside those of even routing: all choices may fall on one rank, and the host doesn't wait to know."""
+        text, parallel = self.text, self.recipe.parallel
+        waits = not self.fused or self.size != 2 or self.recipe.lora.rank > 0
+        if waits or parallel.ep == 1 or ranks_sent_to(parallel.ep, text.num_experts, text.num_experts_per_tok) < parallel.ep:  # fmt: skip
+            return 0.0
+        most = parallel.ep * min(text.num_experts_per_tok, text.num_experts // parallel.ep)
+        rows = self.shared * parallel.etp * (most - text.num_experts_per_tok)
+        return rows * (text.hidden_size + 3 * text.moe_intermediate_size / parallel.etp) * self.size
+
     def deepstack(self, layers: int) -> float:
         """Features of the vision tower that are added after the first layers."""
         return layers * sum(self.row.media.get("vision", ())) / 4 * self.text.hidden_size * self.size

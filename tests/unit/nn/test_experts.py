@@ -2,6 +2,7 @@
 
 import sys
 import tomllib
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ from support import quack_gemm
 from torch import Tensor
 
 import zoo
-from zoo.nn.decoder.experts import hopper, layer
-from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
+from zoo.nn.decoder.experts import exchange, hopper, layer
+from zoo.nn.decoder.experts.exchange import Exchange, Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later, Rows, grouped_product, lora_product
-from zoo.nn.decoder.experts.layer import MixtureOfExperts
+from zoo.nn.decoder.experts.layer import Dispatch, MixtureOfExperts, routed
 
 BOUNDS = torch.tensor([0, 2, 2, 7], dtype=torch.int32)  # the second expert has no row
 
@@ -35,10 +36,8 @@ def test_rows_are_sorted_by_expert_and_come_back_to_their_tokens(here: int) -> N
     pairs = [(expert, token) for expert in range(here) for token in range(9) if expert in chosen[token]]
     assert permutation.tokens.tolist() == [token for _, token in pairs]
     counted = Permutation.of(local, here, None)  # finds the count itself
-    assert all(
-        torch.equal(mine, its)
-        for mine, its in zip(vars(counted).values(), vars(permutation).values(), strict=True)
-    )
+    fields = [(getattr(counted, name), of_count) for name, of_count in vars(permutation).items()]
+    assert all(torch.equal(mine, its) for mine, its in fields if isinstance(its, Tensor))
     experts = [chosen.flatten()[choice].item() for choice in permutation.choices]
     assert experts == [expert for expert, _ in pairs]
     assert permutation.bounds.tolist() == [sum(e < expert for e, _ in pairs) for expert in range(here + 1)]
@@ -223,6 +222,52 @@ def test_the_version_that_is_taken_is_the_one_that_is_installed() -> None:
     """Another one would not be used, and nothing would say so."""
     project = tomllib.loads((Path(zoo.__file__).parents[1] / "pyproject.toml").read_text())
     assert f"quack-kernels=={hopper.VERSION}" in project["project"]["optional-dependencies"]["flash"]
+
+
+class Here(Exchange):
+    """An exchange of one rank with itself, as if other ranks had further experts."""
+
+    send_sms = 24
+
+    def send(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x.clone()
+
+    def collect(self, rows: Tensor) -> Callable[[], Tensor]:
+        return lambda: rows.clone()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_does_not_wait_where_kernels_end_with_the_rows(
+    recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for all choices then, and the same result; not where what is computed is kept for the backward pass."""
+    for name in ("quack.gemm", "quack.gemm_tvm_ffi_utils"):
+        monkeypatch.setitem(sys.modules, name, quack_gemm)
+    monkeypatch.setattr(hopper, "_plans", {})
+    tokens, topk, here, hidden, width = 11, 3, 4, 8, 6
+    config = SimpleNamespace(activation_func=torch.nn.functional.silu)
+    experts: Any = GroupedExperts.__new__(GroupedExperts)
+    torch.nn.Module.__init__(experts)
+    experts.config, experts.num_local_experts, experts.accumulates = config, here, False
+    experts.weight1 = torch.nn.Parameter(torch.randn(here, 2 * width, hidden))
+    experts.weight2 = torch.nn.Parameter(torch.randn(here, hidden, width))
+    experts.lora = torch.nn.ModuleDict()
+    waits = []
+    monkeypatch.setattr(exchange, "_read", lambda number: waits.append(0) or (lambda: int(number)))
+    x, weights = torch.randn(tokens, hidden, requires_grad=True), torch.rand(tokens, topk, requires_grad=True)
+    chosen = torch.stack([torch.randperm(2 * here)[:topk] for _ in range(tokens)])
+    empty = torch.arange(tokens)[:, None] > 8
+    found = {}
+    for taken in (False, True):
+        monkeypatch.setattr(hopper, "takes", lambda *_, taken=taken: taken)
+        there = Here(None, here, 2, None, empty)
+        dispatch = Dispatch.begin(experts, x, weights, chosen, there, ahead=recompute)
+        out = routed(experts, x, weights, dispatch, recompute)
+        found[taken] = out, *gradients(out, x, weights, experts.weight1, experts.weight2)
+        rows = int(((chosen >= 2) & (chosen < 2 + here) & ~empty).sum())
+        assert 0 < rows < tokens * topk
+    torch.testing.assert_close(found[True], found[False])
+    assert len(waits) == (1 if recompute else 2)
 
 
 def test_no_rows_for_the_experts_here(kernels: str) -> None:

@@ -23,15 +23,17 @@ Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu_pytorch_tanh": gelu_tanh}  # transformers' names
 
 
-def glu(x: Tensor, activation: Activation, probs: Tensor | None = None) -> Tensor:
+def glu(x: Tensor, activation: Activation, probs: Tensor | None = None, end: Tensor | None = None) -> Tensor:
     """x (..., 2 I), gate half first -> activation(gate) * up (..., I), each row times its `probs` (...,) where given.
 
-    `activation`: one of ACTIVATIONS.
+    Args:
+        activation: one of ACTIVATIONS.
+        end: (1,) int32: rows of x (N, 2 I) from there on have no meaning.
     """
     if fused(x):
         from zoo.nn.kernels import swiglu as kernel
 
-        return kernel.swiglu(x, probs, gelu=activation is gelu_tanh)
+        return kernel.swiglu(x, probs, activation is gelu_tanh, end)
     gate, up = x.chunk(2, dim=-1)
     out = activation(gate) * up
     return out if probs is None else (out * probs.unsqueeze(-1)).to(x.dtype)

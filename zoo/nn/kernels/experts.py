@@ -247,25 +247,27 @@ def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None
 
 
 def place_choices(
-    chosen: Tensor, experts: int, first: int, empty: Tensor | None, counts: Tensor, upto: Tensor
+    chosen: Tensor,
+    experts: int,
+    first: int,
+    empty: Tensor | None,
+    counts: Tensor,
+    upto: Tensor,
+    marked: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Give every choice its row: the second half of a sort, with what `count_choices` gave for the same choices.
 
     Returns:
-        int32. (M k,) and (M k,): the token and the choice of each row; rows behind the last choice here have no meaning. (M, k): the row of each
+        int32. (M k,) and (M k,): the token and the choice of each row; rows behind the last choice here have no meaning, or, if `marked`, choice -1. (M, k): the row of each
         choice, -1 where its expert is not here. (E + 1,): where the rows of each expert begin, and where the last ones end.
     """
     blocks, constants = _blocks(chosen, experts)
-
-    def room(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=chosen.device)
-
+    sizes = (chosen.numel(),), (chosen.numel(),), chosen.shape, (experts + 1,)
     tokens, choices, places, bounds = (
-        room(chosen.numel()),
-        room(chosen.numel()),
-        room(*chosen.shape),
-        room(experts + 1),
+        torch.empty(size, dtype=torch.int32, device=chosen.device) for size in sizes
     )
+    if marked:
+        choices.fill_(-1)
     if not blocks:
         return tokens, choices, places, bounds.zero_()
     _place_choices[(blocks,)](

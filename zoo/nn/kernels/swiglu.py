@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from zoo.nn.kernels.functions import sigmoid
-from zoo.nn.kernels.launch import Launch, power_of_2
+from zoo.nn.kernels.launch import Launch, cdiv, power_of_2
+
+BOUNDED_ROWS = 8  # of a program where most rows may have no meaning, so that few programs end at once
 
 
 @lru_cache
@@ -42,81 +44,94 @@ def _open(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _forward(
-    x, probs, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, GELU: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    for first in range(0, WIDTH, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        open_, _ = _open(gate, GELU)
-        result = gate * open_ * up
-        if WEIGHTED:
-            result *= tl.load(probs + row).to(tl.float32)
-        tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+    x, probs, out, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, GELU: tl.constexpr,
+    BOUNDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    for step in range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        there = True
+        if BOUNDED:
+            there = row < tl.load(end)
+        for first in range(0, WIDTH, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = (column < WIDTH) & there
+            gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            open_, _ = _open(gate, GELU)
+            result = gate * open_ * up
+            if WEIGHTED:
+                result *= tl.load(probs + row, mask=there, other=0.0).to(tl.float32)
+            tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _backward(
-    grad, x, probs, grad_x, grad_probs, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
-    GELU: tl.constexpr,
+    grad, x, probs, grad_x, grad_probs, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr,
+    GELU: tl.constexpr, BOUNDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), dtype=tl.float32)
-    for first in range(0, WIDTH, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        slope = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        open_, inner = _open(gate, GELU)
+    for step in range(ROWS):
+        row = tl.program_id(0).to(tl.int64) * ROWS + step
+        there = True
+        if BOUNDED:
+            there = row < tl.load(end)
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for first in range(0, WIDTH, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            inside = (column < WIDTH) & there
+            gate = tl.load(x + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(x + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.load(grad + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+            open_, inner = _open(gate, GELU)
+            if WEIGHTED:
+                total += slope * gate * open_ * up
+                slope *= tl.load(probs + row, mask=there, other=0.0).to(tl.float32)
+            d_gate = slope * up * open_ * (1.0 + gate * (1.0 - open_) * inner)
+            d_up = slope * gate * open_
+            tl.store(grad_x + row * 2 * WIDTH + column, d_gate.to(grad_x.dtype.element_ty), mask=inside)
+            tl.store(grad_x + row * 2 * WIDTH + WIDTH + column, d_up.to(grad_x.dtype.element_ty), mask=inside)
         if WEIGHTED:
-            total += slope * gate * open_ * up
-            slope *= tl.load(probs + row).to(tl.float32)
-        d_gate = slope * up * open_ * (1.0 + gate * (1.0 - open_) * inner)
-        d_up = slope * gate * open_
-        tl.store(grad_x + row * 2 * WIDTH + column, d_gate.to(grad_x.dtype.element_ty), mask=inside)
-        tl.store(grad_x + row * 2 * WIDTH + WIDTH + column, d_up.to(grad_x.dtype.element_ty), mask=inside)
-    if WEIGHTED:
-        tl.store(grad_probs + row, tl.sum(total).to(grad_probs.dtype.element_ty))
+            tl.store(grad_probs + row, tl.sum(total).to(grad_probs.dtype.element_ty), mask=there)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, gelu: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, gelu: bool, end: Tensor | None) -> Tensor:
         x = x.contiguous()
         width = x.shape[-1] // 2
         out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
         probs = None if probs is None else probs.contiguous()
         if out.numel():
             launch = forward_launch(width)
-            _forward[(out.numel() // width,)](
-                x, probs, out, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None, GELU=gelu,
-                num_warps=launch.warps,
+            rows = 1 if end is None else BOUNDED_ROWS
+            _forward[(cdiv(out.numel() // width, rows),)](
+                x, probs, out, end, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None, GELU=gelu,
+                BOUNDED=end is not None, ROWS=rows, num_warps=launch.warps,
             )  # fmt: skip
-        ctx.save_for_backward(x, probs)
+        ctx.save_for_backward(x, probs, end)
         ctx.gelu = gelu
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, probs = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, probs, end = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), torch.empty_like(x)
         grad_probs = None if probs is None else torch.empty_like(probs)
         if grad.numel():
             width, launch = grad.shape[-1], backward_launch(grad.shape[-1])
-            _backward[(grad.numel() // width,)](
-                grad, x, probs, grad_x, grad_probs, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None,
-                GELU=ctx.gelu, num_warps=launch.warps,
+            rows = 1 if end is None else BOUNDED_ROWS
+            _backward[(cdiv(grad.numel() // width, rows),)](
+                grad, x, probs, grad_x, grad_probs, end, WIDTH=width, BLOCK=launch.columns, WEIGHTED=probs is not None,
+                GELU=ctx.gelu, BOUNDED=end is not None, ROWS=rows, num_warps=launch.warps,
             )  # fmt: skip
-        return grad_x, grad_probs, None
+        return grad_x, grad_probs, None, None
 
 
-def swiglu(x: Tensor, probs: Tensor | None = None, gelu: bool = False) -> Tensor:
+def swiglu(x: Tensor, probs: Tensor | None = None, gelu: bool = False, end: Tensor | None = None) -> Tensor:
     """x (..., 2 I), gate half first -> silu(gate) * up (..., I), each row times its `probs` (...,) where given.
 
-    `gelu`: GELU by its approximation with tanh takes SiLU's place.
+    Args:
+        gelu: GELU by its approximation with tanh takes SiLU's place.
+        end: (1,) int32: rows of x (N, 2 I) from there on have no meaning, nor have those of results and gradients.
     """
-    out: Tensor = _SwiGLU.apply(x, probs, gelu)
+    out: Tensor = _SwiGLU.apply(x, probs, gelu, end)
     return out

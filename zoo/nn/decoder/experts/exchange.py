@@ -68,6 +68,8 @@ def take(values: Tensor, index: Tensor) -> Tensor:
 class Permutation:
     """The rows of M tokens sorted by expert: a token has a row for each of its experts on this rank, C rows in all.
 
+    Where the host doesn't wait for C (`ahead`), there is room for the most rows that M tokens can have, of which those behind the last expert's have no meaning.
+
     Attributes:
         tokens: (C,) int32, the token of each row.
         choices: (C,) int32, the same in the tokens' choices laid end to end, token * k + choice.
@@ -79,10 +81,22 @@ class Permutation:
     choices: Tensor
     places: Tensor
     bounds: Tensor
+    ahead: bool = False
+
+    @property
+    def end(self) -> Tensor | None:
+        """(1,) int32, where rows begin that have no meaning; None where there are none."""
+        return self.bounds[-1:] if self.ahead else None
 
     @classmethod
     def of(
-        cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, empty: Tensor | None = None
+        cls,
+        chosen: Tensor,
+        experts: int,
+        count: int | None,
+        first: int = 0,
+        empty: Tensor | None = None,
+        ahead: bool = False,
     ) -> Permutation:
         """Sort choices by expert.
 
@@ -92,20 +106,30 @@ class Permutation:
             count: how many choices are of these; where it is None, the host waits for it, beside the sorting.
             first: the number of the first one.
             empty: (M, 1) bool, rows whose choices are no one's; None where there are none.
+            ahead: the host doesn't wait where `count` is None, and leaves room.
         """
-        return cls.begin(chosen, experts, count, first, empty)()
+        return cls.begin(chosen, experts, count, first, empty, ahead)()
 
     @classmethod
     def begin(
-        cls, chosen: Tensor, experts: int, count: int | None, first: int = 0, empty: Tensor | None = None
+        cls,
+        chosen: Tensor,
+        experts: int,
+        count: int | None,
+        first: int = 0,
+        empty: Tensor | None = None,
+        ahead: bool = False,
     ) -> Callable[[], Permutation]:
         """`of` in two halves: the call that is returned waits for the count, beside what the host does until then."""
+        ahead = ahead and count is None
+        if ahead:
+            count = room(chosen, experts)
         if has_kernels(chosen):
             from zoo.nn.kernels import experts as kernel
 
             counts, upto = kernel.count_choices(chosen, experts, first, empty)
             here = None if count is not None else _read(upto[-1])
-            found = kernel.place_choices(chosen, experts, first, empty, counts, upto)
+            found = kernel.place_choices(chosen, experts, first, empty, counts, upto, marked=ahead)
         else:
             found = _sorted(chosen, experts, first, empty)
             here = None if count is not None else _read(found[3][-1])
@@ -113,9 +137,14 @@ class Permutation:
 
         def wait() -> Permutation:
             rows = here() if here else count
-            return cls(tokens[:rows], choices[:rows], places, bounds)
+            return cls(tokens[:rows], choices[:rows], places, bounds, ahead)
 
         return wait
+
+
+def room(chosen: Tensor, experts: int) -> int:
+    """The most choices (M, k) that can fall on so many experts: a token has no expert twice."""
+    return len(chosen) * min(chosen.shape[1], experts)
 
 
 def _sorted(
@@ -133,7 +162,8 @@ def _sorted(
     rows.masked_fill_(rows >= bounds[-1], -1)
     places = torch.empty_like(rows).scatter_(0, order, rows).view(chosen.shape)
     order = order.to(torch.int32)
-    return order // chosen.shape[1], order, places, bounds
+    inside = torch.arange(len(order), device=order.device) < bounds[-1]
+    return order // chosen.shape[1], order.where(inside, -1), places, bounds
 
 
 def _read(number: Tensor) -> Callable[[], int]:

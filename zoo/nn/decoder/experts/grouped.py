@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from zoo.nn.decoder.experts import products
+from zoo.nn.decoder.experts import hopper, products
 from zoo.nn.decoder.experts.exchange import Permutation, gather_rows, sum_rows
 from zoo.nn.decoder.experts.products import multiply
 from zoo.nn.decoder.mlp import glu
@@ -97,8 +97,14 @@ class GroupedExperts(MegatronModule):
         inner = self._project(
             "weight1", hidden, Rows(bounds, taken=permutation, free_sms=free_sms), later=later
         )
-        inner = glu(inner, self.config.activation_func, probs)
+        end = None if permutation is None else permutation.end
+        inner = glu(inner, self.config.activation_func, probs, end)
         return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only, later), None
+
+    def leaves_room(self, like: Tensor, rows: int) -> bool:
+        """Whether all of `forward`, but for the rows of each expert, takes no time for rows behind the last expert's: then as many may be given as can be
+        needed. `like`: a tensor on the device and in the dtype of the tokens, and not longer."""
+        return not self.lora and all(hopper.takes(like, one, rows) for one in (self.weight1, self.weight2))
 
     def _project(
         self, name: str, x: Tensor, rows: Rows, gradient_only: bool = False, later: Later | None = None

@@ -25,6 +25,7 @@ from zoo.nn.decoder.experts.exchange import (
     ExchangeByChoice,
     ExchangeWithAll,
     Permutation,
+    room,
     take,
 )
 from zoo.nn.decoder.experts.grouped import GroupedExperts, Later
@@ -70,10 +71,11 @@ class MixtureOfExperts(MoELayer):
         else:
             weights, chosen, attach_aux_loss = self.router.choose(hidden_states, mask)
             flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-            dispatch = Dispatch.begin(self.experts, flat, weights, chosen, self._exchange(chosen))
+            recompute = self.moe_layer_recompute and self.training
+            ahead = recompute or not torch.is_grad_enabled()
+            dispatch = Dispatch.begin(self.experts, flat, weights, chosen, self._exchange(chosen), ahead)
             # Tokens travel meanwhile.
             weights, shared = attach_aux_loss(weights), self._shared(hidden_states)
-            recompute = self.moe_layer_recompute and self.training
             out = routed(self.experts, flat, weights, dispatch, recompute).view_as(hidden_states)
         return out if shared is None else out + shared, None
 
@@ -157,6 +159,7 @@ class Dispatch:
         weights: Tensor,
         chosen: Tensor,
         exchange: Exchange | None,
+        ahead: bool = False,
     ) -> Dispatch:
         """Start to send tokens to their experts.
 
@@ -168,6 +171,7 @@ class Dispatch:
             weights: (N, k) fp32, of the experts of each token.
             chosen: (N, k) their numbers.
             exchange: None where this rank has all experts.
+            ahead: the host doesn't wait for the number of rows, if kernels end with these (`GroupedExperts.leaves_room`).
         """
         with torch.no_grad():
             if exchange is None:
@@ -176,8 +180,9 @@ class Dispatch:
             choices = _dispatch_choices(exchange, weights, chosen)
             arrived = exchange.send(hidden)
             weights, chosen = choices()
+            ahead = ahead and experts.leaves_room(hidden, room(chosen, exchange.experts))
             permutation = Permutation.begin(
-                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty
+                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty, ahead
             )
 
         def wait() -> tuple[Tensor, Tensor, Permutation]:
