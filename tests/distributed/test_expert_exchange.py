@@ -12,11 +12,17 @@ from zoo.nn.decoder.experts.exchange import ALL_GATHER_SMS, ALL_TO_ALL_SMS
 
 @pytest.mark.parametrize(("size", "shares"), [(2, 1), (4, 1), (4, 2)], ids=["ep2", "ep4", "ep2 etp2"])
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("to_all", [False, True], ids=["to their experts", "to all"])
-def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bool, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("to_all", "most"),
+    [(False, None), (True, None), (True, max(TOKENS)), (True, max(TOKENS) + 3)],
+    ids=["to their experts", "to all", "to all, told the most tokens", "to all, told more"],
+)
+def test_tokens_of_all_ranks(
+    size: int, shares: int, recompute: bool, to_all: bool, most: int | None, pool: Pool
+) -> None:
     of_rank = EXPERTS * shares // size
     wanted_factors = torch.zeros(EXPERTS, factors().shape[1])
-    results = pool.run(size, route, shares, recompute, to_all)
+    results = pool.run(size, route, shares, recompute, to_all, most)
     for rank, found in enumerate(results):
         hidden, weights, chosen = tokens_of(rank)
         inputs = hidden.requires_grad_(), weights.requires_grad_(), factors().requires_grad_()
@@ -31,6 +37,7 @@ def test_tokens_of_all_ranks(size: int, shares: int, recompute: bool, to_all: bo
             for experts in chosen.tolist()
         ]
         assert found["sent"] == dict(enumerate(ranks))
+        assert found["planned"] == ["exchange"] * (most is None), "ranks that are told ask nobody"
         # Rows and the choices that go with them, and sums back; then gradients of each, the weights' while those of tokens are on their way.
         assert found["forward"] == ["exchange"] * 3
         assert found["backward"] == ["exchange"] * 3 + ["weight"]

@@ -215,6 +215,7 @@ def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(
         assert one.gathered == [1], "one bucket, of the weights that both ranks have"
         assert one.moved > 0
         assert one.exchanges == {"ExchangeWithAll": 1}, "one for all layers"
+        assert one.asked == 0, "the loader tells how many tokens the ranks have"
     assert found[0].weights == found[1].weights
 
 

@@ -130,9 +130,8 @@ def main() -> dict[str, int | str]:
         (torch.zeros(TOKENS, 8, dtype=torch.int64), 128),
         (torch.zeros(TOKENS, 16).int()[:, 8:], 32),
     ):
-        empty = None if experts == 128 else torch.zeros(TOKENS, 1, dtype=torch.bool)
-        counts, upto = count_choices(chosen, experts, 0, empty)
-        places = place_choices(chosen, experts, 0, empty, counts, upto)[2]
+        counts, upto = count_choices(chosen, experts, 0)
+        places = place_choices(chosen, experts, 0, counts, upto)[2]
         take(torch.zeros(TOKENS * 8, 1), places)
     top(torch.zeros(TOKENS, 128), 8)
     top(torch.zeros(TOKENS, 512), 10)

@@ -63,8 +63,13 @@ class Experts(torch.nn.Module):
         return grouped.grouped_product(out * weights.unsqueeze(1) / self.shares, same, summed), None
 
 
-def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> dict[str, Any]:
-    """Output and gradients of this rank's tokens, its rows of the exchange, and what each pass does in turn: all-to-alls, weight gradients."""
+def route(
+    rank: int, size: int, shares: int, recompute: bool, to_all: bool, most: int | None
+) -> dict[str, Any]:
+    """Output and gradients of this rank's tokens, its rows of the exchange, and what is done in turn, exchanges and weight gradients, to plan and by each pass.
+
+    `most`: tokens of a rank at most, where ranks are not to ask one another.
+    """
     dist.init_process_group("gloo")
     done: list[str] = []
 
@@ -87,11 +92,11 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
         weights.requires_grad_()
         ranks = count, dist.group.WORLD, shares
         exchange = (
-            ExchangeWithAll.of(len(hidden), *ranks, hidden.device)
+            ExchangeWithAll.of(len(hidden), *ranks, hidden.device, most)
             if to_all
             else ExchangeByChoice.of(chosen, *ranks)
         )
-        done.clear()  # of its planning
+        planned, done[:] = list(done), []
         dispatch = Dispatch.begin(experts, hidden, weights, chosen, exchange)
         out = routed(experts, hidden, weights, dispatch, recompute)
         forward = len(done)
@@ -105,6 +110,7 @@ def route(rank: int, size: int, shares: int, recompute: bool, to_all: bool) -> d
             "computed": experts.rows,
             "free_sms": experts.free_sms,
             "sent": {token: int(count) for token, count in enumerate((exchange.places >= 0).sum(1))},
+            "planned": planned,
             "forward": done[:forward],
             "backward": done[forward:],
         }

@@ -207,14 +207,15 @@ def permutation_of(experts: int, here: int, tokens: int, topk: int) -> tuple[Per
 
 
 def sorted_choices(experts: int, here: int, first: int, tokens: int, topk: int, share: float | None) -> float:
-    """0 if choices are sorted as plain PyTorch sorts them, a `share` of the rows being empty; they lie beside something else."""
+    """0 if choices are sorted as plain PyTorch sorts them, a `share` of the rows having none; they lie beside something else."""
     chosen = torch.rand(tokens, experts).topk(topk, dim=1).indices.to(torch.int32)
     chosen = torch.cat([chosen, chosen], dim=1)[:, topk:]
-    empty = None if share is None else torch.rand(tokens, 1) < share
-    counts, upto = kernels.count_choices(chosen, here, first, empty)
+    if share is not None:
+        chosen[torch.rand(tokens) < share] = -1
+    counts, upto = kernels.count_choices(chosen, here, first)
     marked = tokens % 2 == 0
-    found = kernels.place_choices(chosen, here, first, empty, counts, upto, marked)
-    wanted = exchange._sorted(chosen, here, first, empty)
+    found = kernels.place_choices(chosen, here, first, counts, upto, marked)
+    wanted = exchange._sorted(chosen, here, first)
     assert not marked or torch.equal(found[1], wanted[1])
     count = int(upto[-1])
     assert count == int(wanted[3][-1])
@@ -365,7 +366,7 @@ def main() -> None:
         "router's loads, padding": router_loads(16, 70, 2, masked=True),
         "router's loads, one token": router_loads(300, 1, 8, masked=False),
         "sorted choices": sorted_choices(20, 5, 10, 700, 4, None),
-        "sorted choices, empty rows": sorted_choices(7, 3, 0, 130, 3, 0.3),
+        "sorted choices, rows without any": sorted_choices(7, 3, 0, 130, 3, 0.3),
         "sorted choices, many experts": sorted_choices(300, 300, 0, 9, 8, None),
         "sorted choices, none here": sorted_choices(6, 2, 6, 40, 2, None),
         "sorted choices, no tokens": sorted_choices(6, 2, 0, 0, 2, None),

@@ -175,13 +175,14 @@ class SharedOut:
     moved: float  # the largest change of one of them
     # Exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer.
     exchanges: dict[str, int]
+    asked: int  # exchanges between ranks to plan one
 
 
 def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
     """One step of the smallest model with experts."""
     from megatron.core.distributed import param_and_grad_buffer
 
-    from zoo.nn.decoder.experts import layer
+    from zoo.nn.decoder.experts import exchange, layer
 
     calls: Counter[int] = Counter()
     planned: Counter[str] = Counter()
@@ -191,14 +192,12 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         calls[whole.data_ptr()] += 1
         return plain(whole, part, **keys)
 
-    def counted(kind: Any) -> Any:
-        of = kind.of
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            planned[name] += 1
+            return function(*args)
 
-        def plan(*args: Any) -> Any:
-            planned[kind.__name__] += 1
-            return of(*args)
-
-        return plan
+        return call
 
     with (
         _running("qwen3_vl_moe_sft", "tiny-moe", size, overrides) as run,
@@ -208,10 +207,12 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         before = [p.detach().clone() for p in shared]
         patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
         for kind in (layer.ExchangeByChoice, layer.ExchangeWithAll):
-            patch.setattr(kind, "of", counted(kind))
+            patch.setattr(kind, "of", counted(kind.__name__, kind.of))
+        patch.setattr(exchange, "_gather", counted("asked", exchange._gather))
         _step(run)
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
-        return SharedOut([*calls.values()], digest(shared), moved, dict(planned))
+        asked = planned.pop("asked", 0)
+        return SharedOut([*calls.values()], digest(shared), moved, dict(planned), asked)
 
 
 class Streams:

@@ -118,6 +118,7 @@ class MicroBatch:
         mismatched: of labelled answers, the micro-batch of the same conversations with other answers.
         kl: () float32, of labelled answers the divergence from the reference over the whole step.
         step_weight: sum of `loss_weight` over the step's micro-batches on all data-parallel ranks; None where the host doesn't know it.
+        most_tokens: `total` of the largest among the micro-batches that data-parallel ranks train on at the same time; None where the host doesn't know it.
         teaching: what a teacher says of this rank's labels (`zoo.nn.head.distillation.Teaching`).
         drift: (S,) float32, how much more likely each mismatched answer has become, of which `kl` is the mean.
         taught: what a teacher on disk says of all labels, on the host.
@@ -142,6 +143,7 @@ class MicroBatch:
     teaching: Any = None
     taught: Taught | None = None
     step_weight: float | None = None
+    most_tokens: int | None = None
 
     @property
     def starts(self) -> list[int]:

@@ -14,6 +14,7 @@ from zoo.nn.decoder.experts.router import Routing
 from zoo.nn.decoder.label_shares import Exchange
 from zoo.nn.decoder.mtp import Ahead
 from zoo.nn.head.distillation import Teaching, TopK
+from zoo.packing.index import host_to_device
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class ModelInputs:
     top: TopK | None = None  # the most likely tokens where targets stand, instead of losses
     routing: Routing | None = None  # experts of the decoder's tokens; None: routers choose, and nobody asks
     ahead: tuple[Ahead, ...] = ()  # what each depth of multi-token prediction reads and predicts
+    # B T of the data-parallel rank that has most; None: ranks that exchange tokens of experts ask one another, for which the host waits.
+    most_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,7 @@ class RotaryShape:
 
 def on_device_of(index: Tensor, like: Tensor) -> Tensor:
     """`index` on the device of `like`, copied from pinned memory: the host would wait for a copy from other memory."""
-    if like.is_cuda and not index.is_cuda:
-        index = index.pin_memory()
-    return index.to(like.device, non_blocking=True)
+    return index if index.device == like.device else host_to_device(index, like.device)
 
 
 def put_rows(hidden: Tensor, rows: Tensor, values: Tensor) -> Tensor:

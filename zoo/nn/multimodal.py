@@ -212,7 +212,10 @@ class MultimodalModel(LanguageModule):
         routing = inputs.routing
         if routing is not None and self.config.sequence_parallel:
             routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local)
+        most = inputs.most_tokens
+        if most is not None and self.config.sequence_parallel:
+            most //= self.tp_group.size()
+        hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()
             sent = _join(hidden, (*features, *ahead))

@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo.config.schema import Recipe
 from zoo.nn.decoder.config import transformer_config
 from zoo.nn.family import FamilyConfig
-from zoo.nn.inputs import Encoded, Stage
+from zoo.nn.inputs import Encoded, Stage, on_device_of
 from zoo.nn.multimodal import MultimodalModel
 from zoo.nn.towers.attention import use_varlen_attention
 
@@ -73,7 +73,7 @@ class VisionLanguageModel(LanguageModel):
         }
         seen = self.vision(
             torch.cat(pixels).to(self.vision.dtype),
-            grid_thw=grids.to(pixels[0].device, non_blocking=True),
+            grid_thw=on_device_of(grids, pixels[0]),
             **worked_out,
         )
         deepstack = tuple(seen.deepstack_features) if self.deepstack_layers else ()

@@ -22,7 +22,7 @@ class MicroBatchLike(Protocol):
     A batch may also have `weights`, float weights of the labels in the loss, in the shape of the labels, `reference`, (S,)
     float32 log-probabilities of the samples' labels for a preference loss (`zoo.steps.losses.preference`), `desirable`, (S,) bool, with `kl`,
     () float32, for one of labelled answers (`zoo.steps.losses.unpaired`), for distillation `teaching` of this rank's labels in order,
-    or `taught` of all labels (`zoo.data.sample.Taught`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
+    or `taught` of all labels (`zoo.data.sample.Taught`), `most_tokens` (`zoo.data.sample.MicroBatch`), and `masked_is_true`, the sense of its mask, as in `PackedLayout.from_mask`. What says the same twice (lengths beside a
     mask, `cu_seqlens`, `layout`, `position_ids`) must agree.
     """
 
@@ -31,6 +31,16 @@ class MicroBatchLike(Protocol):
     attention_mask: Tensor | None
     lengths: tuple[int, ...] | None
     media: Mapping[str, Tensor]
+
+
+BESIDE = (
+    "reference",
+    "desirable",
+    "kl",
+    "teaching",
+    "taught",
+    "most_tokens",
+)  # that a batch may have, as `HostBatch` has them last
 
 
 @dataclass
@@ -49,6 +59,7 @@ class HostBatch:
     kl: Tensor | None = None
     teaching: Teaching | None = None
     taught: Any = None
+    most_tokens: int | None = None
 
     @classmethod
     def of(cls, batch: MicroBatchLike) -> HostBatch:
@@ -63,7 +74,7 @@ class HostBatch:
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
             getattr(batch, "position_ids", None),
-            *(getattr(batch, name, None) for name in ("reference", "desirable", "kl", "teaching", "taught")),
+            *(getattr(batch, name, None) for name in BESIDE),
         )
 
 

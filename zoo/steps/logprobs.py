@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zoo.packing.index import host_to_device
+
 
 def caller_values(values: Tensor, source: Tensor, shape: tuple[int, ...], cp_group: Any) -> Tensor:
     """Values of the labelled tokens of all context-parallel ranks, where the caller has these tokens.
@@ -34,7 +36,7 @@ def caller_values(values: Tensor, source: Tensor, shape: tuple[int, ...], cp_gro
     Returns:
         `shape`, 0 where there is no label; differentiable in `values`.
     """
-    rows = source.to(values.device, non_blocking=True)
+    rows = host_to_device(source, values.device)
     flat = values.new_zeros(math.prod(shape)).index_copy(0, rows, values)
     return sum_over_context(flat, cp_group).view(shape)
 

@@ -152,7 +152,9 @@ class PackedStep:
         found = replace(found, caller_shape=tuple(batch.input_ids.shape))
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[found.label_segments])
-        inputs = replace(inputs, entropy=entropy, temperature=temperature)
+        # Context parallel ranks may hold samples whole, in a row of another length.
+        most_tokens = batch.most_tokens if self.cp_size == 1 else None
+        inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most_tokens)
         if training and batch.teaching is not None:
             inputs = replace(inputs, teaching=batch.teaching)
         elif training and batch.taught is not None:

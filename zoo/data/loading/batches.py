@@ -54,3 +54,9 @@ def make_batch(
     if others:
         batch = replace(batch, mismatched=make_batch(others, mode, align, pad_to, pad_id))
     return of_teacher(of_answers(batch, samples), samples).pin()
+
+
+def with_most_tokens(batches: Sequence[MicroBatch], totals: Sequence[Sequence[int]]) -> list[MicroBatch]:
+    """A step's micro-batches of this rank, each with its `most_tokens`; `totals`: `MicroBatch.total` of every rank's, in their order."""
+    most = [max(beside) for beside in zip(*totals, strict=True)]
+    return [replace(batch, most_tokens=tokens) for batch, tokens in zip(batches, most, strict=True)]

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zoo.config.schema import Recipe
-from zoo.data.loading.batches import encode_all, make_batch
+from zoo.data.loading.batches import encode_all, make_batch, with_most_tokens
 from zoo.data.loading.bin_stream import BinStream, Position
 from zoo.data.loading.lengths import Lengths, RankGroup
 from zoo.data.loading.sample_source import SampleSource
@@ -211,16 +211,22 @@ class BatchLoader:
             plan = self._planned[0]
             encoded = encode_all(self.lengths, plan.mine)
             batches = [] if encoded.findings else self._batches(encoded.bins)
-            mine = (self._rank, math.fsum(batch.loss_weight for batch in batches))
-            findings, weights = self.lengths.exchange(encoded.findings, mine)
+            weight, totals = (
+                math.fsum(batch.loss_weight for batch in batches),
+                [batch.total for batch in batches],
+            )
+            findings, everyone = self.lengths.exchange(encoded.findings, (self._rank, weight, totals))
             if not findings:
                 break
             self._stream.rewind(plan.before)
             self._planned.clear()
         self._planned.popleft()
         self._stream.forget()
-        weight = math.fsum(dict(weights).values())  # ranks of one data-parallel replica say the same
-        return PreparedStep([replace(batch, step_weight=weight) for batch in batches], plan.state)
+        weight = math.fsum(
+            {rank: weight for rank, weight, _ in everyone}.values()
+        )  # of a replica's ranks, which say the same, one
+        batches = [replace(batch, step_weight=weight) for batch in batches]
+        return PreparedStep(with_most_tokens(batches, [totals for *_, totals in everyone]), plan.state)
 
     def _batches(self, bins: Sequence[Sequence[Sample]]) -> list[MicroBatch]:
         pad_id = self.source.processor.pad_id

@@ -145,14 +145,16 @@ class Decoder(TransformerBlock):
         deepstack: Deepstack | None,
         routing: Routing | None = None,
         local_rotary: Angles | None = None,
+        most_tokens: int | None = None,
     ) -> Tensor:
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding.
 
-        `local_rotary`: the angles of layers that see a window, where these have their own.
+        `local_rotary`: the angles of layers that see a window, where these have their own. `most_tokens`: T B of the rank that has most,
+        among those that exchange tokens; None: they ask one another.
         """
         graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary)
         sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
-        exchange = None if sparse is None else sparse.exchange_of(hidden)
+        exchange = None if sparse is None else sparse.exchange_of(hidden, most_tokens)
         for place, layer in enumerate(self.layers):
             if graphs is not None:
                 hidden = graphs(place, hidden)

@@ -63,27 +63,23 @@ def top(scores: Tensor, count: int) -> Tensor:
 
 
 @triton.jit
-def _expert(
-    chosen, empty, place, count, first, row_stride, TOPK: tl.constexpr, EXPERTS: tl.constexpr, HAS_EMPTY: tl.constexpr
-):  # fmt: skip
-    """The expert of each choice, counted from the first one here; EXPERTS of one that is not, and of an empty row's."""
+def _expert(chosen, place, count, first, row_stride, TOPK: tl.constexpr, EXPERTS: tl.constexpr):
+    """The expert of each choice, counted from the first one here; EXPERTS of one that is not."""
     inside = place < count
     token = place // TOPK
     expert = tl.load(chosen + token * row_stride + place % TOPK, mask=inside, other=0).to(tl.int32) - first
     here = inside & (expert >= 0) & (expert < EXPERTS)
-    if HAS_EMPTY:
-        here = here & (tl.load(empty + token, mask=inside, other=1) == 0)
     return tl.where(here, expert, EXPERTS)
 
 
 @triton.jit(do_not_specialize=["count", "first", "blocks"])
 def _count_choices(
-    chosen, empty, counts, count, first, row_stride, blocks, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
-    HAS_EMPTY: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    chosen, counts, count, first, row_stride, blocks, TOPK: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    mine = _expert(chosen, empty, place, count, first, row_stride, TOPK, EXPERTS, HAS_EMPTY)
+    mine = _expert(chosen, place, count, first, row_stride, TOPK, EXPERTS)
     expert = tl.arange(0, EXPERTS_BLOCK)
     found = tl.sum((mine[:, None] == expert[None, :]).to(tl.int32), axis=0)
     tl.store(counts + expert * blocks + block, found, mask=expert < EXPERTS)
@@ -91,12 +87,12 @@ def _count_choices(
 
 @triton.jit(do_not_specialize=["count", "first", "blocks"])
 def _place_choices(
-    chosen, empty, counts, upto, tokens, choices, places, bounds, count, first, row_stride, blocks, TOPK: tl.constexpr,
-    EXPERTS: tl.constexpr, HAS_EMPTY: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    chosen, counts, upto, tokens, choices, places, bounds, count, first, row_stride, blocks, TOPK: tl.constexpr,
+    EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     place = block * BLOCK + tl.arange(0, BLOCK)
-    mine = _expert(chosen, empty, place, count, first, row_stride, TOPK, EXPERTS, HAS_EMPTY)
+    mine = _expert(chosen, place, count, first, row_stride, TOPK, EXPERTS)
     expert = tl.arange(0, EXPERTS_BLOCK)
     known = expert < EXPERTS
     its = mine[:, None] == expert[None, :]
@@ -225,12 +221,11 @@ def _blocks(chosen: Tensor, experts: int) -> tuple[int, dict[str, int]]:
     return cdiv(chosen.numel(), size), constants
 
 
-def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+def count_choices(chosen: Tensor, experts: int, first: int) -> tuple[Tensor, Tensor]:
     """Count choices (M, k) by expert and block: the first half of a sort. This rank has `experts` experts, the first of which is number `first`.
 
     Args:
-        chosen: int32 or int64, numbered over all ranks; rows lie at any stride.
-        empty: (M, 1) bool, rows whose choices don't count; None where there are none.
+        chosen: int32 or int64, numbered over all ranks, -1 being none; rows lie at any stride.
 
     Returns:
         int32 (E blocks,) each: choices of every expert and block, expert by expert, and their running sum, which ends with how many are here.
@@ -240,9 +235,8 @@ def count_choices(chosen: Tensor, experts: int, first: int, empty: Tensor | None
     counts = make(experts * max(1, blocks), dtype=torch.int32, device=chosen.device)
     if blocks:
         _count_choices[(blocks,)](
-            chosen, empty, counts, chosen.numel(), first, chosen.stride(0), blocks, HAS_EMPTY=empty is not None,
-            num_warps=8, **constants,
-        )  # fmt: skip
+            chosen, counts, chosen.numel(), first, chosen.stride(0), blocks, num_warps=8, **constants
+        )
     return counts, counts.cumsum(0, dtype=torch.int32)
 
 
@@ -250,7 +244,6 @@ def place_choices(
     chosen: Tensor,
     experts: int,
     first: int,
-    empty: Tensor | None,
     counts: Tensor,
     upto: Tensor,
     marked: bool = False,
@@ -271,8 +264,8 @@ def place_choices(
     if not blocks:
         return tokens, choices, places, bounds.zero_()
     _place_choices[(blocks,)](
-        chosen, empty, counts, upto, tokens, choices, places, bounds, chosen.numel(), first, chosen.stride(0), blocks,
-        HAS_EMPTY=empty is not None, num_warps=8, **constants,
+        chosen, counts, upto, tokens, choices, places, bounds, chosen.numel(), first, chosen.stride(0), blocks,
+        num_warps=8, **constants,
     )  # fmt: skip
     return tokens, choices, places, bounds
 

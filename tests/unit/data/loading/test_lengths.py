@@ -229,6 +229,18 @@ def test_a_step_has_the_same_bins_on_any_number_of_ranks(how: str, size: int) ->
         assert {len(step) for step in rank} == {4 // size}
 
 
+def test_ranks_know_the_largest_of_the_micro_batches_that_run_together() -> None:
+    def task(member: Member) -> list[list[tuple[int, int | None]]]:
+        loader = open_loader(texts_of("wrong"), member)
+        return [[(batch.total, batch.most_tokens) for batch in loader.next_step()] for _ in range(12)]
+
+    together_at = [list(zip(*step, strict=True)) for step in zip(*together(2, task), strict=True)]
+    batches = [one for step in together_at for one in step]
+    assert len(batches) == 24 and len({total for one in batches for total, _ in one}) > 5
+    for one in batches:
+        assert {most for _, most in one} == {max(total for total, _ in one)}
+
+
 @pytest.mark.parametrize("how", ["headers", "encoding", "wrong"])
 def test_every_usable_row_comes_once_an_epoch_within_the_budget(how: str) -> None:
     texts = texts_of(how)

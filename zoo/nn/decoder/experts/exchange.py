@@ -95,20 +95,18 @@ class Permutation:
         experts: int,
         count: int | None,
         first: int = 0,
-        empty: Tensor | None = None,
         ahead: bool = False,
     ) -> Permutation:
         """Sort choices by expert.
 
         Args:
-            chosen: (M, k) int32 or int64, numbered over all ranks.
+            chosen: (M, k) int32 or int64, numbered over all ranks; -1: none.
             experts: that are here.
             count: how many choices are of these; where it is None, the host waits for it, beside the sorting.
             first: the number of the first one.
-            empty: (M, 1) bool, rows whose choices are no one's; None where there are none.
             ahead: the host doesn't wait where `count` is None, and leaves room.
         """
-        return cls.begin(chosen, experts, count, first, empty, ahead)()
+        return cls.begin(chosen, experts, count, first, ahead)()
 
     @classmethod
     def begin(
@@ -117,7 +115,6 @@ class Permutation:
         experts: int,
         count: int | None,
         first: int = 0,
-        empty: Tensor | None = None,
         ahead: bool = False,
     ) -> Callable[[], Permutation]:
         """`of` in two halves: the call that is returned waits for the count, beside what the host does until then."""
@@ -127,11 +124,11 @@ class Permutation:
         if has_kernels(chosen):
             from zoo.nn.kernels import experts as kernel
 
-            counts, upto = kernel.count_choices(chosen, experts, first, empty)
+            counts, upto = kernel.count_choices(chosen, experts, first)
             here = None if count is not None else _read(upto[-1])
-            found = kernel.place_choices(chosen, experts, first, empty, counts, upto, marked=ahead)
+            found = kernel.place_choices(chosen, experts, first, counts, upto, marked=ahead)
         else:
-            found = _sorted(chosen, experts, first, empty)
+            found = _sorted(chosen, experts, first)
             here = None if count is not None else _read(found[3][-1])
         tokens, choices, places, bounds = found
 
@@ -147,14 +144,10 @@ def room(chosen: Tensor, experts: int) -> int:
     return len(chosen) * min(chosen.shape[1], experts)
 
 
-def _sorted(
-    chosen: Tensor, experts: int, first: int, empty: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sorted(chosen: Tensor, experts: int, first: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`place_choices` of zoo.nn.kernels.experts, in plain PyTorch."""
     local = chosen.to(torch.int32) - first
     elsewhere = (local < 0) | (local >= experts)
-    if empty is not None:
-        elsewhere |= empty
     ordered, order = local.masked_fill(elsewhere, experts).flatten().sort(stable=True)
     every = torch.arange(experts + 1, dtype=torch.int32, device=chosen.device)
     bounds = torch.searchsorted(ordered, every, out_int32=True)
@@ -191,14 +184,12 @@ class Exchange(ABC):
         experts: that each rank has.
         first: the number, over all ranks, of this rank's first one.
         choices: how many of all tokens' k choices of an expert fall on this rank's; None where only the choices themselves tell, once they have arrived.
-        empty: (M, 1) bool, rows that are no token's; None where there are none.
     """
 
     group: Any
     experts: int
     first: int
     choices: int | None
-    empty: Tensor | None
 
     collect_sms = ALL_TO_ALL_SMS  # that a product beside `collect` leaves free
 
@@ -208,8 +199,11 @@ class Exchange(ABC):
         """Multiprocessors (SMs) that a product beside `send` leaves free."""
 
     @abstractmethod
-    def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """What belongs to this rank's tokens (N, width) to the ranks of their experts -> (M, width), beside what this rank computes until it calls for it."""
+    def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
+        """What belongs to this rank's tokens (N, width) to the ranks of their experts -> (M, width), beside what this rank computes until it calls for it.
+
+        `empty`: the values of rows that are no token's, which have no meaning where it is None.
+        """
 
     @abstractmethod
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
@@ -264,15 +258,14 @@ class ExchangeByChoice(Exchange):
             experts,
             rank // shares * experts,
             sum(of_rank[1][rank] for of_rank in numbers),
-            None,
             (pairs % count).to(torch.int32),
             torch.where(goes, row.view(size, count).t(), -1).contiguous(),
             sent,
             [of_rank[0][rank] for of_rank in numbers],
         )
 
-    def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Exchange`. A token's row is sent to each rank that has one of its experts."""
+    def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
+        """See `Exchange`. A token's row is sent to each rank that has one of its experts; there are no others."""
         return _all_to_all(gather_rows(x, self.tokens), self.sent, self.received, self.group)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:
@@ -287,7 +280,7 @@ class ExchangeWithAll(Exchange):
 
     Attributes:
         rank: this one's place in the group.
-        most: tokens of the rank that has most.
+        most: tokens of the rank that has most, or more.
         places: (N, R) int32, the row of a token among those that come back from each rank.
     """
 
@@ -298,27 +291,42 @@ class ExchangeWithAll(Exchange):
     send_sms = ALL_GATHER_SMS
 
     @classmethod
-    def of(cls, count: int, experts: int, group: Any, shares: int, device: torch.device) -> ExchangeWithAll:
-        """Plan the exchange of this rank's `count` tokens. The host waits once, for the other ranks' counts.
+    def of(
+        cls,
+        count: int,
+        experts: int,
+        group: Any,
+        shares: int,
+        device: torch.device,
+        most: int | None = None,
+    ) -> ExchangeWithAll:
+        """Plan the exchange of this rank's `count` tokens.
 
-        Further arguments are those of `ExchangeByChoice.of`.
+        Further arguments are those of `ExchangeByChoice.of`, and:
+            most: tokens of the rank that has most, or more; None: ranks ask one another, and the host waits for that, and for all that the device
+                has to do before.
+
+        Raises:
+            ValueError: `most` is less than `count`.
         """
         size, rank = group.size(), dist.get_rank(group)
-        counts = [of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group)]
-        most = max(counts)
-        row = torch.arange(most, dtype=torch.int32, device=device)
+        if most is None:
+            most = max(of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group))
+        if count > most:
+            raise ValueError(
+                f"a micro-batch has {count} tokens on rank {rank} of its experts' group, which was to have {most} at most"
+            )
+        row = torch.arange(count, dtype=torch.int32, device=device)
         starts = most * torch.arange(size, dtype=torch.int32, device=device)
-        places = row[:count, None] + starts
-        empty = None
-        if min(counts) < most:
-            empty = torch.cat([row >= one for one in counts]).unsqueeze(1)
-        return cls(group, experts, rank // shares * experts, None, empty, rank, most, places)
+        return cls(group, experts, rank // shares * experts, None, rank, most, row[:, None] + starts)
 
-    def send(self, x: Tensor) -> Callable[[], Tensor]:
-        """See `Exchange`. Empty rows have no meaning."""
+    def send(self, x: Tensor, empty: int | None = None) -> Callable[[], Tensor]:
+        """See `Exchange`."""
         found = x.new_empty(self.group.size() * self.most, x.shape[1])
         mine = found[self.rank * self.most :][: self.most]
         mine[: len(x)].copy_(x)
+        if empty is not None:
+            mine[len(x) :].fill_(empty)
         return _after(dist.all_gather_into_tensor(found, mine, group=self.group, async_op=True), found)
 
     def collect(self, rows: Tensor) -> Callable[[], Tensor]:

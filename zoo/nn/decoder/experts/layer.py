@@ -112,17 +112,17 @@ class MixtureOfExperts(MoELayer):
             return ExchangeByChoice.of(chosen, *self._ranks())
         return self.exchange
 
-    def exchange_of(self, hidden: Tensor) -> Exchange | None:
+    def exchange_of(self, hidden: Tensor, most: int | None = None) -> Exchange | None:
         """The exchange that sends all tokens of hidden states (T, B, hidden) to all ranks, or None if each layer sends by its router's choice.
 
-        All ranks that share the experts out have to call it together.
+        All ranks that share the experts out have to call it together. `most`: as of `ExchangeWithAll.of`.
         """
         config, ranks = self.config, self.tp_ep_group.size() // self.expt_tp_group.size()
         if self.flex or self.tp_ep_group.size() == 1:
             return None
         if ranks_sent_to(ranks, config.num_moe_experts, config.moe_router_topk) < ranks:
             return None
-        return ExchangeWithAll.of(hidden[..., 0].numel(), *self._ranks(), hidden.device)
+        return ExchangeWithAll.of(hidden[..., 0].numel(), *self._ranks(), hidden.device, most)
 
     @contextmanager
     def sharing(self, exchange: Exchange | None) -> Iterator[None]:
@@ -181,9 +181,7 @@ class Dispatch:
             arrived = exchange.send(hidden)
             weights, chosen = choices()
             ahead = ahead and experts.leaves_room(hidden, room(chosen, exchange.experts))
-            permutation = Permutation.begin(
-                chosen, exchange.experts, exchange.choices, exchange.first, exchange.empty, ahead
-            )
+            permutation = Permutation.begin(chosen, exchange.experts, exchange.choices, exchange.first, ahead)
 
         def wait() -> tuple[Tensor, Tensor, Permutation]:
             found = permutation()  # while rows are on their way
@@ -268,16 +266,16 @@ def _dispatch_choices(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """Send the tokens' weights (N, k) fp32 and experts (N, k) in one exchange; the call that is returned waits for those of the received rows.
 
-    It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other.
+    It gives weights (M, k) fp32 and experts (M, k) int32, which lie beside each other; the experts of rows that are no token's are -1.
     """
     topk = weights.shape[1]
     assert weights.dtype == torch.float32
-    both = torch.cat([weights, chosen.to(torch.int32).view(torch.float32)], dim=1)  # the same bits
-    arrived = exchange.send(both)
+    both = torch.cat([weights.view(torch.int32), chosen.to(torch.int32)], dim=1)  # the same bits
+    arrived = exchange.send(both, empty=-1)
 
     def wait() -> tuple[Tensor, Tensor]:
         both = arrived()
-        return both[:, :topk], both.view(torch.int32)[:, topk:]
+        return both.view(torch.float32)[:, :topk], both[:, topk:]
 
     return wait
 
