@@ -254,7 +254,8 @@ class _Writing:
     ) -> None:
         self._order, self._device = order, device
         self._began, self._copied = began, time.monotonic()
-        self._ended: float | None = None
+        self._published: float | None = None  # when the checkpoint was there
+        self._ended: float | None = None  # and when those that are not kept were gone
         self._thread = threading.Thread(
             target=self._run, args=(copied, channel), name="zoo-save", daemon=True
         )
@@ -266,10 +267,13 @@ class _Writing:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a new thread has the first one
-            self._size = write(copied, self._order, channel)
+            self._size = write(copied, self._order, channel, self._publish)
         except Exception as error:
             self._error = error
         self._ended = time.monotonic()
+
+    def _publish(self) -> None:
+        self._published = time.monotonic()
 
     @property
     def ended(self) -> bool:
@@ -286,7 +290,7 @@ class _Writing:
         self.join()
         if self._error is not None:
             raise self._error
-        assert self._ended is not None
+        assert self._published is not None
         step = self._order.state["step"]
-        stall, wrote = self._copied - self._began, self._ended - self._copied
+        stall, wrote = self._copied - self._began, self._published - self._copied
         return Saved(self._order.target, step, stall, wrote, self._size, self._order.stage is not None)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from zoo.bench.saves import Options, report, run
 from zoo.config.locate import checkpoints, look
 from zoo.config.schema import ModelConfig, Recipe
-from zoo.engine.checkpoint import integrity, progress
-from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport
+from zoo.engine.checkpoint import integrity, progress, writer
+from zoo.engine.checkpoint.saver import Saved, Saver, SaveReport, _Writing
 from zoo.engine.checkpoint.selection import best_of, check_beside_weights, choose, repaired_source, tidy
 from zoo.engine.checkpoint.storage import disk
 from zoo.engine.report.messages import late_save
@@ -339,6 +340,26 @@ def test_a_save_that_will_last_too_long_is_warned_of_before_the_first_one(
     assert log.events == [
         {"event": "save", "step": 4, "path": str(tmp_path), "stall_ms": 1e3, "write_ms": 3e5, "bytes": 10**9}
     ]
+
+
+def test_the_removal_of_older_checkpoints_is_no_part_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may take a quarter of a second for each GB that is removed."""
+    done = []
+    for name in ("_begin", "_write_mine", "_publish"):
+        monkeypatch.setattr(writer, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(writer, "_tidy", lambda _: done.append("_tidy") or time.sleep(1.0))
+    channel: Any = SimpleNamespace(
+        gather=lambda value: [value], together=lambda stage: stage(), collect=lambda mine: [mine]
+    )
+    snapshot: Any = SimpleNamespace(rank=0, size=1, copied=SimpleNamespace(size=7))
+    order: Any = writer.Order(tmp_path, {"step": 3}, None, None)  # type: ignore[arg-type]
+    writing = _Writing(snapshot, order, channel, time.monotonic(), torch.device("cpu"))
+    saved = writing.result()
+    assert done == ["_begin", "_write_mine", "_publish", "_tidy"]
+    assert (saved.size, writing.ended) == (7, True)
+    assert saved.write_seconds < 0.5
 
 
 def test_the_test_of_a_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
