@@ -3,7 +3,7 @@
 Computing takes the FLOPs at `BUSY` of the GPU's peak. What a layout adds is set by runs in docs/benchmarks on H200s:
 
     experts    a rank with few tokens an expert multiplies narrow matrices: the experts' FLOPs take 1 + FEW / tokens times as
-               long (30B-A3B under EP 2 and EP 4, with 1,300 to 4,000 tokens an expert)
+               long (30B-A3B under EP 1 to EP 4, with 1,000 to 4,100 tokens an expert)
     ep         each token goes to the ranks of its experts and back, forward and backward, and once more under full recompute, at
                `EXCHANGE` bytes a second, waits for other ranks included (adapters of 30B-A3B under EP 2 and EP 4). An exchange of the
                backward pass that runs beside products takes no time
@@ -28,7 +28,7 @@ from zoo.planner.parameters import share
 
 PEAK = 989.5e12  # FLOP/s of a GPU that only its memory is known of
 BUSY = 0.47  # share of the peak without any cut (h200-row-1gpu)
-FEW = 730  # tokens an expert at which its products take twice as long
+FEW = 500  # tokens an expert at which its products take twice as long
 EXCHANGE, NETWORK = 100e9, 40e9  # bytes/s of a GPU within a node, and beyond it
 TP, CP, WIDTH = 0.38, 0.19, 2048  # shares of the computing a doubling, at this hidden width
 PP = 0.1  # share for each doubling of stages

@@ -107,19 +107,23 @@ def test_published_models_fit_whole(name: str, size: str, hardware: str) -> None
     assert max(stage.total for stage in memory(model(name, size), chosen, row, ranks, fused=True)) <= limit
 
 
-def test_experts_are_shared_out_before_all_are_held_by_each() -> None:
-    """A GPU holds half of the weights, 32 GB of 62: on four H200s adapters were faster under EP 2 than under EP 4."""
-    for more in ((), ("packing.budget=16384",)):
-        chosen = chosen_for("qwen3_vl_moe_lora", "30b-a3b", "4xh200", *more)
-        assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (2, 1, 1)
-        held = memory(
-            model("qwen3_vl_moe_lora", "30b-a3b"),
-            chosen,
-            typical_row(chosen, model("qwen3_vl_moe_lora", "30b-a3b").cost),
-            4,
-            fused=True,
-        )
-        assert held[0].weights < 36e9
+@pytest.mark.parametrize(
+    ("hardware", "budget", "ep", "weights"), [("4xh200", 8192, 2, 36e9), ("4xh200", 16384, 1, 66e9), ("4xh100", 8192, 4, 19e9)]
+)  # fmt: skip
+def test_experts_are_shared_out_where_rows_are_short_or_memory_is_small(
+    hardware: str, budget: int, ep: int, weights: float
+) -> None:
+    """Adapters in rows of 16,384 tokens were fastest with all experts on an H200, and faster under EP 2 than under EP 4."""
+    chosen = chosen_for("qwen3_vl_moe_lora", "30b-a3b", hardware, f"packing.budget={budget}")
+    assert (chosen.parallel.ep, chosen.parallel.cp, chosen.parallel.pp) == (ep, 1, 1)
+    held = memory(
+        model("qwen3_vl_moe_lora", "30b-a3b"),
+        chosen,
+        typical_row(chosen, model("qwen3_vl_moe_lora", "30b-a3b").cost),
+        4,
+        fused=True,
+    )
+    assert held[0].weights < weights
 
 
 def test_measures_go_from_cheap_to_dear() -> None:

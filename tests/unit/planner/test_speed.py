@@ -66,11 +66,12 @@ def test_tokens_a_second(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "h200-30b-ep4-beside",
+        "h200-30b-ep4-ahead",
         "h200-30b-24-layers-ep2",
         "h200-lora-30b-a3b-quack",
         "h200-lora-30b-ep2-4gpus",
         "h200-lora-30b-ep4-beside",
+        "h200-lora-30b-ep1",
     ],
 )
 def test_tokens_a_second_of_experts(name: str) -> None:

@@ -211,21 +211,18 @@ class BatchLoader:
             plan = self._planned[0]
             encoded = encode_all(self.lengths, plan.mine)
             batches = [] if encoded.findings else self._batches(encoded.bins)
-            weight, totals = (
-                math.fsum(batch.loss_weight for batch in batches),
-                [batch.total for batch in batches],
-            )
-            findings, everyone = self.lengths.exchange(encoded.findings, (self._rank, weight, totals))
+            weight = math.fsum(batch.loss_weight for batch in batches)
+            mine = self._rank, weight, [batch.total for batch in batches]
+            findings, everyone = self.lengths.exchange(encoded.findings, mine)
             if not findings:
                 break
             self._stream.rewind(plan.before)
             self._planned.clear()
         self._planned.popleft()
         self._stream.forget()
-        weight = math.fsum(
-            {rank: weight for rank, weight, _ in everyone}.values()
-        )  # of a replica's ranks, which say the same, one
-        batches = [replace(batch, step_weight=weight) for batch in batches]
+        weights = {rank: weight for rank, weight, _ in everyone}  # ranks of one replica say the same
+        step_weight = math.fsum(weights.values())
+        batches = [replace(batch, step_weight=step_weight) for batch in batches]
         return PreparedStep(with_most_tokens(batches, [totals for *_, totals in everyone]), plan.state)
 
     def _batches(self, bins: Sequence[Sequence[Sample]]) -> list[MicroBatch]:

@@ -314,7 +314,8 @@ class ExchangeWithAll(Exchange):
             most = max(of_rank[0] for of_rank in _gather(torch.full((1,), count, device=device), group))
         if count > most:
             raise ValueError(
-                f"a micro-batch has {count} tokens on rank {rank} of its experts' group, which was to have {most} at most"
+                f"a micro-batch has {count} tokens on rank {rank} of its experts' group, which was to have {most} at most; "
+                "leave the batch's most_tokens out, or give that of the largest micro-batch of all ranks"
             )
         row = torch.arange(count, dtype=torch.int32, device=device)
         starts = most * torch.arange(size, dtype=torch.int32, device=device)

@@ -102,8 +102,10 @@ class GroupedExperts(MegatronModule):
         return self._project("weight2", inner, Rows(bounds, summed=permutation), gradient_only, later), None
 
     def leaves_room(self, like: Tensor, rows: int) -> bool:
-        """Whether all of `forward`, but for the rows of each expert, takes no time for rows behind the last expert's: then as many may be given as can be
-        needed. `like`: a tensor on the device and in the dtype of the tokens, and not longer."""
+        """Whether `forward` takes no time for rows behind the last expert's, so that there may be room for the most that can come, `rows`.
+
+        `like`: a tensor on the device and in the dtype of the tokens.
+        """
         return not self.lora and all(hopper.takes(like, one, rows) for one in (self.weight1, self.weight2))
 
     def _project(
