@@ -208,13 +208,10 @@ class MultimodalModel(LanguageModule):
             hidden, deepstack, ahead = self._receive(inputs)
         rotary = self.rotary(inputs.positions)
         local = None if self.local_rotary is None else self.local_rotary(inputs.positions)
-        mask = self._local_mask(inputs.padding_mask)
+        mask, most = self._local_mask(inputs.padding_mask), inputs.most_tokens
         routing = inputs.routing
         if routing is not None and self.config.sequence_parallel:
             routing = routing.part(self.tp_group.rank(), self.tp_group.size())
-        most = inputs.most_tokens
-        if most is not None and self.config.sequence_parallel:
-            most //= self.tp_group.size()
         hidden = self.decoder(hidden, rotary, inputs.seq_params, mask, deepstack, routing, local, most)
         if not self.post_process:
             features = deepstack.after(self.decoder.last_layer).features if deepstack else ()

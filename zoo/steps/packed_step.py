@@ -96,9 +96,8 @@ class PackedStep:
         self.flops = flops
         self.preference, self.distillation = preference, distillation
         self.reported = preference or distillation  # the loss that has metrics of its own
-        self.scores = (
-            preference is not None and preference.scores
-        )  # the model gives one of each sample's last state
+        # Whether the model gives a score of each sample's last state.
+        self.scores = preference is not None and preference.scores
 
     def __call__(
         self,
@@ -152,9 +151,8 @@ class PackedStep:
         found = replace(found, caller_shape=tuple(batch.input_ids.shape))
         if isinstance(temperature, Tensor):
             temperature = self._move(temperature.float().cpu()[found.label_segments])
-        # Context parallel ranks may hold samples whole, in a row of another length.
-        most_tokens = batch.most_tokens if self.cp_size == 1 else None
-        inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most_tokens)
+        most = batch.most_tokens if self.cp_size == 1 else None  # whole samples make rows of other lengths
+        inputs = replace(inputs, entropy=entropy, temperature=temperature, most_tokens=most)
         if training and batch.teaching is not None:
             inputs = replace(inputs, teaching=batch.teaching)
         elif training and batch.taught is not None:

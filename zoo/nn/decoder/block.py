@@ -150,10 +150,12 @@ class Decoder(TransformerBlock):
         """hidden (T, B, C); rotary cos and sin (T, B, 1, D); padding_mask (B, T), True on padding.
 
         `local_rotary`: the angles of layers that see a window, where these have their own. `most_tokens`: T B of the rank that has most,
-        among those that exchange tokens; None: they ask one another.
+        among those that exchange tokens, before sequence parallelism shares rows out; None: they ask one another.
         """
         graphs = self._graphs(hidden, rotary, seq_params, routing, local_rotary)
         sparse = next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)), None)
+        if most_tokens is not None and self.config.sequence_parallel:
+            most_tokens //= self.config.tensor_model_parallel_size
         exchange = None if sparse is None else sparse.exchange_of(hidden, most_tokens)
         for place, layer in enumerate(self.layers):
             if graphs is not None:
