@@ -216,7 +216,15 @@ def test_updated_weights_are_gathered_once_and_tokens_exchanged_by_one_plan(
         assert one.moved > 0
         assert one.exchanges == {"ExchangeWithAll": 1}, "one for all layers"
         assert one.asked == 0, "the loader tells how many tokens the ranks have"
+        assert {most for _, most in one.tokens} == {max(mine for one in found for mine, _ in one.tokens)}
     assert found[0].weights == found[1].weights
+
+
+def test_ranks_that_share_a_row_exchange_their_parts_of_it(pool: Pool, tmp_path: Path) -> None:
+    overrides = (*COMMON, "parallel.tp=2", "parallel.ep=2", f"run.dir={tmp_path}")
+    for one in pool.run(2, optimizer_tasks.share_out, overrides, timeout=300.0):
+        assert one.tokens and one.asked == 0
+        assert all(mine == most for mine, most in one.tokens)
 
 
 def test_no_layer_begins_before_its_weights_have_come(pool: Pool, tmp_path: Path) -> None:

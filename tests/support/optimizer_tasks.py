@@ -176,6 +176,9 @@ class SharedOut:
     # Exchanges that are planned: "ExchangeWithAll" for a forward pass, "ExchangeByChoice" for one layer.
     exchanges: dict[str, int]
     asked: int  # exchanges between ranks to plan one
+    tokens: list[
+        tuple[int, int]
+    ]  # of this rank, and of the one that has most, in each plan that sends to all
 
 
 def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
@@ -186,6 +189,7 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
 
     calls: Counter[int] = Counter()
     planned: Counter[str] = Counter()
+    tokens: list[tuple[int, int]] = []
     plain = param_and_grad_buffer.dist_all_gather_func
 
     def gather(whole: Tensor, part: Tensor, **keys: Any) -> Any:
@@ -195,7 +199,10 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
             planned[name] += 1
-            return function(*args)
+            found = function(*args)
+            if isinstance(found, layer.ExchangeWithAll):
+                tokens.append((len(found.places), found.most))
+            return found
 
         return call
 
@@ -212,7 +219,7 @@ def share_out(rank: int, size: int, overrides: tuple[str, ...]) -> SharedOut:
         _step(run)
         moved = max(float((p - was).abs().max()) for p, was in zip(shared, before, strict=True))
         asked = planned.pop("asked", 0)
-        return SharedOut([*calls.values()], digest(shared), moved, dict(planned), asked)
+        return SharedOut([*calls.values()], digest(shared), moved, dict(planned), asked, tokens)
 
 
 class Streams:

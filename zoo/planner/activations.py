@@ -203,14 +203,17 @@ class Kept:
         rows = self.shared * rows_sent(self.text, self.recipe.parallel)
         return rows * self.text.hidden_size * self.size
 
-    def spare(self) -> float:
-        """Of rows for which selective recompute leaves room, beside those of even routing: all choices may fall on one rank, and the host doesn't wait to know."""
+    def unused_rows(self) -> float:
+        """Bytes that a layer's experts take under selective recompute beyond an even share of the tokens.
+
+        The host doesn't wait for the router's choice (`zoo.nn.decoder.experts`), so memory is taken for the most rows that can come.
+        """
         text, parallel = self.text, self.recipe.parallel
-        waits = not self.fused or self.size != 2 or self.recipe.lora.rank > 0
-        if waits or parallel.ep == 1 or ranks_sent_to(parallel.ep, text.num_experts, text.num_experts_per_tok) < parallel.ep:  # fmt: skip
+        topk, here = text.num_experts_per_tok, text.num_experts // parallel.ep
+        to_all = parallel.ep > 1 and ranks_sent_to(parallel.ep, text.num_experts, topk) == parallel.ep
+        if not (to_all and self.fused and self.size == 2) or self.recipe.lora.rank:
             return 0.0
-        most = parallel.ep * min(text.num_experts_per_tok, text.num_experts // parallel.ep)
-        rows = self.shared * parallel.etp * (most - text.num_experts_per_tok)
+        rows = self.shared * parallel.etp * (parallel.ep * min(topk, here) - topk)
         return rows * (text.hidden_size + 3 * text.moe_intermediate_size / parallel.etp) * self.size
 
     def deepstack(self, layers: int) -> float:

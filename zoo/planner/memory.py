@@ -232,7 +232,9 @@ def _layers(kept: Kept, layers: Sequence[LayerKind], recompute: str) -> tuple[fl
             count * (halves[kind][0] + norm + into + (arrived if kind.sparse else 0.0))
             for kind, count in counts.items()
         )
-        again = (mlp - norm + (kept.spare() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items())
+        again = (
+            mlp - norm + (kept.unused_rows() if kind.sparse else 0.0) for kind, (_, mlp) in halves.items()
+        )
         return stored, max(again, default=0.0) * 1.5
     stored = sum(count * sum(halves[kind]) for kind, count in counts.items())
     return stored, 0.25 * max((mlp for _, mlp in halves.values()), default=0.0)

@@ -33,14 +33,8 @@ class MicroBatchLike(Protocol):
     media: Mapping[str, Tensor]
 
 
-BESIDE = (
-    "reference",
-    "desirable",
-    "kl",
-    "teaching",
-    "taught",
-    "most_tokens",
-)  # that a batch may have, as `HostBatch` has them last
+# What a batch may have, taken over by `HostBatch` as it is.
+OPTIONAL = ("position_ids", "reference", "desirable", "kl", "teaching", "taught", "most_tokens")
 
 
 @dataclass
@@ -73,8 +67,7 @@ class HostBatch:
             batch.lengths,
             {name: x if x.is_floating_point() else x.cpu() for name, x in batch.media.items()},
             None if weights is None else weights.cpu(),
-            getattr(batch, "position_ids", None),
-            *(getattr(batch, name, None) for name in BESIDE),
+            **{name: getattr(batch, name, None) for name in OPTIONAL},
         )
 
 

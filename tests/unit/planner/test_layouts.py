@@ -16,6 +16,7 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.planning.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.errors import ConfigError
+from zoo.planner.activations import Kept, Row
 from zoo.planner.layouts import choose_layout, room
 from zoo.planner.memory import Model, memory
 from zoo.planner.report import table
@@ -124,6 +125,24 @@ def test_experts_are_shared_out_where_rows_are_short_or_memory_is_small(
         fused=True,
     )
     assert held[0].weights < weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "gb"),
+    [
+        ((), 2.139),  # 327,680 rows less the 81,920 of an even share, of 2,048 + 3 * 768 numbers in bf16
+        (("parallel.ep=1",), 0.0),
+        (("parallel.ep=8", "nproc=8", "train.global_batch=8"), 0.0),  # tokens go to some of the ranks
+        (("lora.rank=8",), 0.0),
+        (("engine.precision=fp32",), 0.0),
+    ],
+)
+def test_memory_for_rows_that_may_come(changes: tuple[str, ...], gb: float) -> None:
+    given = "parallel.plan=[]", "nproc=4", "parallel.ep=4", "engine.precision=bf16", "packing.budget=10240"
+    recipe = load_recipe("qwen3_vl_moe_sft", ["size=30b-a3b", "hardware=8xh200", *given, *changes])
+    text = model("qwen3_vl_moe_sft", "30b-a3b").text
+    kept = Kept(recipe, text, (), Row((10240,), 10240, {}), fused=True)
+    assert kept.unused_rows() == pytest.approx(gb * 1e9, rel=0.02)
 
 
 def test_measures_go_from_cheap_to_dear() -> None:

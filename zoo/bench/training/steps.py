@@ -23,6 +23,7 @@ from zoo.bench.training.setting import LEAST_TIMED, Setting, Timed, metrics, tra
 from zoo.config.schema import Recipe
 from zoo.data.loading.batches import make_batch, with_most_tokens
 from zoo.data.sample import MicroBatch
+from zoo.engine.distributed.object_group import object_group
 from zoo.engine.distributed.signals import Interrupts, interrupts
 from zoo.engine.distributed.world import World, world
 from zoo.engine.planning.sample_costs import training_cost
@@ -223,17 +224,14 @@ class BenchRun(LoadedRun):
         pad = self.assembly.processor.pad_id
         for first in range(0, len(bins) - each + 1, each):
             step = bins[first : first + each]
-            shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)
-            how = recipe.packing.mode, align, recipe.packing.pad_to, pad
-            totals = [
-                [make_batch([samples[i] for i in step[share]], *how).total for share in of_rank]
-                for of_rank in shares
-            ]
+            shares = deal_bins([sum(costs[i] for i in rows) for rows in step], world.dp_size)[world.dp_rank]
             batches = [
-                make_batch([with_pixels(samples[i], config) for i in step[share]], *how)
-                for share in shares[world.dp_rank]
-            ]
-            mine.append(with_most_tokens(batches, totals))
+                make_batch([with_pixels(samples[i], config) for i in step[share]], recipe.packing.mode, align, recipe.packing.pad_to, pad)
+                for share in shares
+            ]  # fmt: skip
+            mine.append(batches)
+        totals = object_group().gather([[batch.total for batch in batches] for batches in mine])
+        mine = [with_most_tokens(*step) for step in zip(mine, zip(*totals, strict=True), strict=True)]
         self.loader = Cycle(mine)  # type: ignore[assignment]  # what a step needs of a loader
         self.source = self  # type: ignore[assignment]  # what a step needs of a source: its counts
         self.warm = max(self.given["warm_steps"], len(mine))

@@ -89,24 +89,9 @@ class Permutation:
         return self.bounds[-1:] if self.ahead else None
 
     @classmethod
-    def of(
-        cls,
-        chosen: Tensor,
-        experts: int,
-        count: int | None,
-        first: int = 0,
-        ahead: bool = False,
-    ) -> Permutation:
-        """Sort choices by expert.
-
-        Args:
-            chosen: (M, k) int32 or int64, numbered over all ranks; -1: none.
-            experts: that are here.
-            count: how many choices are of these; where it is None, the host waits for it, beside the sorting.
-            first: the number of the first one.
-            ahead: the host doesn't wait where `count` is None, and leaves room.
-        """
-        return cls.begin(chosen, experts, count, first, ahead)()
+    def of(cls, chosen: Tensor, experts: int, count: int | None, **options: Any) -> Permutation:
+        """`begin`, and the wait for it."""
+        return cls.begin(chosen, experts, count, **options)()
 
     @classmethod
     def begin(
@@ -117,7 +102,15 @@ class Permutation:
         first: int = 0,
         ahead: bool = False,
     ) -> Callable[[], Permutation]:
-        """`of` in two halves: the call that is returned waits for the count, beside what the host does until then."""
+        """Sort choices by expert. The function that is returned waits for the number of rows, and gives the permutation.
+
+        Args:
+            chosen: (M, k) int32 or int64, numbered over all ranks; -1: none.
+            experts: how many this rank has.
+            count: choices that fall on these; None: the GPU counts them, and the host waits for the number.
+            first: the number of this rank's first expert.
+            ahead: the host doesn't wait where `count` is None; the permutation has room for the most rows that can come.
+        """
         ahead = ahead and count is None
         if ahead:
             count = room(chosen, experts)
@@ -303,8 +296,8 @@ class ExchangeWithAll(Exchange):
         """Plan the exchange of this rank's `count` tokens.
 
         Further arguments are those of `ExchangeByChoice.of`, and:
-            most: tokens of the rank that has most, or more; None: ranks ask one another, and the host waits for that, and for all that the device
-                has to do before.
+            most: tokens of the rank that has most, or more; None: the ranks exchange their numbers of tokens, and the host waits until the GPU has done
+                all that was queued before.
 
         Raises:
             ValueError: `most` is less than `count`.
