@@ -232,7 +232,7 @@ class EngineConfig:
     recompute: str = choice("none", "none", "selective", "full")  # none | selective (MLP, experts) | full: computed again in backward
     cuda_graphs: bool = False  # on a GPU, layers of dense decoders and vision towers are captured once for each size of row, and replayed: for rows so small that the host launches longer than the GPU computes
     threads: int | None = number(None, 1, 1024)  # CPU threads a rank; default: 1 beside a GPU, else cores / ranks
-    delta_rule: str = choice("auto", "auto", "torch")  # auto | torch: plain and slow, where the fast kernel is refused on this GPU
+    delta_rule: str = choice("auto", "auto", "flash_qla", "torch")  # auto: flash-linear-attention | flash_qla: faster, a minute and a half to compile once; needs flash-qla | torch: plain and slow, where the fast kernel is refused on this GPU
     doctor: bool = True  # on a GPU, kernels are checked before training, once for this machine and shapes
 
 

@@ -16,6 +16,7 @@ PACKAGES = {
     "transformers": ("transformers",),
     "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
     "flash-linear-attention": ("flash-linear-attention", "fla-core"),
+    "flash-qla": ("flash-qla",),
     "triton": ("triton",),
     "flash-attn": ("flash-attn-4", "flash-attn"),
     "quack": ("quack-kernels",),

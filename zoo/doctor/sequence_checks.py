@@ -220,12 +220,15 @@ def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, w
     """`wanted`: engine.delta_rule of the recipe."""
     probe = torch.empty(0, dtype=subject.dtype, device=subject.device)
     fla = gated_delta_net.has_fla(probe) and fla_takes(sizes.key_width, sizes.value_width)
-    kernel = "fla" if fla and wanted != "torch" else "torch"
+    kernel = {"auto": "fla"}.get(wanted, wanted) if fla else "torch"
 
     def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         return gated_delta_net.gated_delta_rule(q, k, v, decay, beta, layout, wanted)
 
-    other = "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'"
+    fixes = {
+        "fla": "engine.delta_rule=torch, or another Triton: pip install 'triton>=3.7.1'",
+        "flash_qla": "leave engine.delta_rule out: flash-linear-attention works the rule then",
+    }
     return Check(
         "delta_rule",
         kernel,
@@ -233,7 +236,7 @@ def _delta_rule(subject: Subject, layout: PackedLayout, sizes: DeltaRuleSizes, w
         f"{row_shape(layout)}",
         subject.precision,
         DELTA_RULE_BOUNDS[subject.precision],
-        other if kernel == "fla" else FP32_IS_PLAIN,
+        fixes.get(kernel, FP32_IS_PLAIN),
         lambda: delta_rule_trial(subject.device, subject.dtype, layout, sizes, run),
     )
 

@@ -485,6 +485,26 @@ def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) 
     engine.check_engine(asked.replace({"engine.backend": "auto"}))
 
 
+def test_flash_qla_is_refused_where_it_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Recipe().replace({"engine.delta_rule": "flash_qla", "engine.precision": "bf16"})
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="need a GPU and none is here"):
+        engine.check_engine(asked)
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "fla" else object())
+    with pytest.raises(
+        ConfigError, match=r"package fla is not installed; pip install 'zoo-train\[kernels,qla\]'"
+    ):
+        engine.check_engine(asked)
+    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
+    engine.check_engine(asked)
+    for key, value in (("engine.precision", "fp32"), ("run.deterministic", True)):
+        with pytest.raises(ConfigError, match=f"flash_qla with {key}=.*in plain PyTorch"):
+            engine.check_engine(asked.replace({key: value}))
+    with pytest.raises(ConfigError, match=r"cuda_graphs=true with engine\.delta_rule=flash_qla"):
+        engine.check_engine(asked.replace({"engine.cuda_graphs": True}))
+
+
 def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:
     assert "dpo, ipo, kto alone have a reference" in error_of(
         MOE, {"train.loss": "simpo", "train.reference": "base"}

@@ -31,7 +31,7 @@ KINDS = (
     ("attention forward", _ATTENTION),
     (
         "delta rule",
-        r"delta_rule|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular",
+        r"delta_rule|tilelang_|chunk_|solve_tril|inverse_kernel|recompute_w_u|wy_repr|l2norm|conv1d|triangular",
     ),
     (
         "matrix products",

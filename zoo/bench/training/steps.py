@@ -267,9 +267,13 @@ def kernels(chunks: Sequence[Any]) -> dict[str, str | None]:
         for name, module in chunk.named_modules()
         if name.endswith("core_attention")
     }
-    library = sys.modules.get("fla") if "fla.ops.gated_delta_rule" in sys.modules else None
-    version = getattr(library, "__version__", "of an unknown version")
-    return {
-        "core_attention": ", ".join(sorted(cores)) or None,
-        "delta_rule": f"flash-linear-attention {version}" if library else None,
+    libraries = {
+        "flash_qla": ("FlashQLA", "flash_qla"),
+        "fla.ops.gated_delta_rule": ("flash-linear-attention", "fla"),
     }
+    found = (
+        f"{name} {getattr(sys.modules[module], '__version__', 'of an unknown version')}"
+        for needed, (name, module) in libraries.items()
+        if needed in sys.modules
+    )
+    return {"core_attention": ", ".join(sorted(cores)) or None, "delta_rule": next(found, None)}

@@ -42,6 +42,8 @@ def check_engine(recipe: Recipe) -> None:
         raise ConfigError(
             f"engine.cuda_graphs=true with {other}: layers are not captured under it; leave one of the two out"
         )
+    if recipe.engine.delta_rule == "flash_qla":
+        _check_flash_qla(recipe)
     if recipe.engine.backend != "te":
         return
     if not gpu_count():
@@ -65,7 +67,7 @@ def not_captured(recipe: Recipe) -> str | None:
         "engine.fp8=true": engine.fp8,
         "engine.backend=te": uses_transformer_engine(recipe),
         f"engine.recompute={engine.recompute}": engine.recompute != "none",
-        "engine.delta_rule=torch": engine.delta_rule == "torch",
+        f"engine.delta_rule={engine.delta_rule}": engine.delta_rule != "auto",
         "run.deterministic=true": recipe.run.deterministic,
         "parallel.sp=true": sequence_parallel(recipe),
         f"parallel.cp={parallel.cp}": parallel.cp > 1,
@@ -80,6 +82,23 @@ def uses_transformer_engine(recipe: Recipe) -> bool:
     engine = recipe.engine
     by_tensor = engine.fp8 and engine.fp8_recipe == "tensorwise"
     return engine.backend == "te" or (engine.backend == "auto" and by_tensor)
+
+
+def _check_flash_qla(recipe: Recipe) -> None:
+    key = "engine.delta_rule=flash_qla"
+    if not gpu_count():
+        raise ConfigError(f"{key}: its kernels need a GPU and none is here; leave engine.delta_rule out")
+    for package in ("flash_qla", "fla"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"{key}: its package {package} is not installed; pip install 'zoo-train[kernels,qla]', or leave engine.delta_rule out"
+            )
+    others = {
+        "engine.precision=fp32": recipe.engine.precision == "fp32",
+        "run.deterministic=true": recipe.run.deterministic,
+    }
+    if other := next((name for name, there in others.items() if there), None):
+        raise ConfigError(f"{key} with {other}: that has the rule in plain PyTorch; leave one of the two out")
 
 
 def _check_fp8(recipe: Recipe) -> None:

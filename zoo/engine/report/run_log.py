@@ -19,7 +19,7 @@ from zoo.engine.report.progress_line import ACCURACY, Progress
 from zoo.files import Lines, finite, write_atomically
 
 PACKAGES = (
-    "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-attn-4", "quack-kernels", "triton",
+    "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-qla", "flash-attn-4", "quack-kernels", "triton",
     "safetensors", "omegaconf", "numpy", "av",
 )  # fmt: skip
 

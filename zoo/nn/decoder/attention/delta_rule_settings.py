@@ -4,10 +4,15 @@ The library times every setting of each of its kernels at their first call, and 
 the first step of a run, and as many again wherever its cache is empty. `use_shipped_settings` leaves each kernel the one setting
 that was fastest on the GPU at hand, and has it launched without its tuner; a kernel, GPU or release that is not listed here tunes
 itself as before.
+
+Where TileLang or FlashQLA is installed, the library calls their kernels in the place of its own, which nothing here was measured with:
+FlashQLA's take a minute and a half to compile, wait for the device in each row, and can't be captured as CUDA graphs. So its own are
+taken, unless the library's variables FLA_TILELANG and FLA_FLASH_QLA say otherwise. `engine.delta_rule=flash_qla` asks for the latter.
 """
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache, partial
 from typing import Any
 
@@ -49,6 +54,8 @@ SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
 @lru_cache(maxsize=1)
 def use_shipped_settings() -> int:
     """Give the kernels their settings for this process's GPU; returns how many got one."""
+    for package in ("FLA_TILELANG", "FLA_FLASH_QLA"):
+        os.environ.setdefault(package, "0")
     listed = SETTINGS.get(torch.cuda.get_device_capability(), {})
     return sum(_use(*name.rpartition(".")[::2], setting) for name, setting in listed.items())
 

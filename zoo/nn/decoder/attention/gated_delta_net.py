@@ -3,7 +3,7 @@
 The layer is mcore's in its parameters and checkpoints, with a forward of its own: mcore's needs
 flash-linear-attention, asks the device for the offsets in every layer, and has no plain rule for packed rows.
 
-Causal convolution and state start anew at every segment: with flash-linear-attention through its offsets, without
+Causal convolution and state start anew at every segment: with flash-linear-attention or FlashQLA through its offsets, without
 (on a CPU, in fp32 checks) by `delta_rule_inputs` and `gated_delta_rule`, which know the layout.
 
 Context parallelism: where segments are cut, every rank trades its tokens' channels for all tokens of its heads in one all-to-all,
@@ -28,6 +28,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from zoo.errors import UserError
+from zoo.nn.decoder.attention import flash_qla
 from zoo.nn.decoder.attention.cache import DecodeCache
 from zoo.nn.decoder.attention.context_moves import (
     channels_by_rank,
@@ -158,6 +159,7 @@ class GatedDeltaNet(McoreGatedDeltaNet):
             padding = layout.padding_mask[0].unsqueeze(-1)
             decay, beta = decay.masked_fill(padding, 0.0), beta.masked_fill(padding, 0.0)
             out, state = gated_delta_rule_and_state(*heads, decay, beta, layout, self.delta_rule)
+            assert state is not None
             cache.keep_state(layer, state)
             return out
         count = cache.sequences  # the rows behind are padding
@@ -233,15 +235,25 @@ def fla_fault() -> str | None:
 
 
 def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = None) -> str:
-    """What works the rule on values x (..., V): "fla" or "torch"; `wanted` is `engine.delta_rule`, auto or torch.
+    """What works the rule on values x (..., V): "fla", "flash_qla" or "torch"; `wanted` is `engine.delta_rule`.
 
     `key_width`: that of the keys' heads; None doesn't ask whether the kernel takes the widths.
 
-    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong.
+    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong, or FlashQLA's, which is
+    not there or takes other widths.
     """
     takes = key_width is None or fla_takes(key_width, x.shape[-1])
     if wanted == "torch" or not takes or not has_fla(x):
         return "torch"
+    if wanted == "flash_qla":
+        if key_width not in (None, flash_qla.HEAD) or x.shape[-1] != flash_qla.HEAD:
+            raise UserError(
+                f"engine.delta_rule=flash_qla: its kernels take heads of {flash_qla.HEAD} alone, and these are of "
+                f"{key_width} and {x.shape[-1]}; leave engine.delta_rule out"
+            )
+        if (lacking := flash_qla.missing()) is not None:
+            raise UserError(f"engine.delta_rule=flash_qla: {lacking}; or leave engine.delta_rule out")
+        return "flash_qla"
     fault = fla_fault() if torch.is_grad_enabled() else None
     if fault is not None:
         raise UserError(fault)
@@ -278,9 +290,16 @@ def gated_delta_rule_and_state(
     layout: PackedLayout,
     wanted: str = "auto",
     keep: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """As `gated_delta_rule`, and the state (S, G, K, V) fp32 at the end of each segment; without `keep` it may be None."""
-    if delta_rule_kernel(value, wanted, key.shape[-1]) == "fla":
+) -> tuple[Tensor, Tensor | None]:
+    """As `gated_delta_rule`, and the state (S, G, K, V) fp32 at the end of each segment; without `keep` it may be None.
+
+    FlashQLA is for training alone: with `keep` flash-linear-attention works the rule.
+    """
+    kernel = delta_rule_kernel(value, "auto" if keep and wanted == "flash_qla" else wanted, key.shape[-1])
+    if kernel == "flash_qla":
+        use_shipped_settings()
+        return flash_qla.flash_qla_rule(query, key, value, decay, beta, layout), None
+    if kernel == "fla":
         use_shipped_settings()
         kernel_offsets = layout.kept("delta rule", lambda: _kernel_offsets(layout))
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
