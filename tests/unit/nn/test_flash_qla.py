@@ -98,9 +98,7 @@ def test_it_works_the_rule_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="take heads of 128 alone, and these are of 64 and 128; leave engine"):
         gated_delta_net.delta_rule_kernel(values, "flash_qla", 64)
     monkeypatch.setattr(flash_qla, "missing", lambda: "flash-qla is 0.1.2, 0.1.3 is wanted")
-    with pytest.raises(
-        UserError, match=r"flash-qla is 0\.1\.2, 0\.1\.3 is wanted; or leave engine"
-    ):
+    with pytest.raises(UserError, match=r"flash-qla is 0\.1\.2, 0\.1\.3 is wanted; or leave engine"):
         gated_delta_net.delta_rule_kernel(values, "flash_qla", 128)
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: False)  # fp32, or to the bit
     assert gated_delta_net.delta_rule_kernel(values, "flash_qla", 128) == "torch"
