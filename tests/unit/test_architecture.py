@@ -40,7 +40,7 @@ ROOMS = {
 }
 # Rooms within a room, in the same way; single files that lie beside them are named too.
 INNER = {
-    "config": {"layers": "", "checks": "layers schema derived devices locate"},
+    "config": {"layers": "", "checks": "layers schema derived devices gpus locate"},
     "bridge": {"mapping": "errors", "files": "errors parallel"},
     "bench": {"training": "options"},
     "engine": {

@@ -10,7 +10,7 @@ import importlib.util
 from typing import Any
 
 from zoo.config.checks.arch import check_arch
-from zoo.config.checks.engine import check_engine
+from zoo.config.checks.engine import check_engine, check_gpus, check_packages
 from zoo.config.checks.layout import check_layout, check_packing
 from zoo.config.checks.metrics import parse_metric
 from zoo.config.checks.model import check_lora, check_model
@@ -32,8 +32,10 @@ from zoo.registry import get_family
 PLANNED = ("tp", "pp", "cp", "ep", "recompute", "memory", "offload", "graphs", "batch")
 
 
-def validate(recipe: Recipe, world_size: int) -> Recipe:
+def validate(recipe: Recipe, world_size: int, *, here: bool = True) -> Recipe:
     """`recipe` with its derived defaults filled in: run.dir, parallel.sp, packing.align, engine.precision.
+
+    `here`: it is to train on this machine, which has to have the GPUs and packages that its keys need, not only planned for `machine.gpu`.
 
     Raises:
         ConfigError: the recipe cannot run on `world_size` ranks; the message says why and what would.
@@ -52,9 +54,12 @@ def validate(recipe: Recipe, world_size: int) -> Recipe:
     recipe = recipe.replace(_derived(recipe))
     check_layout(recipe, world_size)
     check_packing(recipe)
+    if here:
+        check_packages(recipe)
+        _check_trackers(recipe)
+    check_gpus(recipe, here=here)
     check_engine(recipe)
     _check_stage(recipe)
-    _check_trackers(recipe)
     _check_metrics(recipe)
     return recipe
 

@@ -1,5 +1,7 @@
 """Every refusal of a recipe that cannot run, and the defaults that follow from other keys."""
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -414,7 +416,8 @@ def test_fp8_by_blocks_is_of_the_torch_backend_on_hopper(monkeypatch: pytest.Mon
     fp8 = {"engine.fp8": True, "engine.precision": "bf16"}
     assert "what is not in FP8 is in bf16" in error_of(MOE, {"engine.fp8": True})
     assert validate(MOE.replace(fp8), 1).packing.align == 1
-    assert "scales for blocks are of the torch backend" in error_of(MOE, {**fp8, "engine.backend": "te"})
+    with pytest.raises(ConfigError, match="scales for blocks are of the torch backend"):
+        engine.check_engine(MOE.replace({**fp8, "engine.backend": "te"}))
     for capability, right in ((9, 0), True), ((8, 9), False), ((10, 0), False):
         monkeypatch.setattr(engine, "gpu_capabilities", lambda found=capability: frozenset({found}))
         if right:
@@ -487,22 +490,48 @@ def test_transformer_engine_is_refused_in_fp32(monkeypatch: pytest.MonkeyPatch) 
 
 def test_flash_qla_is_refused_where_it_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Recipe().replace({"engine.delta_rule": "flash_qla", "engine.precision": "bf16"})
-    gpus(monkeypatch, 0)
-    with pytest.raises(ConfigError, match="need a GPU and none is here"):
-        engine.check_engine(asked)
-    gpus(monkeypatch, 1)
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "fla" else object())
-    with pytest.raises(
-        ConfigError, match=r"package fla is not installed; pip install 'zoo-train\[kernels,qla\]'"
-    ):
-        engine.check_engine(asked)
-    monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: object())
-    engine.check_engine(asked)
     for key, value in (("engine.precision", "fp32"), ("run.deterministic", True)):
         with pytest.raises(ConfigError, match=f"flash_qla with {key}=.*in plain PyTorch"):
             engine.check_engine(asked.replace({key: value}))
     with pytest.raises(ConfigError, match=r"cuda_graphs=true with engine\.delta_rule=flash_qla"):
         engine.check_engine(asked.replace({"engine.cuda_graphs": True}))
+    engine.check_engine(asked)
+    gpus(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="need a GPU and none is here"):
+        engine.check_packages(asked)
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(engine, "_is_installed", lambda name: name == "fla")
+    monkeypatch.setattr(engine, "version", lambda name: "0.1.2")
+    wanted = r"flash-qla 0\.1\.3 have to be installed; pip install 'zoo-train\[kernels,qla\]'"
+    with pytest.raises(ConfigError, match=wanted):
+        engine.check_packages(asked)
+    monkeypatch.setattr(engine, "version", lambda name: "0.1.3")
+    engine.check_packages(asked)
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["qla"] == [f"flash-qla=={engine.FLASH_QLA_VERSION}"]
+
+
+def test_a_plan_asks_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither packages nor GPUs of the machine that plans, but what is known of the kind of GPU."""
+    gpus(monkeypatch, 0)
+    asked = {"engine.precision": "bf16", "engine.delta_rule": "flash_qla", "log.wandb": "here"}
+    for gpu, changes, told in (
+        ("h200", {"engine.fp8": True}, None),
+        ("b200", {}, None),
+        ("80gb", {"engine.fp8": True}, None),  # of any kind
+        ("b200", {"engine.fp8": True}, r"blockwise on a GPU of compute capability 10\.0"),
+        ("a100", {}, r"compute capability 8\.0: FlashQLA has no backward pass for it"),
+    ):
+        recipe = MOE.replace({**asked, "machine.gpu": gpu, **changes})
+        if told is None:
+            validate(recipe, 1, here=False)
+        else:
+            with pytest.raises(ConfigError, match=told):
+                validate(recipe, 1, here=False)
+    with pytest.raises(ConfigError, match="none is here"):
+        validate(recipe, 1)
 
 
 def test_a_reference_is_of_a_loss_and_of_adapters_that_have_one() -> None:

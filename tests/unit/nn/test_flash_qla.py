@@ -1,7 +1,6 @@
 """How FlashQLA is asked for and called: here by functions of its form in plain PyTorch; its kernels are tried in tests/gpu."""
 
 import os
-import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from zoo.nn.decoder.attention.gated_delta_net import chunked_delta_rule
 from zoo.packing import PackedLayout
 
 LENGTHS = (70, 3, 1, 130)
-HEADS = SimpleNamespace(shape=(5, 2, 128), is_cuda=True, dtype=torch.bfloat16)
+HEADS = SimpleNamespace(shape=(5, 2, 128))
 
 
 class Norm:
@@ -91,39 +90,13 @@ def test_each_input_gets_its_gradient(library: None) -> None:
 def test_it_works_the_rule_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: True)
     monkeypatch.setattr(gated_delta_net, "fla_fault", lambda: None)
-    monkeypatch.setattr(flash_qla, "missing", lambda: None)
     values: Any = HEADS
     assert gated_delta_net.delta_rule_kernel(values, "flash_qla", 128) == "flash_qla"
     assert gated_delta_net.delta_rule_kernel(values, "auto", 128) == "fla"
     with pytest.raises(UserError, match="take heads of 128 alone, and these are of 64 and 128; leave engine"):
         gated_delta_net.delta_rule_kernel(values, "flash_qla", 64)
-    monkeypatch.setattr(flash_qla, "missing", lambda: "flash-qla is 0.1.2, 0.1.3 is wanted")
-    with pytest.raises(UserError, match=r"flash-qla is 0\.1\.2, 0\.1\.3 is wanted; or leave engine"):
-        gated_delta_net.delta_rule_kernel(values, "flash_qla", 128)
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: False)  # fp32, or to the bit
     assert gated_delta_net.delta_rule_kernel(values, "flash_qla", 128) == "torch"
-
-
-@pytest.mark.parametrize(
-    ("found", "capability", "told"),
-    [
-        ("0.1.3", (9, 0), None),
-        ("0.1.3", (12, 0), r"no backward pass for NVIDIA RTX \(12.0\)"),
-        ("0.1.4", (9, 0), r"flash-qla is 0.1.4, 0.1.3 is wanted: pip install 'zoo-train\[kernels,qla\]'"),
-    ],
-)
-def test_what_is_missing(
-    found: str, capability: tuple[int, int], told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(flash_qla, "version", lambda name: found)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA RTX")
-    flash_qla.missing.cache_clear()
-    try:
-        missing = flash_qla.missing()
-        assert missing is None if told is None else re.search(told, str(missing)), missing
-    finally:
-        flash_qla.missing.cache_clear()
 
 
 def test_the_library_keeps_to_its_own_kernels_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

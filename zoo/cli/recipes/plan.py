@@ -32,13 +32,14 @@ def run(arguments: Sequence[str]) -> int:
     given = dict(text.removeprefix("--").partition("=")[::2] for text in own)
 
     from zoo.config.compose import load_recipe
+    from zoo.config.files import AUTO, CPU
     from zoo.engine.planning.plan import plan
     from zoo.planner.report import table
 
     recipe = load_recipe(name, overrides)
     ranks = _ranks(given["ranks"]) if "ranks" in given else planned_ranks(recipe)
     shares = {key: _share(key, given[key]) for key in ("labels", "media") if key in given}
-    found = plan(recipe, ranks, **shares)
+    found = plan(recipe, ranks, **shares, here=recipe.hardware in (None, AUTO, CPU))
     print(json.dumps(found.as_dict(), indent=2) if "--json" in flags else table(found))
     return 1 if found.fits is False else 0
 

@@ -1,14 +1,16 @@
-"""Checks of the engine's keys and of packages that they need: Transformer Engine, DeepEP, precision and FP8."""
+"""Checks of the engine's keys, and of what they need of a machine: Transformer Engine, DeepEP, FlashQLA, precision and FP8."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from zoo.config.checks.layout import all_sparse
 from zoo.config.derived import sequence_parallel, text_config
 from zoo.config.devices import gpu_capabilities, gpu_count
+from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 
@@ -22,19 +24,23 @@ TE_WIDTHS = (
     "tensor parallel rank; use engine.backend=torch"
 )
 
+_TENSORWISE = (
+    "engine.fp8_recipe=tensorwise with engine.backend={backend}: a scale for a tensor is Transformer Engine's; "
+    "install it and set engine.backend=te, or set engine.fp8_recipe=blockwise"
+)
+
+FLASH_QLA_VERSION = "0.1.3"
+_FLASH_QLA = "engine.delta_rule=flash_qla"
+_FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # with kernels for both passes
 _HOPPER = (9, 0)
 
 
 def check_engine(recipe: Recipe) -> None:
+    """The engine's keys against one another and against the model."""
     if recipe.train.main_grads_dtype == "bf16" and recipe.engine.precision != "bf16":
         raise ConfigError(
             f"train.main_grads_dtype=bf16 with engine.precision={recipe.engine.precision}: gradients of fp32 weights are kept in "
             f"fp32; leave train.main_grads_dtype out, or set engine.precision=bf16"
-        )
-    if recipe.parallel.dispatch != "alltoall" and importlib.util.find_spec("deep_ep") is None:
-        raise ConfigError(
-            f"parallel.dispatch={recipe.parallel.dispatch}: its package deep_ep is not installed; install DeepEP "
-            f"(for hybridep, its branch hybrid-ep), or use parallel.dispatch=alltoall"
         )
     if recipe.engine.fp8:
         _check_fp8(recipe)
@@ -43,20 +49,76 @@ def check_engine(recipe: Recipe) -> None:
             f"engine.cuda_graphs=true with {other}: layers are not captured under it; leave one of the two out"
         )
     if recipe.engine.delta_rule == "flash_qla":
-        _check_flash_qla(recipe)
-    if recipe.engine.backend != "te":
-        return
-    if not gpu_count():
-        raise ConfigError(
-            "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch"
-        )
-    if importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError(
-            "engine.backend=te: Transformer Engine is not installed; "
-            "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
-        )
-    if recipe.engine.precision == "fp32":
+        others = {
+            "engine.precision=fp32": recipe.engine.precision == "fp32",
+            "run.deterministic=true": recipe.run.deterministic,
+        }
+        if other := next((name for name, there in others.items() if there), None):
+            raise ConfigError(
+                f"{_FLASH_QLA} with {other}: that has the rule in plain PyTorch; leave one of the two out"
+            )
+    if recipe.engine.backend == "te" and recipe.engine.precision == "fp32":
         raise ConfigError(TE_IN_FP32)
+
+
+def check_gpus(recipe: Recipe, *, here: bool) -> None:
+    """Whether the GPUs have what the engine's keys ask for: those of this machine, or else the kind that the recipe is planned for."""
+    engine, kind = recipe.engine, find_gpu(recipe.machine.gpu or "")
+    planned = {kind.capability} if kind is not None and kind.capability is not None else set()
+    for major, minor in sorted(gpu_capabilities() if here else planned):
+        if engine.fp8 and engine.fp8_recipe == "blockwise" and (major, minor) != _HOPPER:
+            raise ConfigError(
+                f"engine.fp8_recipe=blockwise on a GPU of compute capability {major}.{minor}: cuBLAS multiplies FP8 with scales for "
+                f"blocks on Hopper (9.0) alone; set engine.fp8_recipe=tensorwise, or leave engine.fp8 out"
+            )
+        if engine.delta_rule == "flash_qla" and (major, minor) not in _FLASH_QLA_CAPABILITIES:
+            raise ConfigError(
+                f"{_FLASH_QLA} on a GPU of compute capability {major}.{minor}: FlashQLA has no backward pass for it; leave "
+                f"engine.delta_rule out"
+            )
+
+
+def check_packages(recipe: Recipe) -> None:
+    """What the engine's keys want of the machine that trains: a GPU at all, and packages."""
+    engine = recipe.engine
+    if recipe.parallel.dispatch != "alltoall" and not _is_installed("deep_ep"):
+        raise ConfigError(
+            f"parallel.dispatch={recipe.parallel.dispatch}: its package deep_ep is not installed; install DeepEP "
+            f"(for hybridep, its branch hybrid-ep), or use parallel.dispatch=alltoall"
+        )
+    if engine.fp8 and engine.fp8_recipe == "tensorwise" and not _is_installed("transformer_engine"):
+        raise ConfigError(_TENSORWISE.format(backend=engine.backend))
+    if engine.delta_rule == "flash_qla":
+        if not gpu_count():
+            raise ConfigError(
+                f"{_FLASH_QLA}: its kernels need a GPU and none is here; leave engine.delta_rule out"
+            )
+        if not _is_installed("fla") or _version("flash-qla") != FLASH_QLA_VERSION:
+            raise ConfigError(
+                f"{_FLASH_QLA}: flash-linear-attention and flash-qla {FLASH_QLA_VERSION} have to be installed; "
+                f"pip install 'zoo-train[kernels,qla]', or leave engine.delta_rule out"
+            )
+    if engine.backend == "te":
+        if not gpu_count():
+            raise ConfigError(
+                "engine.backend=te: Transformer Engine needs a GPU and none is here; use engine.backend=torch"
+            )
+        if not _is_installed("transformer_engine"):
+            raise ConfigError(
+                "engine.backend=te: Transformer Engine is not installed; "
+                "pip install --no-build-isolation 'zoo-train[te]', or use engine.backend=torch"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def not_captured(recipe: Recipe) -> str | None:
@@ -84,23 +146,6 @@ def uses_transformer_engine(recipe: Recipe) -> bool:
     return engine.backend == "te" or (engine.backend == "auto" and by_tensor)
 
 
-def _check_flash_qla(recipe: Recipe) -> None:
-    key = "engine.delta_rule=flash_qla"
-    if not gpu_count():
-        raise ConfigError(f"{key}: its kernels need a GPU and none is here; leave engine.delta_rule out")
-    for package in ("flash_qla", "fla"):
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{key}: its package {package} is not installed; pip install 'zoo-train[kernels,qla]', or leave engine.delta_rule out"
-            )
-    others = {
-        "engine.precision=fp32": recipe.engine.precision == "fp32",
-        "run.deterministic=true": recipe.run.deterministic,
-    }
-    if other := next((name for name, there in others.items() if there), None):
-        raise ConfigError(f"{key} with {other}: that has the rule in plain PyTorch; leave one of the two out")
-
-
 def _check_fp8(recipe: Recipe) -> None:
     engine = recipe.engine
     if engine.precision != "bf16":
@@ -108,24 +153,12 @@ def _check_fp8(recipe: Recipe) -> None:
             f"engine.fp8=true with engine.precision={engine.precision}: what is not in FP8 is in bf16; "
             f"set engine.precision=bf16"
         )
-    if engine.fp8_recipe == "tensorwise" and (
-        engine.backend == "torch" or importlib.util.find_spec("transformer_engine") is None
-    ):
-        raise ConfigError(
-            f"engine.fp8_recipe=tensorwise with engine.backend={engine.backend}: a scale for a tensor is Transformer Engine's; "
-            f"install it and set engine.backend=te, or set engine.fp8_recipe=blockwise"
-        )
+    if engine.fp8_recipe == "tensorwise" and engine.backend == "torch":
+        raise ConfigError(_TENSORWISE.format(backend=engine.backend))
     if engine.fp8_recipe == "blockwise" and engine.backend == "te":
         raise ConfigError(
             "engine.fp8_recipe=blockwise with engine.backend=te: scales for blocks are of the torch backend; set engine.backend=torch, "
             "or engine.fp8_recipe=tensorwise"
-        )
-    others = sorted(gpu_capabilities() - {_HOPPER})
-    if engine.fp8_recipe == "blockwise" and others:
-        major, minor = others[0]
-        raise ConfigError(
-            f"engine.fp8_recipe=blockwise on a GPU of compute capability {major}.{minor}: cuBLAS multiplies FP8 with scales for "
-            f"blocks on Hopper (9.0) alone; set engine.fp8_recipe=tensorwise, or leave engine.fp8 out"
         )
     _check_fp8_widths(recipe)
 

@@ -82,12 +82,20 @@ def _plain(text: Any) -> SimpleNamespace:
 
 
 @untouched()
-def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: float | None = None) -> Plan:
+def plan(
+    recipe: Recipe,
+    ranks: int,
+    *,
+    labels: float | None = None,
+    media: float | None = None,
+    here: bool = True,
+) -> Plan:
     """The plan of a recipe on so many ranks, with the keys of `parallel.plan` chosen where any fits.
 
     Args:
         labels: share of a row's tokens that have a loss; default: the one in `zoo.planner.rows`.
         media: share of a row's tokens that belong to media; default: the one in `zoo.planner.rows`.
+        here: the ranks are this machine's, which has to have the packages that the recipe's keys need.
 
     Raises:
         ConfigError: the recipe does not fit that many ranks, or the architecture is not known here.
@@ -96,7 +104,7 @@ def plan(recipe: Recipe, ranks: int, *, labels: float | None = None, media: floa
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}
     row = typical_row(recipe, model.cost, **shares)
-    recipe = validate(choose_layout(model, recipe, ranks, row), ranks)
+    recipe = validate(choose_layout(model, recipe, ranks, row), ranks, here=here)
     fused = recipe.engine.precision == "bf16"
     limit = None if recipe.machine.memory_gb else _limit_here(ranks)
     return make_plan(model, recipe, ranks, row, fused=fused, limit=limit, saves=True)

@@ -7,8 +7,6 @@ from the other segments of a row, and a sample's result would depend on what it 
 
 from __future__ import annotations
 
-from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -18,23 +16,7 @@ from zoo.nn.decoder.attention.fla_import import import_fla
 from zoo.packing import PackedLayout
 from zoo.packing.index import host_to_device, offsets
 
-VERSION = "0.1.3"
 HEAD = 128  # the width of keys and values
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))  # of GPUs with kernels for both passes
-
-
-@lru_cache(maxsize=1)
-def missing() -> str | None:
-    """What the kernels need and is not there, with what to do about it; None where they can run."""
-    try:
-        found = version("flash-qla")
-    except PackageNotFoundError:
-        found = "not installed"
-    if found != VERSION:
-        return f"flash-qla is {found}, {VERSION} is wanted: pip install 'zoo-train[kernels,qla]'"
-    if (capability := torch.cuda.get_device_capability()) not in CAPABILITIES:
-        return f"its kernels have no backward pass for {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
-    return None
 
 
 def flash_qla_rule(

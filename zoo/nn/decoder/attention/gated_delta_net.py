@@ -239,8 +239,8 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
 
     `key_width`: that of the keys' heads; None doesn't ask whether the kernel takes the widths.
 
-    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong, or FlashQLA's, which is
-    not there or takes other widths.
+    Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong, or FlashQLA's, which
+    takes other widths.
     """
     takes = key_width is None or fla_takes(key_width, x.shape[-1])
     if wanted == "torch" or not takes or not has_fla(x):
@@ -251,8 +251,6 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
                 f"engine.delta_rule=flash_qla: its kernels take heads of {flash_qla.HEAD} alone, and these are of "
                 f"{key_width} and {x.shape[-1]}; leave engine.delta_rule out"
             )
-        if (lacking := flash_qla.missing()) is not None:
-            raise UserError(f"engine.delta_rule=flash_qla: {lacking}; or leave engine.delta_rule out")
         return "flash_qla"
     fault = fla_fault() if torch.is_grad_enabled() else None
     if fault is not None:
