@@ -17,9 +17,11 @@ PACKAGES = {
     "transformer-engine": ("transformer-engine", "transformer_engine_torch"),
     "flash-linear-attention": ("flash-linear-attention", "fla-core"),
     "flash-qla": ("flash-qla",),
+    "tilelang": ("tilelang",),
     "triton": ("triton",),
     "flash-attn": ("flash-attn-4", "flash-attn"),
     "quack": ("quack-kernels",),
+    "cutlass-dsl": ("nvidia-cutlass-dsl",),
 }
 
 

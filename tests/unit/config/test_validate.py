@@ -510,7 +510,7 @@ def test_flash_qla_is_refused_where_it_would_not_run(monkeypatch: pytest.MonkeyP
     extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert extras["qla"] == [f"flash-qla=={engine.FLASH_QLA_VERSION}"]
+    assert f"flash-qla=={engine.FLASH_QLA_VERSION}" in extras["qla"]
 
 
 def test_a_plan_asks_the_gpu_that_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,9 @@ def _refusal(result: CheckResult) -> str:
 
 
 def _key(recipe: Recipe, machine: dict[str, str]) -> dict[str, Any]:
-    """All that decides kernels, shapes and versions, the code of `zoo.nn` included."""
+    """All that decides kernels, shapes and versions, the code of `zoo.nn` and the libraries' variables included."""
     from zoo.nn import backend
+    from zoo.nn.decoder.attention.delta_rule_settings import SWITCHES
 
     code = hashlib.sha256()
     for path in sorted(Path(backend.__file__).parent.rglob("*.py")):
@@ -90,6 +91,11 @@ def _key(recipe: Recipe, machine: dict[str, str]) -> dict[str, Any]:
         "parallel": {name: getattr(recipe.parallel, name) for name in ("tp", "cp", "ep", "etp")},
         "packing": asdict(recipe.packing),
         "code": code.hexdigest(),
+        "variables": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("FLA_", "NVTE_")) and value != SWITCHES.get(name)
+        },
     }
 
 

@@ -20,6 +20,9 @@ import torch
 
 from zoo.nn.decoder.attention.fla_import import import_fla
 
+# The library's variables that say whose kernels it calls, and what they are where nobody has set them.
+SWITCHES = {"FLA_TILELANG": "0", "FLA_FLASH_QLA": "0"}
+
 # By compute capability: kernel -> setting. Found on an H200 with flash-linear-attention 0.6.0 and Triton 3.7.1, bf16,
 # heads of width 128, chunks of 64 tokens.
 SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
@@ -54,8 +57,8 @@ SETTINGS: dict[tuple[int, int], dict[str, dict[str, int]]] = {
 @lru_cache(maxsize=1)
 def use_shipped_settings() -> int:
     """Give the kernels their settings for this process's GPU; returns how many got one."""
-    for package in ("FLA_TILELANG", "FLA_FLASH_QLA"):
-        os.environ.setdefault(package, "0")
+    for name, value in SWITCHES.items():
+        os.environ.setdefault(name, value)
     listed = SETTINGS.get(torch.cuda.get_device_capability(), {})
     return sum(_use(*name.rpartition(".")[::2], setting) for name, setting in listed.items())
 
