@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from zoo.errors import UserError
 from zoo.nn.decoder.attention.fla_import import import_fla
 
 FILES = {
@@ -74,3 +75,15 @@ def test_a_release_laid_out_otherwise_is_imported_as_a_whole(
     if lacks:
         shutil.rmtree((tmp_path / lacks).parent)
     assert import_fla("fla.ops.rule").rule() == 7 and ran == ["fla"]
+
+
+def test_a_package_that_fails_within_it_is_told(ran: list[str], tmp_path: Path) -> None:
+    """As TileLang does, which the library imports where it is, with another apache-tvm-ffi than it wants."""
+    (tmp_path / "fla/modules/norm.py").write_text("raise RuntimeError('no enum at NONE')\n")
+    told = (
+        r"flash-linear-attention can't be imported: RuntimeError: no enum at NONE; `pip check` names packages"
+    )
+    with pytest.raises(UserError, match=told):
+        import_fla("fla.ops.rule")
+    with pytest.raises(ImportError):
+        import_fla("fla.nothing_of_that_name")

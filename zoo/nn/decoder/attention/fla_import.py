@@ -15,12 +15,31 @@ from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
+from zoo.errors import UserError
+
 PACKAGES = ("fla", "fla.ops", "fla.modules")  # whose own code imports what they hold
 DISTRIBUTIONS = ("flash-linear-attention", "fla-core")
 
 
 def import_fla(name: str) -> Any:
-    """A module of flash-linear-attention, imported as any other where something else has imported the library before."""
+    """A module of flash-linear-attention, imported as any other where something else has imported the library before.
+
+    Raises:
+        ImportError: there is no such module.
+        UserError: the library fails as it is imported, or a package that it imports where it is installed, such as TileLang.
+    """
+    try:
+        return _import(name)
+    except (ImportError, AttributeError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"flash-linear-attention can't be imported: {type(error).__name__}: {error}; `pip check` names packages that don't fit "
+            f"one another; or set engine.delta_rule=torch, which is several times slower"
+        ) from error
+
+
+def _import(name: str) -> Any:
     if "fla" in sys.modules:
         return importlib.import_module(name)
     try:
