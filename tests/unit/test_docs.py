@@ -114,6 +114,13 @@ def test_there_are_pages() -> None:
 
 
 @pages
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line within a table ends it: its further rows are shown as text."""
+    for table in re.findall(r"(?:^ *\|.*\n)+", prose(page), re.MULTILINE):
+        assert re.search(r"^.*\n *\|[-:| ]+\|\n", table), table.splitlines()[0][:200]
+
+
+@pages
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if "://" not in target and not target.startswith("#"):
