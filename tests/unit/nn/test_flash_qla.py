@@ -93,8 +93,10 @@ def test_it_works_the_rule_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch
     values: Any = HEADS
     assert gated_delta_net.delta_rule_kernel(values, "flash_qla", 128) == "flash_qla"
     assert gated_delta_net.delta_rule_kernel(values, "auto", 128) == "fla"
-    with pytest.raises(UserError, match="take heads of 128 alone, and these are of 64 and 128; leave engine"):
-        gated_delta_net.delta_rule_kernel(values, "flash_qla", 64)
+    for width in (64, 20):  # 20: flash-linear-attention takes none of that width either
+        told = f"take heads of 128 alone, and these are of {width} and 128; leave engine"
+        with pytest.raises(UserError, match=told):
+            gated_delta_net.delta_rule_kernel(values, "flash_qla", width)
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: False)  # fp32, or to the bit
     assert gated_delta_net.delta_rule_kernel(values, "flash_qla", 128) == "torch"
 

@@ -242,8 +242,7 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
     Raises UserError where it would be flash-linear-attention's kernel, with gradients that are known to be wrong, or FlashQLA's, which
     takes other widths.
     """
-    takes = key_width is None or fla_takes(key_width, x.shape[-1])
-    if wanted == "torch" or not takes or not has_fla(x):
+    if wanted == "torch" or not has_fla(x):
         return "torch"
     if wanted == "flash_qla":
         if key_width not in (None, flash_qla.HEAD) or x.shape[-1] != flash_qla.HEAD:
@@ -252,6 +251,8 @@ def delta_rule_kernel(x: Tensor, wanted: str = "auto", key_width: int | None = N
                 f"{key_width} and {x.shape[-1]}; leave engine.delta_rule out"
             )
         return "flash_qla"
+    if key_width is not None and not fla_takes(key_width, x.shape[-1]):
+        return "torch"
     fault = fla_fault() if torch.is_grad_enabled() else None
     if fault is not None:
         raise UserError(fault)
