@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from zoo.packages import installed_version
 
 # Name shown -> distributions of that name.
 PACKAGES = {
@@ -28,7 +29,7 @@ PACKAGES = {
 def machine() -> dict[str, str]:
     """Name to version of Python, the libraries that bring kernels, and the GPU; "-" for what is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    found |= {name: _version(*names) for name, names in PACKAGES.items()}
+    found |= {name: installed_version(*names) or "-" for name, names in PACKAGES.items()}
     if not torch.cuda.is_available():
         return found | {"device": f"CPU ({platform.machine()})"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -42,15 +43,6 @@ def machine() -> dict[str, str]:
         "capability": f"{properties.major}.{properties.minor}",
         "memory": f"{properties.total_memory / 2**30:.1f} GiB",
     }
-
-
-def _version(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "-"
 
 
 def _driver() -> str:

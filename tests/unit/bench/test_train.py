@@ -1,8 +1,10 @@
 """`zoo bench train`: samples, settings and metrics, and a run of it on the CPU."""
 
 import json
+import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from zoo.bench.training.even_routing import route_evenly
 from zoo.bench.training.profile import Event, kind, report
 from zoo.bench.training.receipts import receipts, with_pixels
 from zoo.bench.training.setting import Setting, Timed, metrics, peak_flops, train_flops
-from zoo.bench.training.steps import BenchRun, LoadedRun
+from zoo.bench.training.steps import BenchRun, LoadedRun, kernels
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe
 from zoo.config.schema import Recipe
@@ -118,12 +120,24 @@ def test_fewer_layers_take_what_belongs_to_them_along() -> None:
         bench_train.with_layers(arch, 49)
 
 
+def test_the_library_of_the_delta_rule_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("fla", "fla.ops.gated_delta_rule", "flash_qla"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert kernels([]) == {"core_attention": None, "delta_rule": None}
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(__version__="0.6.0"))
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", SimpleNamespace())
+    assert kernels([])["delta_rule"] == "flash-linear-attention 0.6.0"
+    monkeypatch.setitem(sys.modules, "flash_qla", SimpleNamespace(__version__="0.1.3"))
+    assert kernels([])["delta_rule"] == "FlashQLA 0.1.3", "which takes the other's norms"
+
+
 def test_kinds_of_kernels() -> None:
     names = {
         "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<cutlass::bfloat16_t>": "attention backward",
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<256, cutlass::bfloat16_t>>": "attention forward",
         "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention backward",
         "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": "delta rule",
+        "tilelang_prepare_h_kernel_kernel": "delta rule",
         "nvjet_tst_192x192_64x3_2x1_v_bz_coopB_TNT": "matrix products",
         "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>": "optimizer",
         "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "communication",

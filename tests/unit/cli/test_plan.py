@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zoo.cli.main import main
+from zoo.config.checks import engine
 
 BIG = ["plan", "recipe=qwen3_vl_sft", "size=30b-a3b", "hardware=8xh200"]
 
@@ -59,6 +60,19 @@ def test_sizes_that_are_given_and_do_not_fit(capsys: pytest.CaptureFixture[str])
     assert error.startswith(
         "zoo: error: the model does not fit a GPU of 80 GB; 64 such GPUs (8 nodes of 8) would do"
     )
+
+
+def test_another_machine_is_planned_for_without_its_gpus_and_packages(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "gpu_count", lambda: 0)
+    arguments = ["plan", "recipe=qwen3_vl_sft", "size=tiny", "engine.backend=te"]
+    assert main([*arguments, "hardware=1xh200"]) == 0
+    for here in ([], ["hardware=cpu"], ["hardware=auto"]):
+        assert main([*arguments, *here]) == 2
+        assert "Transformer Engine needs a GPU and none is here" in capsys.readouterr().err
+    assert main(["plan", "recipe=qwen3_vl_sft", "size=2b", "hardware=1xa100", "engine.fp8=true"]) == 2
+    assert "on Hopper (9.0) alone" in capsys.readouterr().err
 
 
 def test_the_row_of_a_plan_is_as_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,7 +79,7 @@ def test_an_error_and_a_result_that_is_not_finite_are_reported() -> None:
 def test_the_miscompiled_delta_rule_is_refused(
     triton: str, capability: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta_net, "version", lambda name: triton)
+    monkeypatch.setattr(gated_delta_net, "installed_version", lambda name: triton)
     monkeypatch.setattr(gated_delta_net, "has_fla", lambda x: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))

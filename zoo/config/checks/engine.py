@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from zoo.config.checks.layout import all_sparse
@@ -13,6 +12,7 @@ from zoo.config.devices import gpu_capabilities, gpu_count
 from zoo.config.gpus import find_gpu
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
+from zoo.packages import installed_version
 
 TE_IN_FP32 = (
     "engine.backend=te with engine.precision=fp32: Transformer Engine rounds fp32 to TF32 (10 bits) in its products; use "
@@ -93,7 +93,7 @@ def check_packages(recipe: Recipe) -> None:
             raise ConfigError(
                 f"{_FLASH_QLA}: its kernels need a GPU and none is here; leave engine.delta_rule out"
             )
-        if not _is_installed("fla") or _version("flash-qla") != FLASH_QLA_VERSION:
+        if not _is_installed("fla") or installed_version("flash-qla") != FLASH_QLA_VERSION:
             raise ConfigError(
                 f"{_FLASH_QLA}: flash-linear-attention and flash-qla {FLASH_QLA_VERSION} have to be installed; "
                 f"pip install 'zoo-train[kernels,qla]', or leave engine.delta_rule out"
@@ -112,13 +112,6 @@ def check_packages(recipe: Recipe) -> None:
 
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def not_captured(recipe: Recipe) -> str | None:

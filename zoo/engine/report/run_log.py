@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import platform
 import time
@@ -17,6 +16,7 @@ from zoo.engine.report.loss_plot import plot_losses
 from zoo.engine.report.predictions_plot import Prediction, block, plot_predictions
 from zoo.engine.report.progress_line import ACCURACY, Progress
 from zoo.files import Lines, finite, write_atomically
+from zoo.packages import installed_version
 
 PACKAGES = (
     "torch", "megatron-core", "transformers", "transformer-engine", "flash-linear-attention", "flash-qla", "flash-attn-4", "quack-kernels", "triton",
@@ -30,18 +30,12 @@ def environment() -> dict[str, Any]:
     """Versions and machine, which results may depend on."""
     import torch
 
-    versions: dict[str, str | None] = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
         "gpus": gpus,
-        "packages": versions,
+        "packages": {name: installed_version(name) for name in PACKAGES},
     }
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
 
 from zoo.errors import UserError
+from zoo.packages import installed_version
 
 PACKAGES = ("fla", "fla.ops", "fla.modules")  # whose own code imports what they hold
 DISTRIBUTIONS = ("flash-linear-attention", "fla-core")
@@ -76,9 +75,7 @@ def _without_code(name: str) -> ModuleType:
     if parent:
         setattr(sys.modules[parent], own, module)
     else:
-        for distribution in DISTRIBUTIONS:
-            with suppress(PackageNotFoundError):
-                module.__version__ = version(distribution)  # type: ignore[attr-defined]
-                break
+        if (version := installed_version(*DISTRIBUTIONS)) is not None:
+            module.__version__ = version  # type: ignore[attr-defined]
     sys.modules[name] = module
     return module

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from zoo.nn.decoder.unused_arguments import refuse_unused
 from zoo.nn.graphs.row import CHUNK
 from zoo.nn.kernels import fused
 from zoo.nn.kernels.widths import fla_takes
+from zoo.packages import installed_version
 from zoo.packing import PackedLayout
 from zoo.packing.index import chunks, host_to_device, int64, offsets
 
@@ -221,12 +221,9 @@ def fla_fault() -> str | None:
     Its backward kernel is miscompiled for Hopper by Triton 3.4 up to 3.7.0 (fla issue 640). fla 0.6 refuses, older ones
     train with wrong gradients.
     """
-    try:
-        triton = Version(version("triton"))
-    except PackageNotFoundError:
-        return None
+    triton = installed_version("triton")
     hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    if not hopper or not Version("3.4") <= triton < Version("3.7.1"):
+    if triton is None or not hopper or not Version("3.4") <= Version(triton) < Version("3.7.1"):
         return None
     return (
         f"Triton {triton} on {torch.cuda.get_device_name()} gives wrong gradients of the gated delta rule; "
@@ -295,11 +292,11 @@ def gated_delta_rule_and_state(
     FlashQLA is for training alone: with `keep` flash-linear-attention works the rule.
     """
     kernel = delta_rule_kernel(value, "auto" if keep and wanted == "flash_qla" else wanted, key.shape[-1])
-    if kernel == "flash_qla":
+    if kernel != "torch":
         use_shipped_settings()
+    if kernel == "flash_qla":
         return flash_qla.flash_qla_rule(query, key, value, decay, beta, layout), None
     if kernel == "fla":
-        use_shipped_settings()
         kernel_offsets = layout.kept("delta rule", lambda: _kernel_offsets(layout))
         packed = (x[None].contiguous() for x in (query, key, value, decay, beta))
         options = {"use_qk_l2norm_in_kernel": True, **({"output_final_state": True} if keep else {})}

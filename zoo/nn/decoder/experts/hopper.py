@@ -11,13 +11,13 @@ number of rows at each call. So one version is taken, the one that this was chec
 from __future__ import annotations
 
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zoo.nn.kernels.widths import quack_takes
+from zoo.packages import installed_version
 
 VERSION = "0.6.5"
 # The fastest of 14, or within 6 % of it, for each of these products. Two programs of a cluster share what they read of a weight.
@@ -30,11 +30,10 @@ _plans: dict[tuple[Any, ...], Any] = {}  # compiled kernels, which take any numb
 @lru_cache(maxsize=8)
 def is_there(device: torch.device) -> bool:
     """Whether this version of QuACK is installed, and the GPU is one that it was checked on."""
-    try:
-        known = version("quack-kernels") == VERSION
-    except PackageNotFoundError:
-        return False
-    return known and torch.cuda.get_device_capability(device) == (9, 0)
+    return installed_version("quack-kernels") == VERSION and torch.cuda.get_device_capability(device) == (
+        9,
+        0,
+    )
 
 
 def takes(x: Tensor, weight: Tensor, rows: int) -> bool:
