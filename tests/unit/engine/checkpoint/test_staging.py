@@ -401,13 +401,19 @@ def test_an_export_goes_through_a_stage_that_all_ranks_share(nodes: list[list[in
     (target / "README.md").write_text("mine")
     made: list[Path] = []
 
-    def write(folder: Path) -> None:
-        made.append(folder)
+    def fill(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         (folder / "README.md").write_text("zoo's")
         (folder / "model.safetensors").write_bytes(b"weights")
 
-    found = on_all(ranks, lambda stage: write_through(stage, target, 4, write))
+    def export(stage: Stage) -> None:
+        def write(folder: Path) -> None:  # ranks leave it together, as they leave an export
+            made.append(folder)
+            stage.channel.together(lambda: fill(folder) if stage.is_main else None)
+
+        write_through(stage, target, 4, write)
+
+    found = on_all(ranks, export)
     assert found == [None, None]
     if len(nodes) == 2:
         assert made == [target, target]
@@ -417,7 +423,7 @@ def test_an_export_goes_through_a_stage_that_all_ranks_share(nodes: list[list[in
     assert (target / "README.md").read_text() == "zoo's"
     assert (target.with_name("export.kept-1") / "README.md").read_text() == "mine"
     (target / "README.md").write_text("mine, of zoo's folder")
-    assert on_all(ranks, lambda stage: write_through(stage, target, 4, write)) == [None, None]
+    assert on_all(ranks, export) == [None, None]
     assert (target / "README.md").read_text() == "mine, of zoo's folder"
     assert json.loads((target / "zoo_files.json").read_text())["files"].keys() >= {"model.safetensors"}
 

@@ -53,7 +53,7 @@ def export_trained(
 def write_through(stage: Stage | None, target: Path, step: int, write: Callable[[Path], object]) -> None:
     """Have `write` make a folder in the stage and copy it to `target`; without a stage that all ranks share, make it there.
 
-    Every rank calls it, after all checkpoints are copied. Raises what `write` raises, and OSError where the copy fails, also when
+    Every rank calls it, after all checkpoints are copied, and leaves `write` when the folder is whole. Raises what `write` raises, and OSError where the copy fails, also when
     it is tried again.
     """
     if stage is None or len(stage.sharing) < stage.ranks:
