@@ -93,7 +93,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "unit/planner/test_fits.py": {"test_a_line_of_the_tables": 12},
     "unit/planner/test_speed.py": {"*": 0},
-    "unit/planner/test_measured.py": {"test_peak_of_a_step": 12},
     "unit/engine/report/test_startup_time.py": {"test_a_run_says_where_its_first_seconds_went": 0},
     "unit/engine/distributed/test_object_group.py": {
         "test_the_first_rank_s_view_is_everybody_s": 0,
