@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import mul
 from typing import Any
+
+from torch import Tensor
 
 
 class OrderedReductions:
@@ -45,16 +46,37 @@ def reduce_in_order(wrapped: Any) -> None:
     OrderedReductions(wrapped.bucket_groups)
 
 
-def divide_at_the_loss(wrapped: Any, ranks: int) -> None:
+def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:
     """Have the loss of a model chunk divided by the ranks whose mean megatron-core's DDP takes, not each of its gradients.
 
-    That would read and write all of them once more, but where NCCL takes the mean beside the sum, which it can't for experts. megatron-core applies a `grad_scale_func` to all that a backward pass begins with,
-    experts' auxiliary losses and those of further heads included.
+    That would read and write all of them once more, but where NCCL takes the mean beside the sum, which it can't for experts.
+    megatron-core's schedules apply a config's `grad_scale_func` to all that a backward pass begins with, experts' auxiliary losses
+    and those of further heads included. A loop's own `loss.backward()` doesn't: then DDP divides gradients, as it would by itself.
+    The two can't take turns between `zero_grad_buffer` and the reduction.
+
+    Args:
+        always: all backward passes are a schedule's, as those of pipeline stages, of which the last alone has a loss.
     """
-    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
-        for one in (buffer, *buffer.buckets):
-            one.gradient_scaling_factor = 1.0
-    wrapped.config.grad_scale_func = partial(mul, 1.0 / ranks)
+    buffers = (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+    buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
+    zero_gradients = wrapped.zero_grad_buffer
+
+    def set_factor(factor: float) -> None:
+        for bucket in buckets:
+            bucket.gradient_scaling_factor = factor
+
+    def divided(loss: Tensor) -> Tensor:
+        if loss.requires_grad:  # schedules also ask by what auxiliary losses are scaled, in evaluations too
+            set_factor(1.0)
+        return loss / ranks
+
+    def zero_grad_buffer() -> None:
+        set_factor(1.0 if always else 1.0 / ranks)
+        zero_gradients()
+
+    set_factor(1.0 if always else 1.0 / ranks)
+    wrapped.config.grad_scale_func = divided
+    wrapped.zero_grad_buffer = zero_grad_buffer
 
 
 def accumulate_directly(wrapped: Any) -> None:

@@ -32,7 +32,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
 
     Gradients that are kept in bf16 are exchanged as such, and the ranks' are summed in fp32 and rounded once. Where no rank has the
     same weights, nothing is exchanged while the backward pass continues: the bookkeeping of each gradient would take the host's time.
-    Gradients are the ranks' mean if backward passes begin as in megatron-core's schedules, with its config's `grad_scale_func`.
+    Gradients are the ranks' mean, whether a backward pass is one of megatron-core's schedules' or a loop's own.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import (
@@ -67,7 +67,7 @@ def wrap_ddp(chunks: list[Any], recipe: Recipe) -> list[Any]:
             reduce_in_order(chunk)
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     for chunk in wrapped if ranks > 1 else ():
-        divide_at_the_loss(chunk, ranks)
+        divide_at_the_loss(chunk, ranks, always=parallel_state.get_pipeline_model_parallel_world_size() > 1)
     if not overlap:
         for chunk in wrapped:
             accumulate_directly(chunk)

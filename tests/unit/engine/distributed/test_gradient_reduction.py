@@ -29,13 +29,28 @@ def test_ddp_of_one_rank_sends_it_nothing_once_there_is_an_optimizer(
     assert not sent and all((buffer.grad_data == 1.5).all() for buffer in chunks[0].buffers)
 
 
-def test_the_loss_is_divided_in_the_place_of_all_gradients() -> None:
+@pytest.mark.parametrize("always", [False, True])
+def test_either_the_loss_is_divided_or_all_gradients(always: bool) -> None:
     """That the mean is right is what gradients of two ranks are compared for, in tests/distributed."""
-    bucket = SimpleNamespace(gradient_scaling_factor=0.25)
-    buffers = [SimpleNamespace(gradient_scaling_factor=0.25, buckets=[bucket]) for _ in range(2)]
+    zeroed = []
+    buckets = [SimpleNamespace(gradient_scaling_factor=0.25) for _ in range(2)]
+    buffers = [SimpleNamespace(buckets=[bucket]) for bucket in buckets]
     chunk = SimpleNamespace(
-        buffers=buffers[:1], expert_parallel_buffers=buffers[1:], config=SimpleNamespace()
+        buffers=buffers[:1],
+        expert_parallel_buffers=buffers[1:],
+        config=SimpleNamespace(),
+        zero_grad_buffer=lambda: zeroed.append(1),
     )
-    divide_at_the_loss(chunk, 4)
-    assert {one.gradient_scaling_factor for one in (bucket, *buffers)} == {1.0}
+    divide_at_the_loss(chunk, 4, always=always)
+
+    def factors() -> set[float]:
+        return {bucket.gradient_scaling_factor for bucket in buckets}
+
+    own = {1.0 if always else 0.25}  # of a backward pass that a loop begins itself
+    assert factors() == own
     assert chunk.config.grad_scale_func(torch.tensor(8.0)) == 2.0
+    assert factors() == own, "no loss: nothing began"
+    assert chunk.config.grad_scale_func(torch.tensor(8.0, requires_grad=True)) == 2.0
+    assert factors() == {1.0}
+    chunk.zero_grad_buffer()
+    assert factors() == own and zeroed
