@@ -60,6 +60,7 @@ def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:
     buffers = (*wrapped.buffers, *wrapped.expert_parallel_buffers)
     buckets = [bucket for buffer in buffers for bucket in buffer.buckets]
     zero_gradients = wrapped.zero_grad_buffer
+    undivided = 1.0 if always else 1.0 / ranks  # the factor of gradients until a schedule divides their loss
 
     def set_factor(factor: float) -> None:
         for bucket in buckets:
@@ -71,10 +72,10 @@ def divide_at_the_loss(wrapped: Any, ranks: int, *, always: bool) -> None:
         return loss / ranks
 
     def zero_grad_buffer() -> None:
-        set_factor(1.0 if always else 1.0 / ranks)
+        set_factor(undivided)
         zero_gradients()
 
-    set_factor(1.0 if always else 1.0 / ranks)
+    set_factor(undivided)
     wrapped.config.grad_scale_func = divided
     wrapped.zero_grad_buffer = zero_grad_buffer
 
