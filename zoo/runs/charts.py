@@ -6,9 +6,11 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
 
 from zoo.engine.report.loss_plot import smoothed
+from zoo.pages import render
 from zoo.runs.history import Series
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; black is for text.
@@ -59,7 +61,7 @@ def thinned(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def chart(
     title: str, lines: Sequence[Line], *, unit: str = "", zero: bool = False, share: bool = False
-) -> str:
+) -> Markup:
     """A figure with axes, a legend where there are several names, and its points for the page's script.
 
     Args:
@@ -69,15 +71,12 @@ def chart(
     """
     lines = [line for line in lines if line.points]
     if not lines:
-        return ""
+        return Markup()
     x = _Axis([0.0, *(point[0] for line in lines for point in line.points)], _LEFT, _WIDTH - _RIGHT)
     values = [point[1] for line in lines for point in line.points]
     values += [0.0] if zero else [0.0, 1.0] if share else []
     y = _Axis(values, _HEIGHT - _BOTTOM, _TOP)
     legend = {line.name: line.colour for line in lines if not line.faint}
-    keys = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in legend.items()
-    )
     points = [
         {
             "name": line.name,
@@ -87,15 +86,23 @@ def chart(
         for line in lines
         if not line.faint
     ]
-    data = escape(json.dumps({"lines": points, "share": share}), quote=True)
-    body = "".join(
-        [_grid(x, y, share), *(_curve(line, x, y) for line in sorted(lines, key=lambda line: not line.faint))]
-    )
-    return (
-        f"<figure><figcaption>{escape(title)}{f' <span>{escape(unit)}</span>' if unit else ''}</figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)}" data-chart="{data}">{body}'
-        f'<line class="cursor" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/></svg>'
-        f'<div class="legend">{keys if len(legend) > 1 else ""}</div></figure>'
+    y_text = (lambda value: f"{value:.0%}") if share else number
+    return render(
+        "zoo.runs",
+        "chart.html.jinja",
+        title=title,
+        unit=unit,
+        width=_WIDTH,
+        height=_HEIGHT,
+        left=_LEFT,
+        right=_WIDTH - _RIGHT,
+        top=_TOP,
+        bottom=_HEIGHT - _BOTTOM,
+        y_ticks=[(round(y.at(value), 1), y_text(value)) for value in y.ticks(5)],
+        x_ticks=[(round(x.at(value), 1), number(value)) for value in x.ticks(6) if value == int(value)],
+        curves=[_Curve.of(line, x, y) for line in sorted(lines, key=lambda line: not line.faint)],
+        legend=legend if len(legend) > 1 else {},
+        data=json.dumps({"lines": points, "share": share}),
     )
 
 
@@ -120,34 +127,19 @@ class _Axis:
         return [number * step for number in range(start, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def _grid(x: _Axis, y: _Axis, share: bool) -> str:
-    parts = []
-    for value in y.ticks(5):
-        place = y.at(value)
-        text = f"{value:.0%}" if share else number(value)
-        parts.append(
-            f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{place:.1f}" y2="{place:.1f}"/>'
-        )
-        parts.append(f'<text x="{_LEFT - 6}" y="{place + 4:.1f}" text-anchor="end">{text}</text>')
-    for value in x.ticks(6):
-        if value == int(value):
-            parts.append(
-                f'<text x="{x.at(value):.1f}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{number(value)}</text>'
-            )
-    parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">step</text>')
-    return "".join(parts)
+@dataclass(frozen=True)
+class _Curve:
+    """A line in the coordinates of the drawing."""
 
+    points: list[tuple[float, float]]
+    colour: str
+    faint: bool
+    dots: bool
 
-def _curve(line: Line, x: _Axis, y: _Axis) -> str:
-    places = [(x.at(a), y.at(b)) for a, b in line.points]
-    text = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    dots = (
-        "".join(f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" fill="{line.colour}"/>' for a, b in places)
-        if line.dots or len(places) == 1
-        else ""
-    )
-    faint = ' class="faint"' if line.faint else ""
-    return f'<polyline{faint} points="{text}" stroke="{line.colour}"/>{dots}'
+    @staticmethod
+    def of(line: Line, x: _Axis, y: _Axis) -> _Curve:
+        points = [(round(x.at(a), 1), round(y.at(b), 1)) for a, b in line.points]
+        return _Curve(points, line.colour, line.faint, line.dots or len(points) == 1)
 
 
 def number(value: float) -> str:

@@ -15,6 +15,7 @@ from zoo.engine.report.result import read_summary, records
 from zoo.engine.tools.status import RunStatus, read_status
 from zoo.errors import UserError
 
+_LARGEST = 1e30  # of a metric that is drawn
 _KEPT_EVENTS = 1000  # of each kind; what a page shows is far less
 
 
@@ -62,15 +63,12 @@ def read_run(path: str | Path, name: str | None = None) -> Run:
     counts: dict[str, int] = {}
     first = last = None
     for record in records(folder):
-        if isinstance(record.get("time"), (int, float)):
+        if "time" in record:
             first, last = first or record["time"], record["time"]
-        step = record.get("step")
-        if not isinstance(step, int):
-            continue
-        kind = record.get("event")
+        step, kind = record["step"], record.get("event")
         if kind == "eval":
             evaluations.append(record)
-        elif isinstance(kind, str):
+        elif kind is not None:
             counts[kind] = counts.get(kind, 0) + 1
             if counts[kind] <= _KEPT_EVENTS:
                 events.setdefault(kind, []).append(record)
@@ -95,10 +93,11 @@ def _add_step(metrics: dict[str, Series], step: int, record: dict[str, Any]) -> 
     for key, value in record.items():
         if key in ("step", "time") or isinstance(value, bool):
             continue
-        if isinstance(value, (int, float)) or (value is None and key in metrics):
+        is_number = isinstance(value, (int, float)) and abs(value) < _LARGEST
+        if is_number or (value is None and key in metrics):
             metrics.setdefault(key, Series()).add(step, value)
-    tokens, ms = record.get("real_tokens"), record.get("step_ms")
-    if isinstance(tokens, (int, float)) and isinstance(ms, (int, float)) and ms > 0:
+    tokens, ms = record.get("real_tokens"), record.get("step_ms", 0)
+    if tokens is not None and ms > 0:
         metrics.setdefault("tokens_per_second", Series()).add(step, tokens / ms * 1e3)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zoo.engine.report.progress_line import clock
 from zoo.engine.tools.status import RunStatus, is_run, read_status
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 
 _DEPTH = 4  # folders within folders
 _COLUMNS = ("run", "state", "step", "loss", "held out", "exact match", "last step", "to go")
@@ -49,8 +49,8 @@ def _row(run: RunStatus) -> tuple[str, ...]:
     scores = run.eval or {}
     loss, match = scores.get("loss"), scores.get("exact_match")
     return (
-        run.run_dir,
-        run.state,
+        printable(run.run_dir),
+        printable(run.state),
         f"{run.step:,} of {'?' if run.total_steps is None else f'{run.total_steps:,}'}",
         "" if run.mean_loss is None else f"{run.mean_loss:.4f}",
         "" if loss is None else f"{loss:.4f}",

@@ -7,14 +7,15 @@ import datetime
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from zoo.engine.report.progress_line import clock
 from zoo.errors import UserError
 from zoo.files import write_atomically
+from zoo.pages import render
 from zoo.runs.charts import COLOURS, Line, chart, lines_of, number
 from zoo.runs.history import Run, differences, read_run
 
@@ -81,53 +82,40 @@ def _names(folders: Sequence[str | Path]) -> list[str]:
 def page(runs: Sequence[Run]) -> str:
     """The page as text."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: " + ", ".join(run.name for run in runs)
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    script = resources.files("zoo.runs").joinpath("page.js").read_text(encoding="utf-8")
-    style = resources.files("zoo.runs").joinpath("page.css").read_text(encoding="utf-8")
-    parts = [
-        f"<h1>{escape(title)}</h1><p class='quiet'>zoo report, {now}</p>",
-        _overview(runs),
-        _section("Loss and scores", _grid([_losses(runs), *_scores(runs)])),
-        _predictions(runs),
-        _section("Training steps", _grid(_step_charts(runs, _STEP_CHARTS, zero=True))),
-        _section("Further metrics", _grid(_step_charts(runs, _further(runs)))),
-        _data(runs),
+    sections = [
+        ("", _overview(runs)),
+        ("Loss and scores", _grid([_losses(runs), *_scores(runs)])),
+        ("Predictions on held-out rows", _predictions(runs)),
+        ("Training steps", _grid(_step_charts(runs, _STEP_CHARTS, zero=True))),
+        ("Further metrics", _grid(_step_charts(runs, _further(runs)))),
+        ("Data", _data(runs)),
         _recipe(runs),
-        _events(runs),
-        _environment(runs),
+        ("Events", _events(runs)),
+        ("Machine", _environment(runs)),
     ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{style}</style></head>'
-        f"<body>{''.join(parts)}<script>{script}</script></body></html>\n"
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return render(
+        "zoo.runs",
+        "page.html.jinja",
+        title=title,
+        now=now,
+        sections=[(heading, body) for heading, body in sections if body],
     )
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h2>{escape(title)}</h2>{body}" if body else ""
+def _grid(charts: Sequence[Markup]) -> Markup:
+    return Markup('<div class="charts">{}</div>').format(Markup().join(charts)) if any(charts) else Markup()
 
 
-def _grid(charts: Sequence[str]) -> str:
-    return f'<div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> Markup:
+    """A table whose first `text` columns are set flush left."""
+    return render("zoo.runs", "table.html.jinja", head=head, rows=rows, text=text)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """Cells are HTML; the first `text` columns are set flush left."""
-
-    def cells(values: Sequence[str], tag: str) -> str:
-        return "".join(
-            f"<{tag}{' class=text' if index < text else ''}>{value}</{tag}>"
-            for index, value in enumerate(values)
-        )
-
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{cells(head, "th")}</tr>{body}</table></div>'
-
-
-def _overview(runs: Sequence[Run]) -> str:
+def _overview(runs: Sequence[Run]) -> Markup:
     rows: dict[str, Callable[[Run], str]] = {
-        "state": lambda run: escape(run.status.state + (f": {run.status.why}" if run.status.why else "")),
-        "recipe": lambda run: escape(" ".join(str(run.recipe.get(key) or "") for key in ("recipe", "size"))),
+        "state": lambda run: run.status.state + (f": {run.status.why}" if run.status.why else ""),
+        "recipe": lambda run: " ".join(str(run.recipe.get(key) or "") for key in ("recipe", "size")),
         "steps": lambda run: f"{run.status.step:,} of {run.status.total_steps or '?'}",
         "loss": lambda run: _digits(run.status.mean_loss),
         "held-out loss": lambda run: _digits((run.status.eval or {}).get("loss")),
@@ -140,12 +128,16 @@ def _overview(runs: Sequence[Run]) -> str:
         "steps not applied": lambda run: str(run.status.skipped_steps),
         "rows left out": lambda run: f"{sum(run.status.bad_rows.values()):,}",
     }
-    head = ["", *(_key(runs, run) + escape(run.name) for run in runs)]
+    head = ["", *(_labelled(runs, run) for run in runs)]
     return _table(head, [[name, *map(cell, runs)] for name, cell in rows.items()], text=len(head))
 
 
-def _key(runs: Sequence[Run], run: Run) -> str:
-    return f'<i class="key" style="background:{COLOURS[list(runs).index(run)]}"></i>' if len(runs) > 1 else ""
+def _labelled(runs: Sequence[Run], run: Run) -> str:
+    """The run's name; among several, behind its colour."""
+    if len(runs) == 1:
+        return run.name
+    colour = COLOURS[list(runs).index(run)]
+    return Markup('<i class="key" style="background:{}"></i>{}').format(colour, run.name)
 
 
 def _digits(value: float | None) -> str:
@@ -175,7 +167,7 @@ def _best(run: Run) -> str:
     return f"{best['exact_match']:.1%} at step {best['step']:,}"
 
 
-def _losses(runs: Sequence[Run]) -> str:
+def _losses(runs: Sequence[Run]) -> Markup:
     lines: list[Line] = []
     for index, run in enumerate(runs):
         held_out = _points(run, "loss")
@@ -200,7 +192,7 @@ def _points(run: Run, *keys: str) -> list[tuple[float, float]]:
     return found
 
 
-def _scores(runs: Sequence[Run]) -> list[str]:
+def _scores(runs: Sequence[Run]) -> list[Markup]:
     """Exact match of all rows by run, and of each kind of row."""
     kinds = sorted(
         {kind for run in runs for record in run.evaluations for kind in record.get("by_kind") or {}}
@@ -220,7 +212,7 @@ def _scores(runs: Sequence[Run]) -> list[str]:
     return charts
 
 
-def _step_charts(runs: Sequence[Run], charts: dict[str, tuple[str, str]], zero: bool = False) -> list[str]:
+def _step_charts(runs: Sequence[Run], charts: dict[str, tuple[str, str]], zero: bool = False) -> list[Markup]:
     return [
         chart(
             title,
@@ -243,38 +235,44 @@ def _further(runs: Sequence[Run]) -> dict[str, tuple[str, str]]:
     return {name: (_OTHER_TITLES.get(name, name), "") for name in names}
 
 
-def _predictions(runs: Sequence[Run]) -> str:
+def _predictions(runs: Sequence[Run]) -> Markup:
     """The picture of the last predictions, as the run drew it."""
     parts = []
     for run in runs:
         picture = run.folder / "plots" / "predictions.png"
         if picture.is_file():
+            if len(runs) > 1:
+                parts.append(Markup("<h3>{}</h3>").format(_labelled(runs, run)))
             data = base64.b64encode(picture.read_bytes()).decode("ascii")
-            name = f"<h3>{_key(runs, run)}{escape(run.name)}</h3>" if len(runs) > 1 else ""
             parts.append(
-                f'{name}<img alt="predictions of {escape(run.name)}" src="data:image/png;base64,{data}">'
+                Markup('<img alt="predictions of {}" src="data:image/png;base64,{}">').format(run.name, data)
             )
-    return _section("Predictions on held-out rows", "".join(parts))
+    return Markup().join(parts)
 
 
-def _data(runs: Sequence[Run]) -> str:
+def _data(runs: Sequence[Run]) -> Markup:
     """The entries of each mixture, the held-out rows by kind, and the rows that were left out."""
     rows = []
     for run in runs:
-        trained = escape(", ".join(map(_plain, _listed(run.recipe.get("data.train")))))
         last = run.evaluations[-1] if run.evaluations else {}
         kinds = ", ".join(
-            f"{found.get('rows')} {kind}" for kind, found in (last.get("by_kind") or {}).items()
+            f"{scores.get('rows')} {kind}" for kind, scores in (last.get("by_kind") or {}).items()
         )
-        held_out = escape(", ".join(map(_plain, _listed(last.get("data")))) + (f": {kinds}" if kinds else ""))
         left_out = ", ".join(f"{count:,} {cause}" for cause, count in run.status.bad_rows.items()) or "none"
         tokens = run.metrics["real_tokens"].values if "real_tokens" in run.metrics else ()
         labels = run.metrics["labels"].values if "labels" in run.metrics else ()
-        share = f"{sum(labels) / sum(tokens):.1%}" if tokens and sum(tokens) else ""
-        name = _key(runs, run) + escape(run.name)
-        rows.append([name, trained, held_out, number(sum(tokens)), share, escape(left_out)])
+        rows.append(
+            [
+                _labelled(runs, run),
+                ", ".join(map(_plain, _listed(run.recipe.get("data.train")))),
+                ", ".join(map(_plain, _listed(last.get("data")))) + (f": {kinds}" if kinds else ""),
+                number(sum(tokens)),
+                f"{sum(labels) / sum(tokens):.1%}" if tokens and sum(tokens) else "",
+                left_out,
+            ]
+        )
     head = ["run", "trains on", "evaluates on", "real tokens", "tokens with loss", "rows left out"]
-    return _section("Data", _table(head, rows, text=3))
+    return _table(head, rows, text=3)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -285,18 +283,18 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _recipe(runs: Sequence[Run]) -> str:
-    """The keys in which runs differ; of a single run, those that its user and recipe set."""
+def _recipe(runs: Sequence[Run]) -> tuple[str, Markup]:
+    """A heading, and the keys in which runs differ; of a single run, those that its user and recipe set."""
     if len(runs) > 1:
-        found = differences(runs)
-        if not found:
-            return _section("Recipes", "<p>The recipes are the same.</p>")
-        head = ["key", *(_key(runs, run) + escape(run.name) for run in runs)]
-        rows = [[escape(key), *(escape(_short(value)) for value in values)] for key, values in found.items()]
-        return _section("Recipes: the keys that differ", _table(head, rows, text=len(head)))
-    rows = [[escape(key), escape(_short(value))] for key, value in _set_keys(runs[0]).items()]
-    body = _table(["key", "value"], rows, text=2) if rows else ""
-    return _section("Recipe: what differs from the defaults", body)
+        keys = differences(runs)
+        if not keys:
+            return "Recipes", Markup("<p>The recipes are the same.</p>")
+        head = ["key", *(_labelled(runs, run) for run in runs)]
+        rows = [[key, *map(_short, values)] for key, values in keys.items()]
+        return "Recipes: the keys that differ", _table(head, rows, text=len(head))
+    rows = [[key, _short(value)] for key, value in _set_keys(runs[0]).items()]
+    body = _table(["key", "value"], rows, text=2) if rows else Markup()
+    return "Recipe: what differs from the defaults", body
 
 
 def _short(value: Any) -> str:
@@ -317,54 +315,48 @@ def _set_keys(run: Run) -> dict[str, Any]:
     }
 
 
-def _events(runs: Sequence[Run]) -> str:
+def _events(runs: Sequence[Run]) -> Markup:
     parts = []
     for run in runs:
-        some = [record for kind in _EVENTS for record in run.events.get(kind, ())]
-        some.sort(key=lambda record: (record.get("time") or 0, record["step"]))
+        events = [record for kind in _EVENTS for record in run.events.get(kind, ())]
+        events.sort(key=lambda record: (record.get("time") or 0, record["step"]))
         rows = [
-            [f"{record['step']:,}", _when(record), escape(str(record["event"])), _about(record)]
-            for record in some
+            [f"{record['step']:,}", _when(record), str(record["event"]), _about(record)] for record in events
         ]
-        slow = run.counts.get("slow_step", 0)
-        more = f"<p>{slow:,} slow steps, {run.counts.get('save', 0):,} saves.</p>"
-        if len(rows) > _LISTED:
-            more += f"<p>The first {_LISTED} of {len(rows):,} events; train.jsonl has all.</p>"
-        name = f"{_key(runs, run)}{escape(run.name)}"
-        table = _table(["step", "time (UTC)", "event", ""], rows[:_LISTED], text=4)
-        parts.append(
-            f"<details{' open' if len(runs) == 1 else ''}><summary>{name}</summary>{more}{table}</details>"
+        counts = Markup(
+            f"<p>{run.counts.get('slow_step', 0):,} slow steps, {run.counts.get('save', 0):,} saves.</p>"
         )
-    return _section("Events", "".join(parts))
+        if len(rows) > _LISTED:
+            counts += Markup(f"<p>The first {_LISTED} of {len(rows):,} events; train.jsonl has all.</p>")
+        parts.append(
+            Markup("<details{}><summary>{}</summary>{}{}</details>").format(
+                Markup(" open") if len(runs) == 1 else "",
+                _labelled(runs, run),
+                counts,
+                _table(["step", "time (UTC)", "event", ""], rows[:_LISTED], text=4),
+            )
+        )
+    return Markup().join(parts)
 
 
 def _when(record: dict[str, Any]) -> str:
-    time = record.get("time")
-    if not isinstance(time, (int, float)):
+    if "time" not in record:
         return ""
-    return datetime.datetime.fromtimestamp(time, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return datetime.datetime.fromtimestamp(record["time"], datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _about(record: dict[str, Any]) -> str:
     fields = {key: value for key, value in record.items() if key not in ("event", "step", "time")}
-    return escape(", ".join(f"{key}: {_short(value)}" for key, value in fields.items()))
+    return ", ".join(f"{key}: {_short(value)}" for key, value in fields.items())
 
 
-def _environment(runs: Sequence[Run]) -> str:
+def _environment(runs: Sequence[Run]) -> Markup:
     rows = []
     for run in runs:
         env = run.environment
         packages = env.get("packages") if isinstance(env.get("packages"), dict) else {}
         versions = ", ".join(f"{name} {version}" for name, version in (packages or {}).items() if version)
-        gpus = ", ".join(map(str, env.get("gpus") or ())) or "none"
-        name = _key(runs, run) + escape(run.name)
-        rows.append(
-            [
-                name,
-                escape(str(env.get("system", ""))),
-                escape(gpus),
-                escape(str(env.get("python", ""))),
-                escape(versions),
-            ]
-        )
-    return _section("Machine", _table(["run", "system", "GPUs", "Python", "packages"], rows, text=5))
+        gpus = ", ".join(map(str, _listed(env.get("gpus")))) or "none"
+        row = [_labelled(runs, run), str(env.get("system", "")), gpus, str(env.get("python", "")), versions]
+        rows.append(row)
+    return _table(["run", "system", "GPUs", "Python", "packages"], rows, text=5)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ import zoo
 from zoo.cli.main import main
 from zoo.config.compose import load_recipe, save_recipe
 from zoo.engine.report.loss_plot import plot_losses, smoothed
+from zoo.engine.report.result import TrainResult, losses_by_step
 from zoo.errors import UserError
 from zoo.runs.charts import Line, chart, lines_of, thinned
 from zoo.runs.history import Series, differences, read_run
@@ -203,3 +205,71 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_folder_that_is_no_run_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no run folder"):
         zoo.report([tmp_path])
+
+
+ODD: list[Any] = [None, True, -1, 0, 1.5, 10**30, 10**400, -(10**30), 1e308, "", "x", "\x1b[31mred", [], [1], {}, {"a": "b"}, {"a": {"b": []}}]  # fmt: skip
+FIELDS = [
+    "step",
+    "event",
+    "time",
+    "loss",
+    "step_ms",
+    "real_tokens",
+    "labels",
+    "total_steps",
+    "cause",
+    "why",
+    "reason",
+    "message",
+    "counts",
+    "by_kind",
+    "exact_match",
+    "rows",
+    "bytes",
+    "write_ms",
+    "lr",
+    "data_wait",
+    "path",
+    "skipped",
+    "data",
+]
+EVENTS = ("start", "resume", "eval", "end", "skip", "slow_step", "rows_left_out", "save", "export")
+
+
+def odd_lines(rng: random.Random) -> list[str]:
+    """Lines as zoo writes them, with some fields that are missing or anything, and lines that are no record."""
+    lines = ["[" * 100_000, "NaN", "3", '{"step": NaN, "loss": 1}', "\x00", '{"step": 1, "loss": 1e999}']
+    for step in range(1, 6):
+        record: dict[str, Any] = {
+            "step": step,
+            "loss": 1.0,
+            "step_ms": 5.0,
+            "real_tokens": 8,
+            "time": 1e9 + step,
+        }
+        if rng.random() < 0.6:
+            scores = {"image": {"exact_match": 0.5, "rows": 2, "loss": 1.0}}
+            record |= {"event": rng.choice(EVENTS), "exact_match": 0.5, "by_kind": scores, "counts": {"x": 1}}
+        for name in rng.sample(FIELDS, rng.randint(0, 4)):
+            record[name] = rng.choice(ODD)
+        for name in rng.sample(sorted(record), rng.randint(0, 2)):
+            del record[name]
+        lines.append(json.dumps(record))
+    rng.shuffle(lines)
+    return lines
+
+
+def test_odd_lines_of_a_log_end_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever stands in train.jsonl, whoever wrote it: a status, a list, a page, a plot; no escape code on the terminal."""
+    rng = random.Random(0)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for number in range(150):
+        (folder / "train.jsonl").write_text("\n".join(odd_lines(rng)) + "\n")
+        for arguments in (["show", str(folder)], ["list", "runs", str(tmp_path)], ["report", str(folder)]):
+            assert main(arguments) == 0, number
+        assert not Page((folder / "report.html").read_text()).open
+        TrainResult.from_run_dir(folder) if (folder / "summary.json").is_file() else losses_by_step(folder)
+        if number % 10 == 0:
+            plot_losses(folder)
+    assert "\x1b" not in capsys.readouterr().out

@@ -19,7 +19,7 @@ def plot_losses(folder: Path) -> Path | None:
     for record in records(folder):
         if "event" not in record:
             steps.append({key: record[key] for key in ("step", "loss", "skipped") if key in record})
-        elif record["event"] == "eval":
+        elif record["event"] == "eval" and record.get("by_kind"):
             evals.append(record)
     if not steps:
         return None
@@ -46,7 +46,7 @@ def plot_losses(folder: Path) -> Path | None:
 def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]]) -> None:
     good = [r for r in steps if "skipped" not in r]
     x = [r["step"] for r in good]
-    y = [math.nan if r["loss"] is None else r["loss"] for r in good]
+    y = [_height(r["loss"]) for r in good]
     axis.plot(x, y, color="tab:blue", alpha=0.35, linewidth=1, label="training")
     axis.plot(x, smoothed(y), color="tab:blue", linewidth=2, label="training, smoothed")
     if len(good) < len(steps):
@@ -56,11 +56,19 @@ def _losses(axis: Any, steps: list[dict[str, Any]], evals: list[dict[str, Any]])
         )  # fmt: skip
     if evals:
         axis.plot(
-            [r["step"] for r in evals], [r["loss"] for r in evals], "o-", color="tab:orange", label="held out"
+            [r["step"] for r in evals],
+            [_height(r.get("loss")) for r in evals],
+            "o-",
+            color="tab:orange",
+            label="held out",
         )
     axis.set(xlabel="optimizer step", ylabel="loss (nats a label)", ylim=(0, None), title="loss")
     axis.grid(alpha=0.3)
     axis.legend()
+
+
+def _height(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
@@ -70,14 +78,15 @@ def _exact_match(axis: Any, evals: list[dict[str, Any]]) -> None:
     axis.set_title(f"{'exact match' if score == 'exact_match' else 'accuracy of pairs'} on held-out rows")
     if len(evals) == 1:
         shares = [evals[0]["by_kind"][kind] for kind in kinds]
-        names = [f"{kind} ({share['rows']})" for kind, share in zip(kinds, shares, strict=True)]
-        bars = axis.barh(names, [share[score] for share in shares], color="tab:green")
-        axis.bar_label(bars, [f"{share[score]:.0%}" for share in shares], padding=3)
+        names = [f"{kind} ({share.get('rows', '?')})" for kind, share in zip(kinds, shares, strict=True)]
+        heights = [_height(share.get(score)) for share in shares]
+        bars = axis.barh(names, heights, color="tab:green")
+        axis.bar_label(bars, [f"{height:.0%}" for height in heights], padding=3)
         axis.set(xlim=(0, 1.1), xlabel=f"share of rows, at step {evals[0]['step']}")
         axis.invert_yaxis()
         return
     for kind in kinds:
-        points = [(r["step"], r["by_kind"][kind][score]) for r in evals if kind in r["by_kind"]]
+        points = [(r["step"], _height(r["by_kind"][kind].get(score))) for r in evals if kind in r["by_kind"]]
         axis.plot(*zip(*points, strict=True), "o-", linewidth=1, markersize=4, label=kind)
     axis.set(xlabel="optimizer step", ylabel="share of rows", ylim=(-0.02, 1.02))
     axis.grid(alpha=0.3)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED
 from zoo.errors import UserError
+from zoo.files import read_object
+
+_LONGEST_LINE = 2**20  # bytes of a line of train.jsonl that are read; zoo writes a few thousand at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,7 @@ class TrainResult:
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """`summary.json` of a run folder; None where no run has ended."""
     file = Path(run_dir) / "summary.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    return read_object(file) if file.is_file() else None
 
 
 def was_completed(run_dir: str | Path, steps: int, export: bool) -> bool:
@@ -88,15 +91,67 @@ def evaluations_by_step(run_dir: str | Path) -> dict[int, dict[str, Any]]:
 
 
 def records(run_dir: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of `train.jsonl`, one at a time: steps, and events by `event`; half-written lines are left out."""
+    """The lines of `train.jsonl`, one at a time: steps, which have a `loss`, and events by `event`.
+
+    Every line has a `step`, and each field that zoo reads is of its type. Lines that are not so are left out: those that a
+    killed run left half-written, and what others have written there.
+    """
     log = Path(run_dir) / "train.jsonl"
     if not log.is_file():
         return
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
+    with log.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
             try:
-                record = json.loads(line)
-            except ValueError:  # a line that a killed run left half-written
+                record = json.loads(line.decode("utf-8", errors="replace"))
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict):
+            if _is_record(record):
                 yield record
+
+
+def _is_record(record: Any) -> bool:
+    return (
+        isinstance(record, dict)
+        and "step" in record
+        and ("event" in record or "loss" in record)
+        and all(is_valid(record[key]) for key, is_valid in _FIELDS.items() if key in record)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 10**15
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= 1e30
+
+
+def _is_measure(value: Any) -> bool:
+    return value is None or _is_number(value)  # JSON has null for a number that is not finite
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and 0 <= value <= 2**32  # seconds since 1970
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, value.values()))
+
+
+def _are_scores(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(scores, dict) and all(map(_is_measure, scores.values())) for scores in value.values()
+    )
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {  # of a step or of an event -> whether a value can be one
+    "step": _is_count, "total_steps": _is_count, "bytes": _is_count, "rows": _is_count,
+    "time": _is_time,
+    "loss": _is_measure, "exact_match": _is_measure, "step_ms": _is_number, "write_ms": _is_number, "real_tokens": _is_number,
+    "event": _is_text, "reason": _is_text, "cause": _is_text,
+    "counts": _are_counts, "by_kind": _are_scores,
+}  # fmt: skip

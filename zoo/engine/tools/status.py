@@ -17,7 +17,7 @@ from zoo.engine.report.progress_line import clock
 from zoo.engine.report.result import read_summary, records
 from zoo.engine.watchdog.health import read_health
 from zoo.engine.watchdog.run_lock import held_since
-from zoo.errors import UserError
+from zoo.errors import UserError, printable
 
 _RECENT = 50  # steps that speed and loss are taken over
 _STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout
@@ -79,6 +79,7 @@ def read_status(path: str | Path) -> RunStatus:
     # The first step after a start is not typical: kernels are built, caches are filled.
     recent = recent[1:] if 1 < len(recent) < _RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
+    tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
     health, summary = read_health(folder), read_summary(folder) or {}
     state, why = _state(events, last, health, summary, held_since(folder))
     live = state in ("running", "stalled", "starting")
@@ -94,7 +95,7 @@ def read_status(path: str | Path) -> RunStatus:
         step=step,
         total_steps=total,
         steps_per_second=1 / seconds if seconds else None,
-        tokens_per_second=statistics.mean(r["real_tokens"] for r in recent) / seconds if seconds else None,
+        tokens_per_second=statistics.mean(tokens) / seconds if seconds and tokens else None,
         eta_seconds=(total - step) * seconds if live and seconds and total is not None else None,
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
@@ -106,8 +107,8 @@ def read_status(path: str | Path) -> RunStatus:
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
         starts=sum(r["event"] in ("start", "resume") for r in events),
         skipped_steps=sum(r["event"] == "skip" for r in events),
-        slow_steps=dict(Counter(r["cause"] for r in events if r["event"] == "slow_step")),
-        bad_rows=next((r["counts"] for r in events[::-1] if r["event"] == "rows_left_out"), {}),
+        slow_steps=dict(Counter(r.get("cause", "?") for r in events if r["event"] == "slow_step")),
+        bad_rows=next((r.get("counts", {}) for r in events[::-1] if r["event"] == "rows_left_out"), {}),
         ranks=health["ranks"] if health and (live or state in ("failed", "gone")) else [],
         health_age=health["age"] if health else None,
     )
@@ -120,7 +121,7 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     for record in records(folder):
         if "event" in record:
             events.append(record)
-        elif isinstance(record.get("step"), int):
+        else:
             last.pop(record["step"], None)  # a step that was repeated comes last
             last[record["step"]] = record
             if len(last) > _RECENT:
@@ -169,7 +170,8 @@ def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
     gaps = [b - a for a, b in pairwise(times) if b >= a]
     if gaps:
         return statistics.median(gaps) or None
-    return statistics.median(r["step_ms"] for r in recent) / 1e3 if recent else None
+    durations = [r["step_ms"] for r in recent if "step_ms" in r]
+    return statistics.median(durations) / 1e3 or None if durations else None
 
 
 def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
@@ -196,7 +198,7 @@ def describe(status: RunStatus) -> str:
         ("health", _health(status)),
         *(("", line) for line in _trouble(status)),
     ]
-    return "\n".join(f"{name:<10} {text}".rstrip() for name, text in lines if text)
+    return "\n".join(f"{name:<10} {printable(text)}".rstrip() for name, text in lines if text)
 
 
 def _joined(*parts: str) -> str:
@@ -231,7 +233,8 @@ def _match(metrics: dict[str, Any]) -> str:
 def _eval(metrics: dict[str, Any] | None) -> str:
     if metrics is None:
         return ""
-    return f"loss {metrics['loss']:.4f}, {_match(metrics)}at step {metrics['step']}"
+    loss = "" if metrics["loss"] is None else f"loss {metrics['loss']:.4f}, "
+    return f"{loss}{_match(metrics)}at step {metrics['step']}"
 
 
 def _saved(status: RunStatus) -> str:

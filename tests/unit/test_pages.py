@@ -1,0 +1,157 @@
+"""Pages that zoo writes show strangers' texts as texts: no field of a row, a recipe, a log or a name becomes markup."""
+
+import json
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from zoo.config.compose import load_recipe, save_recipe
+from zoo.inspection.lengths import Filling, Lengths
+from zoo.inspection.page import write_page
+from zoo.inspection.rows import KINDS, PackedRow, Segment, Span
+from zoo.pages import render
+
+HOSTILE = "\"'><img src=x onerror=\"document.title='taken'\"></title></style></pre><script>document.title='taken'</script>{{ 7*7 }}"
+# Every tag and attribute that the pages themselves have.
+TAGS = set(
+    [
+        "html",
+        "head",
+        "meta",
+        "title",
+        "style",
+        "body",
+        "h1",
+        "h2",
+        "h3",
+        "p",
+        "span",
+        "div",
+        "i",
+        "svg",
+        "polyline",
+        "line",
+        "text",
+        "circle",
+        "details",
+        "summary",
+        "pre",
+        "mark",
+        "table",
+        "tr",
+        "th",
+        "td",
+        "a",
+        "figure",
+        "figcaption",
+        "img",
+        "script",
+    ]
+)
+
+
+class Page(HTMLParser):
+    """Reads a page as a browser does, and keeps what could run something."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.targets: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+        self.targets += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.texts += [value or "" for name, value in attrs if name in ("title", "aria-label", "data-chart")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def check(path: Path, scripts: int) -> Page:
+    """The page has its own tags alone, no handlers, `scripts` scripts; in a browser, where there is one, nothing runs."""
+    page = Page(path.read_text(encoding="utf-8"))
+    assert set(page.tags) <= TAGS and not page.handlers
+    assert page.tags.count("script") == scripts
+    assert not [target for target in page.targets if not target.startswith(("data:image/png", "%22"))]
+    assert any("<script>document.title='taken'</script>" in text for text in page.texts)
+    assert not any("49" in text and "{{" not in text for text in page.texts if "onerror" in text)
+    browser = shutil.which("chromium") or shutil.which("chromium-browser")
+    if browser:
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
+        dom = subprocess.run(
+            [*command, "--dump-dom", path.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        assert "<title>taken</title>" not in dom and "<title>" in dom
+    return page
+
+
+def test_texts_of_rows_stay_texts(tmp_path: Path) -> None:
+    """Whatever a row brings: its kind, its source, the texts of its tokens; also the run's title and the picture's name."""
+    spans = tuple(Span(kind, 2 * i, 2 * i + 2, HOSTILE if i % 2 else "") for i, kind in enumerate(KINDS))
+    end = 2 * len(KINDS)
+    segment = Segment(0, end, end + 1, HOSTILE, HOSTILE, spans)
+    row = PackedRow(end + 2, (segment, segment), torch.zeros(3, end + 2), HOSTILE)
+    filling = Filling(8, 0, 1, 1.0, 0.0, 0.0, 0.0)
+    lengths = Lengths(1, HOSTILE, {HOSTILE: 1.0}, 0.5, {HOSTILE: 0.5}, {HOSTILE: 1}, (filling,), (3,))
+    page = check(write_page([row], lengths, HOSTILE, HOSTILE, tmp_path / "rows.html"), scripts=0)
+    assert sum("taken" in text for text in page.texts) >= 10
+
+
+def hostile_log() -> list[dict[str, Any]]:
+    scores = {"exact_match": 0.5, "rows": HOSTILE, "loss": 2.0}
+    return [
+        {"event": "start", "step": 0, "total_steps": HOSTILE, "time": 1e9, HOSTILE: HOSTILE},
+        *({"step": n, "loss": 1.0, HOSTILE: 2.0, "real_tokens": 5, "labels": 1} for n in range(1, 4)),
+        {"event": "skip", "step": 2, "cause": HOSTILE, "why": HOSTILE, "time": HOSTILE},
+        {"event": "export", "step": 3, "time": 1e9, "folder": [HOSTILE], HOSTILE: {HOSTILE: HOSTILE}},
+        {
+            "event": "eval",
+            "step": 3,
+            "loss": 1.0,
+            "exact_match": 0.5,
+            "by_kind": {HOSTILE: scores},
+            "data": [HOSTILE],
+        },
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_texts_of_runs_stay_texts(count: int, tmp_path: Path) -> None:
+    """Whatever a run's folder brings: its name, its log, its recipe, what is said of its machine."""
+    folders = []
+    for number in range(count):
+        folder = tmp_path / f"{number}" / HOSTILE.replace("/", "∕")
+        (folder / "plots").mkdir(parents=True)
+        (folder / "plots" / "predictions.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+        (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in hostile_log()))
+        recipe = load_recipe("qwen3_vl_sft", ["hardware=cpu", "train.keep_best=null"])
+        recipe = zoo.config.schema.with_parts(
+            recipe,
+            recipe=HOSTILE,
+            data=zoo.config.schema.with_parts(recipe.data, train=[HOSTILE, str(number)]),
+            run=zoo.config.schema.with_parts(recipe.run, callbacks=[HOSTILE]),
+        )
+        save_recipe(recipe, folder / "config.yaml")
+        packages = {HOSTILE: HOSTILE}
+        (folder / "env.json").write_text(
+            json.dumps({"system": HOSTILE, "python": HOSTILE, "gpus": [HOSTILE], "packages": packages})
+        )
+        folders.append(folder)
+    page = check(zoo.report(folders, tmp_path / "report.html"), scripts=1)
+    assert sum("taken" in text for text in page.texts) >= 12 * count
+
+
+def test_templates_escape_and_name_what_they_lack() -> None:
+    with pytest.raises(Exception, match="undefined"):
+        render("zoo.runs", "table.html.jinja")
+    assert "<b>" not in render("zoo.runs", "table.html.jinja", head=["<b>"], rows=[["<b>"]], text=1)
