@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,16 +73,35 @@ def test_files_that_pages_link_to_become_pages() -> None:
     assert "- `test_site.py`" in HOOK.content("tests/unit")
 
 
-def test_the_reference_names_what_is_there() -> None:
-    names = re.findall(r"^::: (\S+)$", (REPO / "docs" / "reference.md").read_text(), re.MULTILINE)
-    assert "zoo.train" in names
-    for name in names:
-        parts = name.split(".")
+def referenced() -> dict[str, Any]:
+    """Name -> object, for all that docs/reference.md shows."""
+    objects = {}
+    for name in re.findall(r"^::: (\S+)$", (REPO / "docs" / "reference.md").read_text(), re.MULTILINE):
         try:
-            found = importlib.import_module(name)
+            objects[name] = importlib.import_module(name)
         except ModuleNotFoundError:
-            found = getattr(importlib.import_module(".".join(parts[:-1])), parts[-1])
-        assert found.__doc__, f"{name} has no docstring"
+            module, _, attribute = name.rpartition(".")
+            objects[name] = getattr(importlib.import_module(module), attribute)
+    return objects
+
+
+def test_the_reference_names_what_is_there() -> None:
+    objects = referenced()
+    assert "zoo.train" in objects
+    for name, value in objects.items():
+        assert value.__doc__, f"{name} has no docstring"
+
+
+def test_docstrings_of_the_reference_name_parameters() -> None:
+    """`make docs` refuses an entry under Args that is no parameter, such as two names on one line."""
+    for name, value in referenced().items():
+        methods = [member for _, member in inspect.getmembers(value, inspect.isfunction)]
+        for function in [value, *methods] if inspect.isfunction(value) or inspect.isclass(value) else methods:
+            section = re.search(
+                r"\n *Args:\n(.*?)(?:\n\n|\Z)", inspect.cleandoc(function.__doc__ or ""), re.DOTALL
+            )
+            entries = re.findall(r"^    (\S.*?):", section[1], re.MULTILINE) if section else []
+            assert set(entries) <= set(inspect.signature(function).parameters), f"{name}: {entries}"
 
 
 def test_the_reference_has_all_that_zoo_offers() -> None:

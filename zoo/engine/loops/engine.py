@@ -148,7 +148,10 @@ class Engine(OpenModel):
             rows: the same on every rank: rows of a data set, or dicts as in JSONL, whose last answer is left out of the prompt.
                 A replica gets the answers to each `dp_size`-th row.
             samples: answers to each row, drawn apart from one another.
-            max_new_tokens, temperature, top_p, seed: as `zoo.generate` takes them; another seed gives other draws.
+            max_new_tokens: most tokens of an answer.
+            temperature: as `zoo.generate` takes it; 0: the most likely token.
+            top_p: as `zoo.generate` takes it.
+            seed: of the draws; another seed gives other answers.
             batch: most prompts that are answered at once.
 
         Raises:

@@ -184,7 +184,9 @@ class OpenModel:
 
         Args:
             device: "cpu" or "cuda".
-            model, optimizer, gradients: what is moved; what is there already stays.
+            model: whether weights are moved; those that are there already stay.
+            optimizer: the same of the optimizer's state.
+            gradients: the same of gradients.
 
         Returns:
             Bytes moved, by kind, and seconds.

@@ -66,10 +66,13 @@ def top_tokens(
     The same call goes on with a folder that an earlier one has left half-way.
 
     Args:
-        path, rows, overrides, here: as `zoo.score` takes them; neither the layout nor packing changes the result.
+        path: the teacher, as `zoo.score` takes a model.
+        rows: as `zoo.score` takes them.
         out: the folder.
+        overrides: recipe keys, as `zoo.score` takes them; neither the layout nor packing changes the result.
         top_k: tokens of each label; the others are one outcome.
         temperature: divides the teacher's logits.
+        here: in this process, as `zoo.score` takes it.
 
     Returns:
         `rows` (those that were left out as bad ones not counted), `labels`, and the `files` written by this call.
