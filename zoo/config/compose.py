@@ -17,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from zoo.config.devices import gpu_count
-from zoo.config.files import hardware_layers, read_recipe, read_size, read_task, root_recipes, size_names
+from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, escaped, override_layer
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
 from zoo.config.locate import STATE, Place, look, read_arch
+from zoo.config.recipes.chain import base_chain, is_shipped, recipe_name, refuse_file_keys, without_file_keys
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import read_object, write_atomically
@@ -60,12 +60,7 @@ OF_A_RUN = (
     "data.min_pixels", "data.max_pixels", "data.video_max_pixels", "data.video_fps", "data.max_frames",
 )  # fmt: skip
 
-_LONGEST_CHAIN = 16  # files that stand on each other by `base:`
-
 _SAVED = "# A resolved recipe: every key has its value, no overlay is applied when it is loaded."
-
-# Top-level keys of a recipe file that are about the file and no part of the recipe.
-FILE_KEYS = ("description", "published_size", "tiny_size", "base", "task", "resolved")
 
 
 @dataclass(frozen=True)
@@ -95,16 +90,21 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     """:func:`load_recipe`, with the reason for the size that was taken."""
     typed = override_layer(overrides)
-    chain = _base_chain(name_or_path)
+    refuse_file_keys(typed, allowed=("task",))
+    chain = base_chain(name_or_path, typed)
     root, own = chain[0], [*chain[1:], typed]
-    layers, stamps, sized = [_without_file_keys(root)], {}, True
+    layers, stamps, sized = [without_file_keys(root)], {}, True
     if root.tree.get("resolved"):
         _refuse_overlays(own, root.origin)
         why = f"as resolved in {root.origin}"
     else:
         choice = _choose_overlays(root, own)
         layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
-        stamps = {"recipe": name_or_path, "size": choice.size, "hardware": choice.hardware}
+        stamps = {
+            "recipe": recipe_name(name_or_path, chain, typed),
+            "size": choice.size,
+            "hardware": choice.hardware,
+        }
         why, sized = choice.why, choice.size is not None
     tree = schema_tree(Recipe)
     for layer in layers:
@@ -116,7 +116,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
         _refuse_misspelt_arch(
             OmegaConf.to_container(tree.model.arch), _last([layer], "model.arch"), layer.origin
         )
-        apply(tree, _without_file_keys(layer))
+        apply(tree, without_file_keys(layer))
     if "parallel.plan" not in {key for layer in own for key, _ in leaves_of(Recipe, _tree_of(layer))}:
         _leave_what_is_given(tree, own)
     for key, value in stamps.items():
@@ -130,7 +130,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
 
 def about(name_or_path: str) -> dict[str, Any]:
     """A recipe's description, family, published_size, tiny_size and base; its base's where it has none of its own."""
-    chain = _base_chain(name_or_path)
+    chain = base_chain(name_or_path)
     found = {key: _last(chain, key) for key in ("description", "published_size", "tiny_size")}
     return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}
 
@@ -160,42 +160,12 @@ def is_saved_recipe(path: str | Path) -> bool:
     return Path(path).read_text(encoding="utf-8", errors="replace").startswith(_SAVED)
 
 
-def _base_chain(name_or_path: str) -> list[Layer]:
-    """The recipe at the root and the files that stand on it through `base:`, root first, each behind its `task:`."""
-    chain = [read_recipe(name_or_path)]
-    while (base := chain[0].tree.get("base")) is not None:
-        layer = read_recipe(str(base), beside=Path(chain[0].origin).parent)
-        if layer.origin in [seen.origin for seen in chain]:
-            raise ConfigError(f"{chain[0].origin}: base: {base} leads back to itself")
-        if len(chain) == _LONGEST_CHAIN:
-            raise ConfigError(
-                f"{chain[0].origin}: base: more than {_LONGEST_CHAIN} files stand on each other"
-            )
-        chain.insert(0, layer)
-    if chain[0].tree.get("task") is not None:
-        raise ConfigError(f"{chain[0].origin}: task: wanted a base, the recipe whose model does the task")
-    tasks = [
-        [read_task(str(task))] if (task := layer.tree.get("task")) is not None else [] for layer in chain
-    ]
-    return [one for task, layer in zip(tasks, chain, strict=True) for one in (*task, layer)]
-
-
-def _without_file_keys(layer: Layer) -> Layer:
-    """The layer without the keys about the file, and without those that name overlays unless it is resolved."""
-    drop = set(FILE_KEYS)
-    if not layer.tree.get("resolved"):
-        if "recipe" in layer.tree:
-            raise ConfigError(f"{layer.origin}: recipe: a file names the recipe it stands on as base: NAME")
-        drop |= {"size", "hardware"}
-    return replace(layer, tree={key: value for key, value in layer.tree.items() if key not in drop})
-
-
 def _refuse_overlays(own: Sequence[Layer], origin: str) -> None:
     for layer in own:
-        for key in ("size", "hardware"):
+        for key in ("size", "hardware") if layer.origin else ("size", "hardware", "task"):
             if key in layer.tree:
                 raise ConfigError(
-                    f"{key}={layer.tree[key]}: {origin} is a resolved recipe, to which no overlay is applied; "
+                    f"{key}={shown_value(layer.tree[key])}: {origin} is a resolved recipe, to which no overlay and no task is applied; "
                     f"name the recipe it came from instead"
                 )
 
@@ -255,18 +225,23 @@ def _last(layers: Sequence[Layer], key: str) -> Any:
 
 def _overlays(choice: _Choice, *, adapters: bool) -> list[Layer]:
     """The layers of size and hardware; for `adapters`, a size's optimizer of whole weights is left out."""
-    layers = []
+    layers: list[Layer] = []
     if choice.size is not None:
         if not size_names(choice.family):
             get_family(choice.family)  # a misspelt family is named as such
-        size = _without_file_keys(read_size(choice.family, choice.size))
+        size = _overlay(read_size(choice.family, choice.size))
         if adapters and "train" in size.tree:
             kept = {k: v for k, v in size.tree["train"].items() if k not in ("optimizer", "matrix_lr_scale")}
             size = replace(size, tree={**size.tree, "train": kept})
         layers.append(size)
     if choice.hardware is not None:
-        layers += map(_without_file_keys, hardware_layers(choice.hardware))
+        layers += map(_overlay, hardware_layers(choice.hardware))
     return layers
+
+
+def _overlay(layer: Layer) -> Layer:
+    refuse_file_keys(layer, allowed=("description",))
+    return without_file_keys(layer)
 
 
 def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
@@ -279,7 +254,7 @@ def _leave_what_is_given(tree: DictConfig, own: Sequence[Layer]) -> None:
 
 
 def _tree_of(layer: Layer) -> Mapping[str, Any]:
-    return _without_file_keys(layer).tree
+    return without_file_keys(layer).tree
 
 
 def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
@@ -306,7 +281,7 @@ def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], size
     if sized or not (config.is_file() and is_saved_recipe(config)):
         return ""
     run = read_recipe(str(config))
-    users = own if root.origin.startswith(str(files("zoo.recipes"))) else [root, *own]
+    users = own if is_shipped(root) else [root, *own]
     given = {key for layer in users for key, _ in leaves_of(Recipe, _tree_of(layer))}
     if "batch" in tree.parallel.plan:
         given.add("train.global_batch")

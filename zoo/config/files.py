@@ -68,9 +68,14 @@ def read_recipe(name_or_path: str, beside: Path | None = None) -> Layer:
     return _read(path)
 
 
+def task_names() -> list[str]:
+    """Names of the tasks that a recipe may be given in the place of supervised fine-tuning."""
+    return _names(files("zoo.recipes") / "tasks")
+
+
 def read_task(name: str) -> Layer:
     """What `task: NAME` of a recipe file stands for."""
-    names = _names(files("zoo.recipes") / "tasks")
+    names = task_names()
     if name not in names:
         raise ConfigError(f"task: {_unknown('task', name, names)}")
     return _read(files("zoo.recipes") / "tasks" / f"{name}.yaml")

@@ -272,3 +272,40 @@ def test_a_task_stands_between_a_recipe_and_the_file_that_names_it(tmp_path: Pat
     assert "task: no such task; nearest: dpo" in error_of(name=str(file))
     file.write_text("task: dpo\nmodel: {family: qwen3_vl}\n")
     assert "task: wanted a base" in error_of(name=str(file))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "chosen"),
+    [
+        ("qwen3_vl_sft", "dpo", "qwen3_vl_dpo"),
+        ("qwen3_vl_lora", "dpo", "qwen3_vl_dpo_lora"),
+        ("qwen35_vl_moe_sft", "reward", "qwen35_vl_moe_reward"),
+        ("qwen3_vl_dpo", "reward", "qwen3_vl_reward"),
+        ("qwen3_asr_dpo_lora", "sft", "qwen3_asr_lora"),
+        ("gemma3_dpo", "dpo", "gemma3_dpo"),
+        ("gemma3_sft", "sft", "gemma3_sft"),
+    ],
+)
+def test_a_task_chooses_the_recipe_of_the_same_base(name: str, task: str, chosen: str) -> None:
+    for override in (f"task={task}", f"--task={task}"):
+        assert load_recipe(name, [override]) == load_recipe(chosen)
+
+
+def test_a_task_stands_below_a_users_file(tmp_path: Path) -> None:
+    mine = write(tmp_path / "mine.yaml", "base: qwen3_vl_lora\ntrain: {lr: 0.125}\n")
+    recipe = load_recipe(mine, ["task=dpo"])
+    assert (recipe.train.loss, recipe.train.lr, recipe.train.reference) == ("dpo", 0.125, "base")
+    write(tmp_path / "mine.yaml", "base: qwen3_vl_sft\ntask: dpo\ntrain: {lr: 0.125}\n")
+    assert load_recipe(mine, ["task=reward"]).train.loss == "reward"
+    sft = load_recipe(mine, ["task=sft"]).train
+    assert (sft.loss, sft.lr, sft.weight_decay) == (
+        "nll",
+        0.125,
+        load_recipe("qwen3_vl_sft").train.weight_decay,
+    )
+    own = write(tmp_path / "own.yaml", "model: {family: qwen3_vl}\ntrain: {steps: 1, weight_decay: 1}\n")
+    reward = load_recipe(own, ["task=reward"])
+    assert (reward.recipe, reward.train.loss, reward.train.weight_decay) == (own, "reward", 0.0)
+    write(tmp_path / "own.yaml", "base: qwen3_vl_sft\ntrain: {loss: ipo}\n")
+    assert "own.yaml has train.loss=ipo, another task" in error_of("task=sft", name=own)
+    assert load_recipe("demo", ["task=dpo"]).train.loss == "dpo"

@@ -56,6 +56,21 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("train.steps", "train.steps: an override is written key=value, such as train.steps=100"),
         ("=3", "=3: an override is written key=value, such as train.steps=100"),
         ("recipe=x", "recipe=x: the recipe is named once, before its overrides"),
+        ("task=dop", "task=dop: no such task; there are sft, dpo, reward"),
+        ("task=", "task=null: no such task; there are sft, dpo, reward"),
+        ("task=[dpo]", "task=[dpo]: no such task; there are sft, dpo, reward"),
+        ("--task.name=dpo", "task={name: dpo}: no such task; there are sft, dpo, reward"),
+        ("base=x", "base=x: it stands in a recipe file; name the recipe itself as recipe=NAME"),
+        (
+            "published_size=4b",
+            "published_size=4b: it stands in a recipe file; size=NAME chooses the size of a run",
+        ),
+        ("--tiny_size=4b", "tiny_size=4b: it stands in a recipe file; size=NAME chooses the size of a run"),
+        ("description.a=1", "description={a: 1}: it describes a recipe file and sets nothing; leave it out"),
+        (
+            "resolved=false",
+            "resolved=false: it stands in the config.yaml of a run, which zoo writes; leave it out",
+        ),
         ("size=tini", "size=tini: no such size; nearest: tiny"),
         ("hardware=cpuu", "hardware=cpuu: no such hardware; nearest: cpu"),
         ("size=./x.yaml", "size=./x.yaml: no such file; names that are known: 30b-a3b, tiny"),
@@ -102,6 +117,7 @@ def test_an_unknown_recipe() -> None:
         ("train:\n  lr: fast\n", ": train.lr=fast: wanted a number"),
         (f"recipe: {NAME}\n", ": recipe: a file names the recipe it stands on as base: NAME"),
         ("base: nothing\n", "recipe=nothing: no such recipe"),
+        (f"base: {NAME}\nresolved: true\n", ": resolved: it stands in the config.yaml of a run"),
         ("run:\n  dir: ${\n", ": "),
     ],
 )
@@ -134,6 +150,17 @@ def test_a_resolved_recipe_takes_no_overlay(tmp_path: Path) -> None:
     message = error_of("size=tiny", name=str(tmp_path / "config.yaml"))
     assert message.startswith("size=tiny: ")
     assert "is a resolved recipe" in message
+
+
+def test_a_key_about_a_recipe_file_in_a_file_of_a_size(tmp_path: Path) -> None:
+    for key, why in (
+        ("task: dpo", "it stands in a recipe file, or"),
+        ("size: tiny", "it stands in a recipe file or on"),
+    ):
+        size = write(tmp_path / "mine.yaml", f"{key}\ntrain: {{lr: 1}}\n")
+        name = key.replace(": ", "=")
+        assert error_of(f"size={size}").startswith(f"{size}: {name}: {why}")
+    assert load_recipe(NAME, [f"size={write(tmp_path / 'd.yaml', 'description: mine')}"])
 
 
 def test_a_broken_config_of_the_weights(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Recipe files: how they stand on each other."""
