@@ -134,6 +134,55 @@ class Lines:
         self._file.close()
 
 
+class Hold:
+    """A shared lock of the kernel on a file, by which whoever reads it keeps whoever wrote it from removing it meanwhile.
+
+    It lasts while this object lives, and ends with the process at the latest. A copy in another process is a hold of that
+    process. File systems without such locks give none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises FileNotFoundError where the file is gone, or about to go."""
+        self._path = path
+        self._file = path.open("rb")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            is_there = os.fstat(self._file.fileno()).st_ino == path.stat().st_ino
+        except BlockingIOError:  # `unheld` has it: it is being removed
+            is_there = False
+        except FileNotFoundError:
+            is_there = False
+        except OSError:  # no such locks here
+            is_there = True
+        if not is_there:
+            self._file.close()
+            raise FileNotFoundError(f"{path} has just been removed")
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return _hold_or_none, (self._path,)
+
+
+def _hold_or_none(path: Path) -> Hold | None:
+    with contextlib.suppress(OSError):
+        return Hold(path)
+    return None
+
+
+@contextlib.contextmanager
+def unheld(path: Path) -> Iterator[bool]:
+    """Whether nobody holds a file; if so nobody can take a hold of it inside the block, in which it may be removed."""
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(path.open("rb"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # it is not there, or there are no such locks
+            pass
+        yield True
+
+
 def finite(value: Any) -> Any:
     """Plain values with None in the place of numbers that JSON does not have (nan, inf)."""
     if isinstance(value, float):

@@ -11,14 +11,15 @@ Imports no torch.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from zoo.config.checks.arch import check_arch
 from zoo.config.hub import asking_the_hub
 from zoo.errors import ConfigError, UserError
-from zoo.files import expanded, read_object
+from zoo.files import Hold, expanded, read_object
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
 BASE = "base"  # folder in a run's, of what its adapters belong to
@@ -30,6 +31,9 @@ SETTINGS = (
 )  # fmt: skip
 VOCABULARIES = ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
 MOST_VOCABULARY = 2**28
+_TRIES = (
+    10  # times that a run's checkpoints are listed again, each having been removed before it could be held
+)
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -40,6 +44,9 @@ class Place:
     kind: Literal["hf", "zoo", "run"]
     folder: Path
     files: Path  # folder with config.json and the files of tokenizer and processor
+    hold: Hold | None = field(
+        default=None, compare=False, repr=False
+    )  # of a run's checkpoint: it stays while this value lives
 
     @property
     def weights(self) -> Path:
@@ -140,11 +147,34 @@ def look(text: str) -> Place | None:
     if (folder / ABOUT).is_file():
         return Place("zoo", folder, folder / HF_PART)
     if (folder / STATE).is_file():
-        return Place("run", folder, folder / HF_PART)
+        return _held(folder)
     if (folder / "config.json").is_file():
         return Place("hf", folder, folder)
-    found = checkpoints(folder)
-    return Place("run", found[-1], found[-1] / HF_PART) if found else None
+    gone: list[str] = []
+    for _ in range(_TRIES):
+        found = checkpoints(folder)
+        for checkpoint in reversed(found):
+            if (place := _held(checkpoint)) is not None:
+                if gone:
+                    print(
+                        f"zoo: {folder}: {gone[0]} has just been removed by its run; {checkpoint.name} is read",
+                        file=sys.stderr,
+                    )
+                return place
+            gone.append(checkpoint.name)
+        if not found:
+            break
+    return None
+
+
+def _held(checkpoint: Path) -> Place | None:
+    """A run's checkpoint, which its run does not remove while the result lives; None where it has just done so."""
+    try:
+        return Place("run", checkpoint, checkpoint / HF_PART, Hold(checkpoint / STATE))
+    except FileNotFoundError:
+        return None
+    except OSError:  # it can't be opened, which whoever reads it says
+        return Place("run", checkpoint, checkpoint / HF_PART)
 
 
 def locate(text: str, revision: str | None = None, key: str = "") -> Place:

@@ -19,11 +19,12 @@ from pathlib import Path
 from zoo.config.locate import STATE
 from zoo.engine.checkpoint.storage import disk
 from zoo.errors import UserError
-from zoo.files import replaced, sync, sync_names, write_atomically
+from zoo.files import parse_json, replaced, sync, sync_names, write_atomically
 
 MANIFEST = "integrity.json"
 ALGORITHM = "xxh3_128"
 _FORMER = "sha256"
+_LONGEST = 2**30  # bytes of a manifest, which has a checksum for each block of a checkpoint
 Sum = str | list[str]  # of a whole file, or of each of its blocks
 
 
@@ -103,15 +104,17 @@ def damaged(
 ) -> dict[str, str]:
     """The same by file, of the files that it `concerns`; what is wrong with the manifest stands under its own name.
 
+    Files that the manifest does not name are nobody's concern: notes of the user's, or what a file system puts there (`.nfs...`).
+
     Without `read`, files with a sum for each block are looked for and not read: whoever loads them checks what it reads.
     """
     try:
         wanted, algorithm = _read_manifest(folder)
     except UserError as error:
         return {MANIFEST: str(error)}
-    names = sorted(filter(concerns, {*wanted, *files_of(folder)}))[rank::ranks]
+    names = sorted(filter(concerns, wanted))[rank::ranks]
     with ThreadPoolExecutor(disk.READERS, "zoo-save-check") as pool:
-        found = pool.map(lambda name: _fault(folder, name, wanted.get(name), algorithm, read=read), names)
+        found = pool.map(lambda name: _fault(folder, name, wanted[name], algorithm, read=read), names)
         return {name: fault for name, fault in zip(names, found, strict=True) if fault}
 
 
@@ -125,32 +128,47 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Sum], str]:
     """Sums by file, and their algorithm; UserError where it is missing or is none."""
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        raw = path.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise UserError(f"{path} can't be read ({error})") from None
-    return parse_manifest(text, path)
+    return parse_manifest(raw, path)
 
 
-def parse_manifest(text: str, path: Path) -> tuple[dict[str, Sum], str]:
-    """Sums by file, and their algorithm, of a manifest's text; UserError, which names `path`, where it is none."""
+def parse_manifest(raw: bytes, path: Path) -> tuple[dict[str, Sum], str]:
+    """Checksums by file, and their algorithm, of a manifest's bytes; UserError, which names `path`, where it is none."""
+    content = parse_json(raw, path, most=_LONGEST)
     try:
-        content = json.loads(text)
-        sums, algorithm = dict(content["files"]), content["algorithm"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} can't be read ({error})") from None
+        sums, algorithm = content["files"], content["algorithm"]
+        if not all(_is_sum(value) and "\0" not in name for name, value in sums.items()):
+            raise ValueError("a checksum is no text")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} can't be read ({type(error).__name__}: {error})") from None
     if algorithm not in (ALGORITHM, _FORMER):
         raise UserError(f"{path} has sums by {algorithm!r}; wanted {ALGORITHM} or {_FORMER}")
     return sums, algorithm
 
 
+def _is_sum(value: object) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(part, str) for part in value)
+    )
+
+
 def strangers(folder: Path) -> list[str]:
-    """Files of a checkpoint's folder that were not written with it; all of its files where there is no manifest."""
+    """Files of a checkpoint's folder that were not written with it; all of its files where there is no manifest.
+
+    What a network file system leaves of an open file that was removed (`.nfs...`) goes by itself, and does not count.
+    """
     known: dict[str, Sum] = {}
     with contextlib.suppress(UserError):
         known, _ = _read_manifest(folder)
-    return [name for name in files_of(folder) if name not in known]
+    return [
+        name
+        for name in files_of(folder)
+        if name not in known and not name.rpartition("/")[2].startswith(".nfs")
+    ]
 
 
 def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
@@ -167,10 +185,8 @@ def restore(folder: Path, name: str, copies: Iterable[Path]) -> Path | None:
     return None
 
 
-def _fault(folder: Path, name: str, wanted: Sum | None, algorithm: str, *, read: bool) -> str | None:
+def _fault(folder: Path, name: str, wanted: Sum, algorithm: str, *, read: bool) -> str | None:
     path = folder / name
-    if wanted is None:
-        return f"{path} does not belong there: {MANIFEST} does not name it"
     if Path(name).is_absolute() or ".." in Path(name).parts or path.is_symlink():
         return f"{path} leads out of the checkpoint"
     if not path.is_file():

@@ -24,6 +24,7 @@ from zoo.engine.distributed.object_group import agreed
 from zoo.engine.model.build import find_source
 from zoo.engine.report.result import evaluations_by_step
 from zoo.errors import UserError
+from zoo.files import unheld
 
 BEST = "best"  # a link in the folder of checkpoints
 DAMAGED = "damaged_"  # prefix of the name that an unreadable checkpoint gets
@@ -204,7 +205,7 @@ def choose(run_dir: Path, known: Mapping[str, dict[str, str]] | None = None) -> 
     passed_over: dict[str, str] = {}
     for checkpoint in reversed(_listed(run_dir)):
         found = (known or {}).get(checkpoint.name) or faults(checkpoint, read=known is not None)
-        if all(is_beside_weights(name) and "does not belong" not in fault for name, fault in found.items()):
+        if all(map(is_beside_weights, found)):
             if passed_over:
                 _put_away(run_dir, passed_over, checkpoint)
             side_files = _on_first(partial(_repair_beside_weights, checkpoint, found))
@@ -298,5 +299,11 @@ def tidy(run_dir: Path, keep: int, metric: str | None) -> None:
 
 
 def _remove_own(folders: Iterable[Path]) -> None:
-    """Take checkpoints away that hold what was written with them and nothing else; somebody's notes beside it stay."""
-    integrity.remove(folder for folder in folders if not integrity.strangers(folder))
+    """Take checkpoints away that hold what was written with them and nothing else, and that nobody reads.
+
+    A folder with somebody's notes stays, and one that is being read stays until the next save.
+    """
+    for folder in folders:
+        with unheld(folder / STATE) as unread:
+            if unread and not integrity.strangers(folder):
+                integrity.remove([folder])

@@ -149,7 +149,8 @@ def _refuse_small_disk(recipe: Recipe, one: int, export: int = 0) -> None:
     """A disk that can't hold the checkpoints that are to be kept, the one that is written beside them, and the export."""
     train, folder = recipe.train, Path(recipe.run.dir or ".")
     count, free = saves_at_once(recipe, train.keep + 1), _free(folder)
-    if free is not None and count * one + export > free + _held(folder):
+    needed = count * _on_disk(one) + (_on_disk(export) if export else 0)
+    if free is not None and needed > free + _held(folder):
         raise ConfigError(
             f"{folder}: a checkpoint takes about {size(one)}, {count} of them are there at once (train.keep={train.keep}, "
             f"and the one that is written), "
@@ -166,13 +167,19 @@ def _refuse_small_stage(recipe: Recipe, here: int) -> None:
         return
     count, run_dir = saves_at_once(recipe, STAGED), Path(recipe.run.dir or ".")
     shared = _device(folder) == _device(run_dir)
-    beside = max(0, saves_at_once(recipe, recipe.train.keep + 1) * here - _held(run_dir)) if shared else 0
-    if count * here + beside > free + _held(folder):
+    kept = saves_at_once(recipe, recipe.train.keep + 1)
+    beside = max(0, kept * _on_disk(here) - _held(run_dir)) if shared else 0
+    if count * _on_disk(here) + beside > free + _held(folder):
         raise ConfigError(
             f"run.stage={recipe.run.stage}: this node's part of a checkpoint takes about {size(here)}, {count} of them are there at "
             f"once, {'beside those of run.dir on the same disk, ' if shared else ''}and the disk has {size(free)} left; free some, "
             "take train.save=weights, or another run.stage"
         )
+
+
+def _on_disk(tensors: int) -> int:
+    """Bytes that a folder of so many bytes of tensors takes: with the files beside them, and what the file system needs itself."""
+    return int(tensors * 1.02) + 2**20
 
 
 def _place(folder: Path) -> Path | None:

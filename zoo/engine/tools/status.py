@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import Counter
@@ -85,7 +86,7 @@ def read_status(path: str | Path) -> RunStatus:
     live = state in ("running", "stalled", "starting")
     seconds = _seconds_a_step(recent)
     total, step = _total(events, summary), last.get("step", 0)
-    saved = checkpoints(folder)
+    saved, written = _newest(folder)
     under_way = saving(folder)
     evals = [r for r in events if r["event"] == "eval"]
     return RunStatus(
@@ -100,9 +101,9 @@ def read_status(path: str | Path) -> RunStatus:
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
         last_step_age=_age(last),
-        save_step=step_of(saved[-1]) if saved else None,
-        save_age=max(0.0, time.time() - saved[-1].stat().st_mtime) if saved else None,
-        checkpoint=str(saved[-1]) if saved else None,
+        save_step=step_of(saved) if saved else None,
+        save_age=max(0.0, time.time() - written) if saved else None,
+        checkpoint=str(saved) if saved else None,
         saving=f"step {under_way.step}, {under_way}" if live and under_way else None,
         eval={k: evals[-1].get(k) for k in ("step", "loss", "exact_match", "rows")} if evals else None,
         starts=sum(r["event"] in ("start", "resume") for r in events),
@@ -127,6 +128,14 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             if len(last) > _RECENT:
                 del last[next(iter(last))]
     return events, [last[step] for step in sorted(last)]
+
+
+def _newest(folder: Path) -> tuple[Path | None, float]:
+    """The newest checkpoint and when it was written; one that the run removes just now is passed over."""
+    for checkpoint in reversed(checkpoints(folder)):
+        with contextlib.suppress(OSError):
+            return checkpoint, checkpoint.stat().st_mtime
+    return None, 0.0
 
 
 def _state(

@@ -25,7 +25,10 @@ def test_a_disk_that_is_too_small_for_what_is_kept(
     train: dict[str, Any], count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "not" / "there" / "yet"
-    for free, fits in ((count * 10**9, True), (count * 10**9 - 1, False)):
+    needed = count * (
+        1020 * 10**6 + 2**20
+    )  # the tensors alone do not fill a disk: files beside them and inodes do too
+    for free, fits in ((needed, True), (needed - 1, False), (count * 10**9, False)):
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         if fits:
             plan._refuse_small_disk(recipe(folder, **train), 10**9)
@@ -37,14 +40,14 @@ def test_a_disk_that_is_too_small_for_what_is_kept(
 def test_checkpoints_that_are_there_take_no_further_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=2000))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=3 * 10**6))
     with pytest.raises(ConfigError):
-        plan._refuse_small_disk(recipe(tmp_path), 1000)
+        plan._refuse_small_disk(recipe(tmp_path), 10**6)
     with pytest.raises(ConfigError, match=r"the export 5\.0 GB, and the disk"):
         plan._refuse_small_disk(recipe(tmp_path), 0, 5 * 10**9)
     (tmp_path / "checkpoints" / "iter_2").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "iter_2" / "rank0_0.bin").write_bytes(bytes(1000))
-    plan._refuse_small_disk(recipe(tmp_path), 1000)
+    (tmp_path / "checkpoints" / "iter_2" / "rank0_0.bin").write_bytes(bytes(4 * 10**6))
+    plan._refuse_small_disk(recipe(tmp_path), 10**6)
 
 
 def test_a_stage_holds_two_checkpoints_beside_what_the_run_folder_keeps_on_its_disk(
@@ -56,7 +59,8 @@ def test_a_stage_holds_two_checkpoints_beside_what_the_run_folder_keeps_on_its_d
     monkeypatch.setattr(
         plan, "_device", lambda folder: disks[folder.parent.name if folder.parent.name == "stage" else "run"]
     )
-    for free, fits in ((2 * 10**9, True), (2 * 10**9 - 1, False)):
+    needed = 2 * (1020 * 10**6 + 2**20)
+    for free, fits in ((needed, True), (needed - 1, False)):
         monkeypatch.setattr(plan.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
         if fits:
             plan._refuse_small_stage(staged, 10**9)
@@ -66,10 +70,10 @@ def test_a_stage_holds_two_checkpoints_beside_what_the_run_folder_keeps_on_its_d
             ):
                 plan._refuse_small_stage(staged, 10**9)
     disks["stage"] = 2
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 10**9 - 1))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed * 5 // 2 - 1))
     with pytest.raises(ConfigError, match=r"beside those of run\.dir on the same disk"):
         plan._refuse_small_stage(staged, 10**9)
-    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=5 * 10**9))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=needed * 5 // 2))
     plan._refuse_small_stage(staged, 10**9)
 
 
