@@ -66,6 +66,30 @@ def test_what_the_source_has_stays(tmp_path: Path) -> None:
     assert made(tmp_path, {}) == {"temperature": 0.7}
 
 
+@pytest.mark.parametrize(
+    ("given", "ends", "wanted"),
+    [
+        ({"eos_token_id": 7, "bos_token_id": 7}, (9,), {"eos_token_id": [7, 9], "bos_token_id": 7}),
+        ({"eos_token_id": [9, 7], "top_p": 0.8}, (9, 7), {"eos_token_id": [9, 7], "top_p": 0.8}),
+        ({"top_k": 1}, (9,), {"eos_token_id": 9, "top_k": 1}),
+        ({"eos_token_id": None}, (9, 7), {"eos_token_id": [9, 7]}),
+        ({"eos_token_id": "<end>"}, (9,), {"eos_token_id": 9}),
+    ],
+)
+def test_what_training_taught_is_added(
+    tmp_path: Path, given: dict[str, Any], ends: tuple[int, ...], wanted: dict[str, Any]
+) -> None:
+    tokenizer(tmp_path)
+    (tmp_path / GENERATION).write_text(json.dumps(given))
+    assert made(tmp_path, {}, ends) == wanted
+
+
+def test_a_file_that_names_every_end_keeps_its_bytes(tmp_path: Path) -> None:
+    (tmp_path / GENERATION).write_text(text := '{"eos_token_id":[9,7],  "top_k":1}')
+    made(tmp_path, {}, (7,))
+    assert (tmp_path / GENERATION).read_text() == text
+
+
 @pytest.mark.parametrize("text", ["", "[]", "[" * 10**5, '{"added_tokens": [3, {"id": "x"}]}', "true"])
 def test_broken_files_of_a_tokenizer_are_passed_over(tmp_path: Path, text: str) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"):

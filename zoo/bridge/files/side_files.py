@@ -1,6 +1,7 @@
 """What lies beside the weights of a Hugging Face folder: copied from the source, or made where the source has none.
 
-generation_config.json is made of the tokenizer's files and the config: without one, `generate` of a model whose config
+generation_config.json names the tokens that training taught as ends: a base model's own names the end of a text alone, at which
+an answer does not end. Without one, it is made of the tokenizer's files and the config, too: `generate` of a model whose config
 names no end of sequence generates up to its limit.
 """
 
@@ -12,6 +13,9 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from zoo.errors import ConfigError
+from zoo.files import read_object
 
 # Tokenizer, processor, chat template, generation config. No pickles, no code, no model card.
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -37,12 +41,13 @@ def copy_side_files(source: Path, target: Path, further: Collection[str] = ()) -
 
 
 def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Sequence[int] = ()) -> None:
-    """Write generation_config.json into a folder with a tokenizer's files that has none.
+    """Write generation_config.json into a folder with a tokenizer's files that has none, or add `ends` to the one it has.
 
-    `config` is the model's config.json, `ends` are further token ids that end an answer. Nothing is written where no end is
-    known: then transformers goes by the config.
+    `config` is the model's config.json, `ends` are token ids that end an answer. Nothing is written where no end is known: then
+    transformers goes by the config. Where the file is, transformers and vLLM stop at its ends, whatever config.json says.
     """
     if (folder / GENERATION).exists():
+        _add_ends(folder / GENERATION, ends)
         return
     fast = _read(folder / "tokenizer.json")
     special = _special_tokens(folder, fast)
@@ -64,6 +69,16 @@ def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Seque
             found[f"{name}_token_id"] = ids[0]
     found.setdefault("pad_token_id", eos[0])
     (folder / GENERATION).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def _add_ends(path: Path, ends: Sequence[int]) -> None:
+    """Have a generation_config.json end at these tokens too; one that does is left as it is."""
+    settings = read_object(path, error=ConfigError)
+    stated = list(_stated({"eos_token_id": settings.get("eos_token_id")}, "eos_token_id"))
+    every = list(dict.fromkeys([*stated, *ends]))
+    if every != stated:
+        settings["eos_token_id"] = every[0] if len(every) == 1 else every
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _stated(config: Any, key: str) -> Iterator[int]:

@@ -94,10 +94,12 @@ class Processor:
         """Token id that padding is written with."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self._end
 
-    @property
-    def end_id(self) -> int:
-        """Id of the token that ends an answer."""
-        return self._end
+    @cached_property
+    def ends(self) -> dict[str, int]:
+        """Text -> id of the tokens that end what training teaches: answers, by the template's markers, and plain texts."""
+        texts = [self.markers.end, *self.markers.further_ends]
+        ids = {text: self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in texts}
+        return ids if self._eos is None else ids | {self.tokenizer.eos_token: self._eos}
 
     def encode(
         self,

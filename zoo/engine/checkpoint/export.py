@@ -54,7 +54,7 @@ def export(
         config=assembly.config.hf,
         source=source,
         processor=assembly.processor.hf,
-        ends=[assembly.processor.end_id],
+        ends=list(assembly.processor.ends.values()),
         **options,
     )
 
@@ -74,13 +74,19 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
     Tensors go from file to file, a few at a time. Those of earlier zoos' checkpoints, and of reward models with adapters, go
     through a model in memory.
     """
-    about = partial(model_card.trained, _recipe_of(run), step_of(run.folder), sharded.started_from(run))
     with _opened(run) as (assembly, recipe, here):
+        about = partial(
+            model_card.trained,
+            _recipe_of(run),
+            step_of(run.folder),
+            sharded.started_from(run),
+            ends=assembly.processor.ends,
+        )
         with _held(run, assembly, recipe, here) as held:
             if held is not None:
                 progress = None if quiet else partial(Progress, f"writing {target.name}")
                 processor = assembly.processor
-                files = {"processor": processor.hf, "ends": [processor.end_id], "card": about}
+                files = {"processor": processor.hf, "ends": list(processor.ends.values()), "card": about}
                 return export_tensors(held, target, **{**files, **options}, progress=progress)
         chunks = build.build_model(assembly, recipe, here)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)

@@ -277,6 +277,8 @@ def _commit(
         )
         assembly.processor.save(writer.partial)
         arch = read_arch(assembly.source.files)
-        about = model_card.trained(recipe, steps, assembly.source, arch, adapter=True)
+        about = model_card.trained(
+            recipe, steps, assembly.source, arch, adapter=True, ends=assembly.processor.ends
+        )
         write_card(writer.partial, writer.target, about)
     writer.replace_target()

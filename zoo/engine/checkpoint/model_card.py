@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zoo
@@ -24,6 +25,7 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")  # the hub's cache, of hu
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
 _CLASSIFIER = "ForSequenceClassification"
 _CLASS = re.compile(r"[A-Za-z_]\w{0,99}")
+NO_ENDS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,31 @@ def name_of(source: Place, given: str) -> str:
 
 
 def trained(
-    recipe: Recipe | None, steps: int, source: Place | None, arch: Mapping[str, Any], *, adapter: bool = False
+    recipe: Recipe | None,
+    steps: int,
+    source: Place | None,
+    arch: Mapping[str, Any],
+    *,
+    adapter: bool = False,
+    ends: Mapping[str, int] = NO_ENDS,
 ) -> str:
-    """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json."""
+    """The card of what a run exports; `source` is what the run started from, `arch` the export's config.json.
+
+    `ends` are the tokens that training taught as ends of answers, text -> id.
+    """
     rows = {"steps": str(steps), **({} if recipe is None else _of_recipe(recipe))}
     if recipe is not None and recipe.lora.rank:
         lora = recipe.lora
         rows["adapters"] = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
         rows["adapters"] += "" if adapter else "; merged into the weights"
+    if ends and not (recipe is not None and recipe.train.scores):
+        rows["answers end at"] = ", ".join(f"{text} ({number})" for text, number in ends.items())
     what = "adapters that were trained" if adapter else "a model that was trained"
     if recipe is not None and recipe.train.scores:
         arch = {**arch, "architectures": [OF_TOKENS.sub(_CLASSIFIER, str(_class(arch)))]}
-    return _card(f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter)
+    return _card(
+        f"This folder holds {what} with zoo.", rows, base_of(source), arch, adapter=adapter, ends=ends
+    )
 
 
 def _of_recipe(recipe: Recipe) -> dict[str, str]:
@@ -122,6 +137,7 @@ def _card(
     *,
     adapter: bool = False,
     native: bool = False,
+    ends: Mapping[str, int] = NO_ENDS,
 ) -> str:
     licence = dict(base.licence) if base else {}
     head = [] if native else [f"library_name: {'peft' if adapter else 'transformers'}"]
@@ -150,7 +166,7 @@ def _card(
         "|---|---|",
     ]
     lines += [f"| {key} | {_cell(value)} |" for key, value in table.items() if value]
-    usage = [] if native else _usage(arch, adapter)
+    usage = [] if native else _usage(arch, adapter, list(ends.values()))
     if usage:
         lines += ["", "## Use", "", "```python", *usage, "```"]
     return "\n".join(lines) + "\n"
@@ -175,7 +191,7 @@ def _class(arch: Mapping[str, Any]) -> str | None:
     return name if isinstance(name, str) and _CLASS.fullmatch(name) else None
 
 
-def _usage(arch: Mapping[str, Any], adapter: bool) -> list[str]:
+def _usage(arch: Mapping[str, Any], adapter: bool, ends: Sequence[int]) -> list[str]:
     """Lines that load the folder; none where transformers has no class for it."""
     name = _class(arch) or "AutoModelForImageTextToText"
     scores = name.endswith(_CLASSIFIER)
@@ -194,8 +210,11 @@ def _usage(arch: Mapping[str, Any], adapter: bool) -> list[str]:
     lines += ['processor = AutoProcessor.from_pretrained("<this folder>")', "# inputs = processor(...)"]
     if scores:
         return [*lines, "# model(**inputs).logits  # one number, of the last token"]
-    ends = "".join(f", {key}=processor.tokenizer.eos_token_id" for key in _own_ends(name))
-    return [*lines, f"# model.generate(**inputs, max_new_tokens=100{ends})"]
+    stop = list(ends) or "processor.tokenizer.eos_token_id"
+    own = _has_ends_of_its_own(name)
+    key = "thinker_eos_token_id" if own else "eos_token_id"
+    told = f", {key}={stop}" if own or (adapter and ends) else ""  # else generation_config.json says it
+    return [*lines, f"# model.generate(**inputs, max_new_tokens=100{told})"]
 
 
 def _classifier(arch: Mapping[str, Any], name: str) -> list[str]:
@@ -220,11 +239,10 @@ def _classifier(arch: Mapping[str, Any], name: str) -> list[str]:
     ]
 
 
-def _own_ends(name: str) -> Sequence[str]:
-    """Arguments of a model's `generate` that stand in the place of what generation_config.json says of the end."""
+def _has_ends_of_its_own(name: str) -> bool:
+    """Whether a model's `generate` takes ends for each of its parts, and reads none in generation_config.json: one that speaks."""
     import transformers
 
     generate = getattr(getattr(transformers, name, None), "generate", None)
-    if generate is None:
-        return ()
-    return [key for key in inspect.signature(generate).parameters if key.endswith("_eos_token_id")]
+    parameters = inspect.signature(generate).parameters if generate else ()
+    return any(key.endswith("_eos_token_id") for key in parameters)

@@ -98,7 +98,7 @@ class Answers:
 
 
 def end_tokens(files: Path | None, processor: Any) -> frozenset[int]:
-    """Tokens that end an answer: those of generation_config.json in `files`, and the one that ends a turn in training.
+    """Tokens that end an answer: those of generation_config.json in `files`, and those that training teaches.
 
     Raises:
         ConfigError: the file's eos_token_id is no token id.
@@ -108,4 +108,4 @@ def end_tokens(files: Path | None, processor: Any) -> frozenset[int]:
     found = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token) is int for token in found):
         raise ConfigError(f"{path}: eos_token_id is {given!r}; wanted a token id, or a list of these")
-    return frozenset(found) | {processor.end_id}
+    return frozenset(found) | frozenset(processor.ends.values())

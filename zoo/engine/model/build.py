@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zoo.bridge import Dims
+from zoo.bridge.files.side_files import GENERATION, write_generation_config
 from zoo.bridge.parallel import model_parameters
 from zoo.config.checks.engine import uses_transformer_engine
 from zoo.config.locate import Place, locate, look
@@ -39,9 +41,12 @@ class Assembly:
     source: Place | None  # where the weights lie; None for random ones
 
     def save_files(self, folder: Path) -> None:
-        """Write config.json and the processor's files."""
+        """Write config.json, the processor's files and generation_config.json."""
         self.processor.save(folder)
         (folder / "config.json").write_text(self.config.hf.to_json_string(), encoding="utf-8")
+        if self.source is not None and (self.source.files / GENERATION).is_file():
+            shutil.copyfile(self.source.files / GENERATION, folder / GENERATION)
+        write_generation_config(folder, self.config.hf.to_dict(), list(self.processor.ends.values()))
 
 
 def find_source(recipe: Recipe) -> Place | None:

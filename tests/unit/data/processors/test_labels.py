@@ -130,6 +130,16 @@ def conversation(answers: list[str], system: str | None = "Be brief. ", question
     return Row((*((("system", system),) if system else ()), *turns), source="x:1")
 
 
+def test_answers_and_texts_end_at_tokens_that_exports_name(
+    family: tuple[Processor, Callable[[str], str]],
+) -> None:
+    processor, _ = family
+    for row in (conversation(["Yes.", "No."]), Row((), source="x:1", text="Once.")):
+        labels = encode(processor, row).labels
+        assert int(labels[labels != IGNORE][-1]) in processor.ends.values()
+    assert all(processor.tokenizer.convert_tokens_to_ids(text) == n for text, n in processor.ends.items())
+
+
 @pytest.mark.parametrize("kind", ANSWERS)
 @pytest.mark.parametrize("system", [None, "Be brief. "], ids=["", "system"])
 def test_labels_say_what_the_assistant_says(

@@ -115,6 +115,19 @@ def test_of_reward_models(kind: str, of_tokens: str, made: str | None, adapter: 
 def test_generate_is_given_the_end_where_it_has_one_of_its_own() -> None:
     text = model_card.untrained(None, {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
     assert "thinker_eos_token_id=processor.tokenizer.eos_token_id" in code(text)
+    taught = {"<|im_end|>": 151645, "<|endoftext|>": 151643}
+    for name in ("Qwen3OmniMoe", "Qwen2_5Omni"):
+        arch = {"architectures": [f"{name}ForConditionalGeneration"]}
+        text = model_card.trained(None, 7, None, arch, ends=taught)
+        assert "(**inputs, max_new_tokens=100, thinker_eos_token_id=[151645, 151643])" in code(text)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_ends_that_training_taught_are_told(adapter: bool) -> None:
+    """A base model's generation_config.json does not have them, and an adapter is put onto the base model."""
+    text = model_card.trained(None, 7, None, ARCH, adapter=adapter, ends={"<|im_end|>": 151645})
+    assert "| answers end at | " in text and "(151645)" in text
+    assert ("eos_token_id=[151645]" in code(text)) == adapter
 
 
 @pytest.mark.parametrize("name", ["x\n---\n# evil", "a/b\nlicense: mit", "<script>", "a/b/c", 3, None, ["x"]])

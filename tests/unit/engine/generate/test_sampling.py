@@ -56,7 +56,7 @@ def test_answers_end_at_an_end_token_or_at_their_limit() -> None:
 
 @pytest.mark.parametrize(("given", "wanted"), [(5, {5, 3}), ([5, 6], {5, 6, 3}), (None, {3})])
 def test_end_tokens_are_the_files_and_that_of_training(given: object, wanted: set, tmp_path: Path) -> None:
-    processor = SimpleNamespace(end_id=3)
+    processor = SimpleNamespace(ends={"<end>": 3})
     assert end_tokens(None, processor) == end_tokens(tmp_path, processor) == {3}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
     assert end_tokens(tmp_path, processor) == wanted
@@ -65,4 +65,4 @@ def test_end_tokens_are_the_files_and_that_of_training(given: object, wanted: se
 def test_an_end_token_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "<end>"}')
     with pytest.raises(UserError, match="eos_token_id is '<end>'"):
-        end_tokens(tmp_path, SimpleNamespace(end_id=3))
+        end_tokens(tmp_path, SimpleNamespace(ends={"<end>": 3}))

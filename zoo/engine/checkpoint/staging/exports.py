@@ -41,7 +41,7 @@ def export_trained(
             lora_files.export_adapters(trainable.adapters, folder, assembly, recipe, world, steps)
             return
         chunks, source = list(trainable.chunks), assembly.source
-        about = partial(model_card.trained, recipe, steps, source)
+        about = partial(model_card.trained, recipe, steps, source, ends=assembly.processor.ends)
         export.export(chunks, folder, assembly, world, source, card=about, overwrite="aside")
 
     write_through(stage, target, steps, write)
