@@ -42,13 +42,16 @@ class AnswerFinder:
     Args:
         tokenizer: of the row's tokens.
         markers: their header, which is not empty when `spans` is called, and the text of one token that ends a turn.
+
+    Attributes:
+        ends: text -> id of the tokens that end an answer.
     """
 
     def __init__(self, tokenizer: Any, markers: ChatMarkers) -> None:
         self.tokenizer, self.markers = tokenizer, markers
         self._header = tokenizer.encode(markers.header, add_special_tokens=False)
         ends = (markers.end, *markers.further_ends)
-        self._ends = {tokenizer.encode(end, add_special_tokens=False)[-1] for end in ends}
+        self.ends = {end: int(tokenizer.encode(end, add_special_tokens=False)[-1]) for end in ends}
 
     def spans(self, row: Row, input_ids: Tensor) -> list[Span]:
         """Tokens of each answer, its end-of-turn token included."""
@@ -94,7 +97,7 @@ class AnswerFinder:
         for turn, limit in itertools.pairwise([*turns, len(ids)]):
             start = self._after_header(ids, turn)
             if start is not None:
-                ends = (at for at in range(start, limit) if ids[at] in self._ends)
+                ends = (at for at in range(start, limit) if ids[at] in self.ends.values())
                 yield from (Span(start, at + 1) for at in itertools.islice(ends, 1))
 
     def _after_header(self, ids: list[int], turn: int) -> int | None:

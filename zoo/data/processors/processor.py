@@ -97,11 +97,17 @@ class Processor:
     @cached_property
     def ends(self) -> dict[str, int]:
         """Text -> id of the tokens that end what training teaches: answers, by the template's markers, and plain texts."""
-        texts = [self.markers.end, *self.markers.further_ends]
-        ids = {text: self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in texts}
-        return ids if self._eos is None else ids | {self.tokenizer.eos_token: self._eos}
+        return (
+            self._answers.ends
+            if self._eos is None
+            else self._answers.ends | {self.tokenizer.eos_token: self._eos}
+        )
 
-    def encode(
+    def encode(self, row: Row, **options: Any) -> Sample:
+        """One row as a sample; `options` and errors are those of `encode_both`."""
+        return self.encode_both(row, **options)[0]
+
+    def encode_both(
         self,
         row: Row,
         *,
@@ -112,8 +118,8 @@ class Processor:
         decoder: Decoder = HERE,
         pixels: PixelLimits = AS_IT_IS,
         overlong: Overlong | None = None,
-    ) -> Sample:
-        """One row as a sample.
+    ) -> tuple[Sample, dict[str, Any]]:
+        """One row as a sample, and what the HF processor returned, which transformers' model takes as arguments.
 
         Args:
             row: a checked row.
@@ -132,30 +138,6 @@ class Processor:
                 answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
                 media give ("placeholder_mismatch").
         """
-        return self.encode_both(
-            row,
-            video_fps=video_fps,
-            max_frames=max_frames,
-            augment=augment,
-            labels=labels,
-            decoder=decoder,
-            pixels=pixels,
-            overlong=overlong,
-        )[0]
-
-    def encode_both(
-        self,
-        row: Row,
-        *,
-        video_fps: float,
-        max_frames: int,
-        augment: Augment | None = None,
-        labels: str = "assistant",
-        decoder: Decoder = HERE,
-        pixels: PixelLimits = AS_IT_IS,
-        overlong: Overlong | None = None,
-    ) -> tuple[Sample, dict[str, Any]]:
-        """As `encode`, and what the HF processor returned, which transformers' model takes as arguments."""
         self._refuse_special_tokens(row)
         if row.text is not None:
             return self._plain_text(row, row.text)
