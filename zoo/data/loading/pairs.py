@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from zoo.data.errors import RowError
 from zoo.data.media.sizes import SampleSize
 from zoo.data.sample import Sample
+from zoo.data.sources.identity import content_of
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet
-from zoo.data.sources.rows import Message, Row
+from zoo.data.sources.rows import PLACEHOLDER, Message, Row
 
 
 def rows_of(row: Row) -> tuple[Row, Row]:
@@ -34,21 +36,31 @@ def rows_of(row: Row) -> tuple[Row, Row]:
     if row.weight != 1 or row.weights or other.weights:
         text = "the row has a weight, and every preference pair counts alike; take it out."
         raise RowError(row.source, "pair", text)
-    turns = [
-        list(zip(one.messages, one.calls or ("",) * len(one.messages), strict=True)) for one in (row, other)
-    ]
+    turns = [_turns(one) for one in (row, other)]
     shared = 0
     while shared < min(map(len, turns)) and turns[0][shared] == turns[1][shared]:
         shared += 1
-    for one in turns:
-        if not any(message.role == "assistant" for message, _ in one[shared:]):
-            text = "chosen and rejected answer are the same, or one only goes on where the other ends."
+    if (row.tools, row.use_audio_in_video) != (other.tools, other.use_audio_in_video):
+        shared = 0  # what is said first is said under other conditions
+    for one in (row, other):
+        if not any(message.role == "assistant" for message in one.messages[shared:]):
+            text = "chosen and rejected answer are the same, behind the same media, or one only goes on where the other ends."
             raise RowError(row.source, "pair", text)
     other = replace(
         other, source=row.source, kind=row.kind, limits=row.limits, trusted=row.trusted, root=row.root
     )
     first, second = (without_shared(one, shared) for one in (row, other))
     return first, second
+
+
+def _turns(row: Row) -> list[tuple[Message, str, list[Any]]]:
+    """Each message with its tool calls, and the content of its media."""
+    media = {"image": iter(row.images), "video": iter(row.videos), "audio": iter(row.audios)}
+    calls = row.calls or ("",) * len(row.messages)
+    return [
+        (message, called, [content_of(next(media[kind])) for kind in PLACEHOLDER.findall(message.content)])
+        for message, called in zip(row.messages, calls, strict=True)
+    ]
 
 
 def without_shared(row: Row, shared: int) -> Row:

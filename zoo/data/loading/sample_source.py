@@ -350,6 +350,8 @@ class SampleSource:
         self._tick()
         row = self._row(sample_id)
         check_modalities(row, self.processor.modalities)
+        if self.encoder.pair_align is not None and isinstance(row.rejected, Row):
+            check_modalities(row.rejected, self.processor.modalities)
         return row
 
     def _row(self, sample_id: SampleId) -> Row:
@@ -365,7 +367,8 @@ def _abandoned() -> None:
 
 def _is_for_workers(row: Row) -> bool:
     """Whether an encoding worker is to encode it: it has media, which need not be downloaded."""
-    media = [*row.images, *row.videos, *row.audios]
+    rows = [one for one in (row, row.rejected) if isinstance(one, Row)]
+    media = [medium for one in rows for medium in (*one.images, *one.videos, *one.audios)]
     far = any(isinstance(medium, str) and medium.startswith(("http://", "https://")) for medium in media)
     return bool(media) and not far
 

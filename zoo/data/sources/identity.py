@@ -145,7 +145,20 @@ def _content(row: Row) -> bytes:
         plain += (row.tools, row.calls, tuple(map(tuple, row.boxes)))
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
+        other = [
+            list(map(_medium, kind))
+            for kind in (row.rejected.images, row.rejected.videos, row.rejected.audios)
+        ]
+        if (other, row.rejected.tools) != (media, row.tools):
+            plain += (other, row.rejected.tools)
     return repr(plain).encode("utf-8", errors="surrogatepass")
+
+
+def content_of(medium: Medium) -> Any:
+    """What tells a medium from others of a row: a plain value, of a picture all its pixels."""
+    if isinstance(medium, Picture):
+        return medium.image.size, medium.image.mode, medium.image.tobytes()
+    return _medium(medium)
 
 
 def _medium(medium: Medium) -> Any:

@@ -6,14 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from zoo.config.entries import DataEntry
 from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
 from zoo.data.digits import in_words_with_wrong_answer, with_wrong_answer
 from zoo.data.errors import RowError
 from zoo.data.loading.loader import BatchLoader
+from zoo.data.loading.pairs import rows_of
+from zoo.data.loading.row_encoder import RowEncoder
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sample import IGNORE
+from zoo.data.sources.identity import digest_of
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import make_row
 from zoo.registry import get_family
 
 Q, A, B = (
@@ -192,3 +198,68 @@ def test_half_of_the_digits_become_wrong_answers_by_a_format(processor: Any) -> 
     plain = SampleSource.open(["digits:heldout"], processor, DataConfig(), budget=512)
     same = [one.messages == other.messages for one, other in zip(source.rows, plain.rows, strict=True)]
     assert same == labels
+
+
+def coloured(folder: Path, *names: str) -> list[str]:
+    """Images of one colour each, by its name."""
+    for name in names:
+        Image.new("RGB", (64, 64), name).save(folder / f"{name}.png")
+    return [f"{name}.png" for name in names]
+
+
+ASKED, RED, BLUE = (
+    {"role": role, "content": text}
+    for role, text in (("user", "<image>Which colour?"), ("assistant", "red"), ("assistant", "blue"))
+)
+
+
+def parts(image: str) -> dict[str, Any]:
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "Which colour?"}]
+    return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"messages": [ASKED, RED], "images": ["red.png"], "rejected_response": "blue", "rejected_images": ["blue.png"]},
+        {"messages": [ASKED, RED], "image": "red.png", "rejected_messages": [ASKED, BLUE], "rejected_images": ["blue.png"]},
+        {"prompt": "Which colour?", "chosen": "red", "rejected": "blue", "image": "red.png", "rejected_image": "blue.png"},
+        {"query": "Which colour?", "response": "red", "rejected_response": "blue", "images": ["red.png"], "rejected_images": ["blue.png"]},
+        {"messages": [ASKED, RED], "images": ["red.png"], "rejected_images": ["blue.png"]},
+        {"question": "Which colour?", "answer": "red", "image": "red.png", "rejected_images": ["blue.png"]},
+        {"chosen": [parts("red.png"), RED], "rejected": [parts("blue.png"), RED]},
+    ],
+)  # fmt: skip
+def test_the_rejected_conversation_has_media_of_its_own(
+    item: dict[str, Any], processor: Any, tmp_path: Path
+) -> None:
+    coloured(tmp_path, "red", "blue")
+    row = make_row(item, "x:1", Access(tmp_path))
+    chosen, rejected = rows_of(row)
+    assert (chosen.images, rejected.images) == (("red.png",), ("blue.png",))
+    samples = RowEncoder(processor, DataConfig(), pair_align=1).encode(row).segments
+    pixels = [sample.media["pixel_values"] for sample in samples]
+    assert pixels[0].shape == pixels[1].shape and not torch.equal(*pixels)
+    assert all(sample.num_labels for sample in samples)
+
+
+def test_answers_behind_other_media_are_no_shared_beginning(processor: Any, tmp_path: Path) -> None:
+    coloured(tmp_path, "red", "blue", "green")
+    first, then = {"role": "user", "content": "<image>?"}, {"role": "user", "content": "<image>!"}
+    item = {"messages": [first, A, then, RED], "images": ["red.png", "green.png"]}
+    row = make_row({**item, "rejected_images": ["red.png", "blue.png"]}, "x:1", Access(tmp_path))
+    assert [one.weights for one in rows_of(row)] == [(0.0, 0.0, 1.0, 1.0)] * 2
+    row = make_row({**item, "rejected_images": ["blue.png", "green.png"]}, "x:1", Access(tmp_path))
+    assert [one.weights for one in rows_of(row)] == [(), ()]
+    with pytest.raises(RowError, match="the same, behind the same media"):
+        rows_of(make_row({**item, "rejected_images": item["images"]}, "x:1", Access(tmp_path)))
+
+
+def test_digests_know_the_media_of_the_rejected_conversation(tmp_path: Path) -> None:
+    coloured(tmp_path, "red", "blue", "green")
+    item = {"messages": [ASKED, RED], "images": ["red.png"], "rejected_response": "blue"}
+    rows = [
+        make_row({**item, **more}, "x:1", Access(tmp_path))
+        for more in ({}, {"rejected_images": ["blue.png"]}, {"rejected_images": ["green.png"]})
+    ]
+    assert len({digest_of(row) for row in rows}) == 3

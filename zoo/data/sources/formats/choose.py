@@ -185,9 +185,12 @@ def _renamed(row: Item, columns: Mapping[str, str], source: str) -> Item:
 def detect(item: Item, source: str) -> str:
     """The format of a row, by its keys; RowError ("format") where several or none fit."""
     there = {key for key, value in item.items() if value is not None}
-    if {"chosen", "rejected"} <= there or ("messages" in there and there & {*instructions.REJECTED}):
-        return PREFERENCE
     fitting = {name: keys for name, keys in BY_KEYS if there.issuperset(keys)}
+    rejected = there & {*instructions.REJECTED, *instructions.REJECTED_OWN}
+    if {"chosen", "rejected"} <= there or (
+        rejected and not fitting.keys().isdisjoint(instructions.CHOSEN_FORMATS)
+    ):
+        return PREFERENCE
     if len(fitting) > 1:
         text = (
             f"the row has both {' and '.join(' with '.join(map(repr, keys)) for keys in fitting.values())}; name the one to "

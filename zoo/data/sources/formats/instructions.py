@@ -16,7 +16,21 @@ from zoo.data.sources.references import shown
 
 MEDIA = ("image", "video", "audio")
 QUESTIONS = ("question", "context", "query", "prompt", "instruction")
+TURNS = ("messages", "conversations", "conversation")
+CHOSEN_FORMATS = (
+    "messages",
+    "conversations",
+    "alpaca",
+    "query_response",
+    "prompt_completion",
+    "question_answer",
+)
 REJECTED = ("rejected", "rejected_response", "rejected_messages")
+# What the rejected conversation has of its own, in the place of the row's key of that name (ms-swift).
+REJECTED_OWN = {
+    f"rejected_{name}": name
+    for name in (*MEDIA, *(f"{kind}s" for kind in MEDIA), "tools", "objects", "use_audio_in_video")
+}
 
 
 def from_alpaca(item: dict[str, Any], source: str) -> dict[str, Any]:
@@ -59,8 +73,10 @@ def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:
 
     The question stands in `prompt`, in `question`, `query` or `instruction`, in `conversations` or `messages`, or
     `chosen` is the whole conversation. ms-swift's `messages` beside `rejected_response` or `rejected_messages` are the
+    chosen ones. `rejected_images` and its like are the rejected conversation's own media; with these, its texts may be the
     chosen ones. What is wrong with the rejected answer alone is `rejected` in its place, as a RowError.
     """
+    item = _with_turns(item, source)
     row = _preferred(item, source)
     try:
         rejected = _rejected(item, source)
@@ -69,14 +85,26 @@ def from_preference(item: dict[str, Any], source: str) -> dict[str, Any]:
     return row if rejected is None else {**row, "rejected": rejected}
 
 
+def _with_turns(item: dict[str, Any], source: str) -> dict[str, Any]:
+    """The row with `messages` in the place of a column for the question and one for the chosen answer, where it has these."""
+    if any(item.get(key) is not None for key in ("chosen", *TURNS)):
+        return item
+    for names, convert in COLUMN_PAIRS.items():
+        if all(item.get(name) is not None for name in names):
+            row = convert(item, source)
+            return {key: value for key, value in item.items() if key not in (*names, *SPENT)} | row
+    return item
+
+
 def _rejected(item: dict[str, Any], source: str) -> dict[str, Any] | None:
     """The row with the rejected answer in the place of the chosen one; None where there is none."""
     key = next((key for key in REJECTED if item.get(key) is not None), None)
+    own = {name: item[key] for key, name in REJECTED_OWN.items() if item.get(key) is not None}
     if key is None:
-        return None
-    answer = item[key]
+        return _preferred(_with_own(item, own), source) if own else None
+    item, answer = _with_own(item, own), item[key]
     if item.get("chosen") is None:
-        turns = next(one for one in ("messages", "conversations") if isinstance(item.get(one), list))
+        turns = next(one for one in TURNS if isinstance(item.get(one), list))
         asked = own_messages(item[turns], turns, source, strict=True)
         last = next((n for n in range(len(asked), 0, -1) if asked[n - 1]["role"] != "assistant"), 0)
         if isinstance(answer, list) and _opens(answer):
@@ -87,8 +115,8 @@ def _rejected(item: dict[str, Any], source: str) -> dict[str, Any] | None:
 
 def _preferred(item: dict[str, Any], source: str) -> dict[str, Any]:
     """The row with the chosen answer."""
-    turns = next((key for key in ("messages", "conversations") if isinstance(item.get(key), list)), None)
     chosen = item.get("chosen")
+    turns = next((key for key in TURNS if isinstance(item.get(key), list)), None)
     if chosen is None and turns is not None:
         return _built(own_messages(item[turns], turns, source, strict=True), item, source)
     if turns is not None:
@@ -100,6 +128,12 @@ def _preferred(item: dict[str, Any], source: str) -> dict[str, Any]:
     if key == "instruction":
         asked = _with_input(_text(item, key, source, empty=True), item, source)
     return _continued(item, key or "prompt", asked, "chosen", chosen, source)
+
+
+def _with_own(item: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The row with what the rejected conversation has of its own; a list of media stands in the place of a single one."""
+    replaced = {other for name in own for other in (name, f"{name}s", name.removesuffix("s"))}
+    return {key: value for key, value in item.items() if key not in replaced} | own
 
 
 def _opens(turns: list[Any]) -> bool:
@@ -164,6 +198,20 @@ def with_marks(row: dict[str, Any]) -> dict[str, Any]:
         return row
     changed = [{**one, "content": marks + one["content"]} if one is first else one for one in messages]
     return {**row, "messages": changed}
+
+
+COLUMN_PAIRS = {
+    ("instruction", "output"): from_alpaca,
+    ("query", "response"): from_query_response,
+    ("prompt", "completion"): from_prompt_completion,
+    ("question", "answer"): from_question_answer,
+}
+SPENT = (
+    "input",
+    "history",
+    "system",
+    *MEDIA,
+)  # which `COLUMN_PAIRS` have written into messages, and lists of media
 
 
 def _with_input(instruction: str, item: dict[str, Any], source: str) -> str:
