@@ -35,3 +35,8 @@ class RowError(UserError):
     def bare(self) -> RowError:
         """The same error without its traceback, which would keep the row's media in memory."""
         return RowError(*self.args)
+
+
+def corrupt_media(place: object, what: str, reason: str) -> RowError:
+    """The error of a medium that can't be used: `what` it should be, where it stands, and why."""
+    return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import av
 import av.error
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from zoo.data.errors import RowError
+from zoo.data.errors import RowError, corrupt_media
+from zoo.data.media.images import IMAGE_TYPES, MAX_PIXELS, rgb_of
 from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
 from zoo.data.sources.references import Blob, Picture, Sound, missing_text
 from zoo.files import why_no_file
@@ -30,7 +31,6 @@ from zoo.files import why_no_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-MAX_PIXELS = 178_956_970  # of one image: Pillow's own error limit, 2 * Image.MAX_IMAGE_PIXELS
 MAX_VIDEO_MB = 8192  # of the frames kept of one video, in MiB
 MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
 MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
@@ -38,7 +38,6 @@ SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a
 MIN_FRAMES = 2  # a vision tower's temporal patch: shorter videos are held on their last frame
 SOUND_BLOCK = 2**14  # samples that are resampled in one call
 JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
-IMAGE_TYPES = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "ICO", "TGA")
 CONTAINERS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,apng,flv,mpegts,mpeg,mpegvideo,asf,ogg,m4v,h264,hevc,ivf,"
     "wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,amr,wv,tta,ape,mpc,opus,webp_pipe,y4m,yuv4mpegpipe,dv,mxf"
@@ -50,21 +49,22 @@ type Source = str | Path | Blob | Picture | Sound
 def load_image(source: Source) -> Image.Image:
     """An image as an RGB picture, turned upright as its EXIF orientation says.
 
-    An animation gives its first frame; 16 bits a channel become 8; transparent pixels show white.
+    An animation gives its first frame; 16 bits a channel become 8, 65535 being white; transparent pixels show white.
 
     Raises:
-        RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS.
+        RowError: no such file, not a whole image, no pixel or more than MAX_PIXELS, or 16 bits a channel of which the upper
+            four are never in use.
     """
     if isinstance(source, Picture):
-        return _rgb(source.image, source)
+        return rgb_of(source.image, source)
     place = _existing(source)
     try:
         with Image.open(_file(place), formats=IMAGE_TYPES) as image:
-            return _rgb(image, place)
+            return rgb_of(image, place)
     except RowError:
         raise
     except Exception as error:  # of many kinds, by what lies in the file
-        raise _corrupt(place, "image", _reason(error, place)) from error
+        raise corrupt_media(place, "image", _reason(error, place)) from error
 
 
 def load_video(source: Source, fps: float, max_frames: int) -> tuple[Tensor, float]:
@@ -99,7 +99,7 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
     place = _existing(source)
     with _opened(place, "video") as container:
         if not container.streams.video:
-            raise _corrupt(place, "video", "it has no video track")
+            raise corrupt_media(place, "video", "it has no video track")
         stream = container.streams.video[0]
         if stream.width * stream.height <= SMALL_FRAME:
             stream.codec_context.thread_count = 1
@@ -113,7 +113,7 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
         frames = _Frames(count, place)
         _nearest(container, [index / fps for index in range(count)], keys, frames)
     if frames.pixels is None:
-        raise _corrupt(place, "video", "no frame of it can be decoded")
+        raise corrupt_media(place, "video", "no frame of it can be decoded")
     return frames.pixels, fps
 
 
@@ -136,7 +136,7 @@ def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
     except RowError:
         raise
     except Exception as error:  # of many kinds, by what lies in the file
-        raise _corrupt(place, "audio", _reason(error, place)) from error
+        raise corrupt_media(place, "audio", _reason(error, place)) from error
 
 
 def _at_rate(place: Path | Blob | Sound, rate: int) -> np.ndarray:
@@ -144,9 +144,9 @@ def _at_rate(place: Path | Blob | Sound, rate: int) -> np.ndarray:
     if isinstance(place, Sound):
         sound, given = _mono(place), place.rate
         if len(sound) > MAX_SOUND_SECONDS * given:
-            raise _corrupt(place, "audio", _too_long())
+            raise corrupt_media(place, "audio", _too_long())
     elif (
-        found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: _corrupt(place, "audio", why))
+        found := read_wave(_file(place), MAX_SOUND_SECONDS, lambda why: corrupt_media(place, "audio", why))
     ) is None:
         return _decoded_sound(place, rate)
     else:
@@ -158,7 +158,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     """Sound through FFmpeg, resampled."""
     with _opened(place, "audio") as container:
         if not container.streams.audio:
-            raise _corrupt(place, "audio", "it has no audio track")
+            raise corrupt_media(place, "audio", "it has no audio track")
         resampler = resampler_to(rate)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
@@ -168,7 +168,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
                 parts += [] if part is None else [part.to_ndarray()[0]]
                 left -= 0 if part is None else part.samples
             if left < 0:
-                raise _corrupt(place, "audio", _too_long())
+                raise corrupt_media(place, "audio", _too_long())
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
@@ -214,7 +214,7 @@ def _mono(sound: Sound) -> np.ndarray:
     ):
         shape = f"it is an array of shape {samples.shape} and dtype {samples.dtype}"
         wanted = "(N,) or (channels, N) float32 of -1 to 1, or whole numbers of 8, 16 or 32 bits, are wanted"
-        raise _corrupt(sound, "audio", f"{shape}; {wanted}")
+        raise corrupt_media(sound, "audio", f"{shape}; {wanted}")
     samples = levels(samples)
     # The longer axis is time.
     return samples if samples.ndim == 1 else samples.mean(axis=int(samples.shape[0] > samples.shape[1]))
@@ -222,16 +222,16 @@ def _mono(sound: Sound) -> np.ndarray:
 
 def _checked(sound: np.ndarray, place: Path | Blob | Sound, rate: int) -> np.ndarray:
     if not len(sound):
-        raise _corrupt(place, "audio", "its audio track is empty")
+        raise corrupt_media(place, "audio", "its audio track is empty")
     if len(sound) < MIN_SOUND_SECONDS * rate:
         milliseconds = f"{1e3 * len(sound) / rate:.3g} ms"
-        raise _corrupt(
+        raise corrupt_media(
             place, "audio", f"it is {milliseconds} long, and {1e3 * MIN_SOUND_SECONDS:g} ms are the least"
         )
     if len(sound) > MAX_SOUND_SECONDS * rate:
-        raise _corrupt(place, "audio", _too_long())
+        raise corrupt_media(place, "audio", _too_long())
     if not np.isfinite(sound).all():
-        raise _corrupt(place, "audio", "its samples are not all numbers (NaN or infinite)")
+        raise corrupt_media(place, "audio", "its samples are not all numbers (NaN or infinite)")
     return sound
 
 
@@ -252,45 +252,11 @@ def _file(place: Path | Blob) -> Any:
     return io.BytesIO(place.data) if isinstance(place, Blob) else place
 
 
-def _corrupt(place: object, what: str, reason: str) -> RowError:
-    return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")
-
-
 def _reason(error: BaseException, place: object) -> str:
     text = (str(error) or type(error).__name__).rstrip(".")
     if isinstance(place, Blob) and "cannot identify image" in text:  # Pillow names the buffer's address
         return "cannot identify image file"
     return text
-
-
-# ---------------------------------------------------------------- images
-
-
-def _rgb(image: Image.Image, place: Path | Blob | Picture) -> Image.Image:
-    if image.width * image.height > MAX_PIXELS:
-        size = f"{image.width} x {image.height} pixels, over the limit of {MAX_PIXELS}"
-        raise _corrupt(place, "image", f"it has {size}; scale it down")
-    if not image.width * image.height:
-        raise _corrupt(place, "image", f"it has {image.width} x {image.height} pixels")
-    image.load()
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode.startswith("I;16") or upright.mode == "I":
-        return _of_16_bits(upright, place)
-    if upright.mode == "F":
-        raise _corrupt(place, "image", "its pixels are 32-bit floats, of unknown range; save it with 8 bits")
-    if upright.has_transparency_data:
-        layer = upright.convert("RGBA")
-        page = Image.new("RGBA", layer.size, "white")
-        return Image.alpha_composite(page, layer).convert("RGB")
-    return upright.convert("RGB")
-
-
-def _of_16_bits(image: Image.Image, place: Path | Blob | Picture) -> Image.Image:
-    """Grey of 16 bits as RGB of 8: Pillow's own conversion cuts off what is above 255."""
-    grey = np.asarray(image).astype(np.int64)
-    if grey.min() < 0 or grey.max() > 65535:
-        raise _corrupt(place, "image", "its pixels have 32 bits, of unknown range; save it with 8 or 16")
-    return Image.fromarray(((grey + 128) // 257).astype(np.uint8)).convert("RGB")
 
 
 # ---------------------------------------------------------------- videos
@@ -314,17 +280,17 @@ def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
         text = getattr(error, "strerror", None) or _reason(error, place)
         if getattr(error, "errno", None) == errno.EINVAL:  # what FFmpeg says of types that are not listed
             text = "Invalid data, or a file of a type that is not opened"
-        raise _corrupt(place, what, text) from error
+        raise corrupt_media(place, what, text) from error
 
 
 def _check_size(place: Path | Blob, count: int, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise _corrupt(place, "video", f"its frames have {width} x {height} pixels; scale it down")
+        raise corrupt_media(place, "video", f"its frames have {width} x {height} pixels; scale it down")
     if count * width * height * 3 > MAX_VIDEO_MB * 2**20:
         text = (
             f"{count} frames of {width} x {height} pixels are over {MAX_VIDEO_MB} MiB; lower data.max_frames"
         )
-        raise _corrupt(place, "video", text)
+        raise corrupt_media(place, "video", text)
 
 
 def _timeline(container: Any) -> tuple[float, list[tuple[float, int]]]:
@@ -358,7 +324,7 @@ class _Frames:
         if self.pixels is None:
             self.pixels = np.empty((self.most, *pixels.shape), np.uint8)
         if pixels.shape != self.pixels.shape[1:]:
-            raise _corrupt(self.place, "video", "its frames change their size; encode it with one size")
+            raise corrupt_media(self.place, "video", "its frames change their size; encode it with one size")
         self.pixels[self.count : self.count + times] = pixels
         self.count += times
 

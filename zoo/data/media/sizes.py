@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.decode import IMAGE_TYPES, MIN_FRAMES, container_of
+from zoo.data.media.decode import MIN_FRAMES, container_of
+from zoo.data.media.images import IMAGE_TYPES
 from zoo.data.sources.references import Blob, Picture, Sound
 
 ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side

@@ -1,4 +1,6 @@
+import struct
 import wave
+import zlib
 
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from PIL import Image
 
 from zoo.data.errors import RowError
 from zoo.data.media import decode as module
+from zoo.data.media import images
 from zoo.data.media.decode import load_audio, load_image, load_video
 
 
@@ -35,7 +38,7 @@ def test_file_that_is_no_image_is_named(tmp_path):
 
 
 def test_decompression_bomb_is_refused(media, monkeypatch):
-    monkeypatch.setattr(module, "MAX_PIXELS", 1000)
+    monkeypatch.setattr(images, "MAX_PIXELS", 1000)
     with pytest.raises(RowError, match="96 x 64 pixels, over the limit of 1000"):
         load_image(media / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
@@ -159,20 +162,62 @@ def test_grey_of_16_bits_is_scaled_and_not_cut_off(tmp_path, name):
     assert np.array_equal(shown(tmp_path / name), np.repeat(RAMP[..., None], 3, axis=-1))
 
 
-def test_colours_of_16_bits(tmp_path):
-    import struct
-    import zlib
+def png(pixels: np.ndarray, bits: int, clear: list[int] | None = None) -> bytes:
+    """A PNG of (H, W) grey or (H, W, 3) colours, which Pillow does not write; `clear` is its transparent colour."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    rows = (COLOURS.astype(">u2") * 257).astype(">u2")
-    data = b"".join(b"\0" + row.tobytes() for row in rows)
-    head = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
-    (tmp_path / "x.png").write_bytes(
-        b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
-    )
+    height, width = pixels.shape[:2]
+    if bits == 16:
+        lines = [row.astype(">u2").tobytes() for row in pixels]
+    else:
+        places = [1 << bit for bit in reversed(range(bits))]
+        lines = [np.packbits([bool(v & place) for v in row for place in places]).tobytes() for row in pixels]
+    head = struct.pack(">IIBBBBB", width, height, bits, 2 if pixels.ndim == 3 else 0, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + line for line in lines)))
+    tail = b"" if clear is None else chunk(b"tRNS", struct.pack(f">{len(clear)}H", *clear))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + tail + body + chunk(b"IEND", b"")
+
+
+def test_colours_of_16_bits(tmp_path):
+    (tmp_path / "x.png").write_bytes(png(COLOURS.astype(np.uint16) * 257, 16))
     assert np.abs(shown(tmp_path / "x.png") - COLOURS).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("pixels", "bits", "clear", "wanted"),
+    [
+        ([[0, 5140, 30000, 65535]], 16, [5140], [0, 255, 117, 255]),
+        ([[0, 1, 2, 3]], 2, [1], [0, 255, 170, 255]),
+        ([[0, 1, 2, 15]], 4, [2], [0, 17, 255, 255]),
+        ([[0, 1, 1, 0]], 1, [0], [255, 255, 255, 255]),
+        ([[[0, 0, 0], [30000, 30000, 30000], [65535, 65535, 65535]]], 16, [30000] * 3, [0, 255, 255]),
+    ],
+)
+def test_the_transparent_colour_of_a_png_shows_white(pixels, bits, clear, wanted, tmp_path):
+    (tmp_path / "x.png").write_bytes(png(np.array(pixels), bits, clear))
+    assert shown(tmp_path / "x.png")[0, :, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("most", [255, 1023, 4095])
+def test_12_bits_in_a_file_of_16_are_refused(most, tmp_path):
+    """Scaled as 16 bits they would be nearly black."""
+    grey = np.linspace(0, most, 64).reshape(8, 8).astype(np.uint16)
+    Image.fromarray(grey).save(tmp_path / "x.tif")
+    (tmp_path / "x.png").write_bytes(png(grey, 16))
+    (tmp_path / "colours.png").write_bytes(png(np.dstack([grey] * 3), 16))
+    for name in ("x.tif", "x.png", *(["colours.png"] if most > 255 else [])):
+        with pytest.raises(
+            RowError, match=r"65535 is white, and its brightest pixel has .*12 bits: times 16"
+        ):
+            load_image(tmp_path / name)
+
+
+def test_black_and_dim_images_of_16_bits_are_read(tmp_path):
+    for most, seen in ((0, 0), (4096, 16)):
+        Image.fromarray(np.full((8, 8), most, np.uint16)).save(tmp_path / "x.png")
+        assert (shown(tmp_path / "x.png") == seen).all()
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.webp", "x.tif"])
