@@ -7,7 +7,7 @@ model's description lie beside them in `state.json`. This file reads them; `zoo.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +91,22 @@ def load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> No
 
 def _load(trainable: Trainable, checkpoint: Path, world: World, ranks: int) -> None:
     index = open_index(checkpoint, block_sums(checkpoint))
-    schedule = read_state(checkpoint).get("scheduler") or _common_state(index)["scheduler"]
+    state = read_state(checkpoint)
+    schedule = state.get("scheduler") or _common_state(index)["scheduler"]
     modules = [chunk.module for chunk in trainable.chunks]
     fill(weights_wanted(modules, trainable.adapters, world), index, direct=world.size == 1)
-    load_optimizer(trainable, world, index, schedule["num_steps"])
+    load_optimizer(trainable, world, index, updates_of(state, schedule["num_steps"]))
     if trainable.adapters is None:
         _load_objects(modules, index, world)
+    trainable.scheduler.num_steps = 0  # megatron-core's adds those that it loads
     trainable.scheduler.load_state_dict(schedule)
-    if ranks == world.size and (state := index.object(random_key(world.rank, ranks))) is not None:
-        set_random_state(state)
+    if ranks == world.size and (random := index.object(random_key(world.rank, ranks))) is not None:
+        set_random_state(random)
+
+
+def updates_of(state: Mapping[str, Any], scheduled: int) -> int:
+    """Updates that a checkpoint's optimizer state has seen: `scheduled`, but in a loop that moves the schedule by itself."""
+    return int(state.get("updates", scheduled))
 
 
 def _common_state(index: Index | FormerIndex) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,19 @@ from zoo.errors import UserError
 from zoo.nn.adamw.state import MASTER
 
 
+@dataclass
+class Counts:
+    """What an engine has done so far.
+
+    Attributes:
+        train_steps: from which masks of dropout follow.
+        updates: that the optimizer's state has seen; the schedule may have moved apart from them.
+    """
+
+    train_steps: int = 0
+    updates: int = 0
+
+
 class Checkpoints:
     """Saves and loads weights, optimizer state and schedule of an engine; every rank makes the same calls."""
 
@@ -33,7 +46,7 @@ class Checkpoints:
         self._channel: Channel | None = None
         self._files = integrity.Kept(parts.assembly.save_files)
 
-    def save(self, folder: Path, step: int) -> Path:
+    def save(self, folder: Path, step: int, counts: Counts) -> Path:
         """Write `checkpoints/iter_{step}` in the folder, and wait until the disk has it; returns its path."""
         trainable = self._trainable("save")
         if self._channel is None:
@@ -42,6 +55,7 @@ class Checkpoints:
         allocate_state(trainable.optimizer)
         state: dict[str, Any] = {
             "step": step,
+            **asdict(counts),
             "model": sharded.describe(self.recipe, self.parts.assembly.config.hf),
             "weights": sharded.origin(self.recipe),
             "ranks": self.world.size,
@@ -55,8 +69,8 @@ class Checkpoints:
             self._copied.release()
         return order.target
 
-    def load(self, folder: Path) -> int:
-        """Load the newest whole checkpoint, under whatever layout it was saved; returns its step."""
+    def load(self, folder: Path) -> tuple[int, Counts]:
+        """Load the newest whole checkpoint, under whatever layout it was saved; returns its step, and what had been done by then."""
         trainable = self._trainable("load")
         chosen = choose(folder).folder
         if chosen is None:
@@ -67,7 +81,9 @@ class Checkpoints:
             raise UserError(f"{chosen} is of another model than the engine's; wanted one that it has saved")
         allocate_state(trainable.optimizer)
         sharded.load(trainable, chosen, self.world, state["ranks"])
-        return int(state["step"])
+        step = int(state["step"])  # the only count of a run of `zoo train`
+        updates = sharded.updates_of(state, trainable.scheduler.num_steps)
+        return step, Counts(int(state.get("train_steps", step)), updates)
 
     def load_weights(self, init: str) -> None:
         """Take the weights that a recipe's `model.init` names."""

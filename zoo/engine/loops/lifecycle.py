@@ -22,7 +22,7 @@ from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, groups, settings
 from zoo.engine.launch.slurm import join_slurm
 from zoo.engine.loops.batch import Sparse
-from zoo.engine.loops.checkpoints import Checkpoints
+from zoo.engine.loops.checkpoints import Checkpoints, Counts
 from zoo.engine.loops.memory import KINDS, Kind, Memory, Moved
 from zoo.engine.loops.parts import EngineParts, build_parts
 from zoo.engine.loops.passes import Passes
@@ -164,7 +164,8 @@ class OpenModel:
         """
         self._open(*KINDS, call="save")
         with settings(self.recipe, self.device):
-            return self._checkpoints.save(Path(folder), step)
+            counts = self._training.counts if self._training is not None else Counts()
+            return self._checkpoints.save(Path(folder), step, counts)
 
     def load(self, folder: str | Path) -> int:
         """Go on from the newest whole checkpoint of a folder, saved under whatever layout; returns its step.
@@ -174,7 +175,10 @@ class OpenModel:
         """
         self._open(*KINDS, call="load")
         with settings(self.recipe, self.device):
-            return self._checkpoints.load(Path(folder))
+            step, counts = self._checkpoints.load(Path(folder))
+            if self._training is not None:
+                self._training.counts = counts
+            return step
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, gradients: bool = True) -> Moved:
         """Move weights, optimizer state and gradients to the host, or back to this rank's device.
@@ -198,6 +202,8 @@ class OpenModel:
         if device not in ("cpu", "cuda"):
             raise UserError(f'engine.to({device!r}): wanted "cpu" or "cuda", which is this rank\'s device')
         wanted: dict[Kind, bool] = {"model": model, "optimizer": optimizer, "gradients": gradients}
+        if self._training is not None and gradients and device == "cpu":
+            self._training.tokens = 0  # gradients are not kept
         with settings(self.recipe, self.device):
             return self._memory.move(device == "cuda", [kind for kind in KINDS if wanted[kind]])
 

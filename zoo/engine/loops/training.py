@@ -14,6 +14,7 @@ from zoo.config.schema import Recipe
 from zoo.engine.distributed.weight_gathering import settle_all
 from zoo.engine.distributed.world import World
 from zoo.engine.loops.batch import Rows
+from zoo.engine.loops.checkpoints import Counts
 from zoo.engine.loops.parts import EngineParts
 from zoo.engine.loops.passes import LossFunction, Passes
 from zoo.engine.model import lora
@@ -30,7 +31,7 @@ class StepOutcome:
         micro_batches: of this rank.
         metrics: sums over all micro-batches and replicas of what `loss_fn` returned beside the loss.
         grad_norm: norm of the whole gradient before it is clipped; None where no update was asked for.
-        applied: whether the weights were updated; a loss or gradient that is not finite leaves them as they were.
+        applied: whether the weights were updated; no token at all, or a loss or gradient that is not finite, leaves them as they were.
         lr: learning rate of the next update.
     """
 
@@ -45,13 +46,19 @@ class StepOutcome:
 
 @dataclass
 class Training:
-    """Takes steps with a model that is under DDP and has an optimizer."""
+    """Takes steps with a model that is under DDP and has an optimizer.
+
+    Attributes:
+        counts: what has been done so far.
+        tokens: that the gradients at hand are of, of all replicas.
+    """
 
     recipe: Recipe
     world: World
     parts: EngineParts
     passes: Passes
-    steps: int = 0
+    counts: Counts = field(default_factory=Counts)
+    tokens: int = 0
 
     def step(
         self, rows: Rows, loss_fn: LossFunction, scale: float | None, *, entropy: bool, update: bool
@@ -60,8 +67,9 @@ class Training:
         tokens = self._tokens(rows)
         scale = 1.0 / max(tokens, 1) if scale is None else float(scale)
         self.clear()
-        lora.seed_dropout(self.recipe, self.steps, self.world)
-        self.steps += 1
+        lora.seed_dropout(self.recipe, self.counts.train_steps, self.world)
+        self.counts.train_steps += 1
+        self.tokens = tokens
         found, count = self.passes.gradients(rows, loss_fn, scale, entropy=entropy)
         sums = self._sums(found)
         loss = sums.pop("loss", 0.0)
@@ -69,18 +77,19 @@ class Training:
         return StepOutcome(loss, tokens, count, sums, norm, applied, self.learning_rate)
 
     def update(self, loss: float = 0.0, *, advance: bool = True) -> tuple[float, bool]:
-        """Update the weights by the gradients at hand, unless these or the loss are not finite; gradients are zero afterwards.
+        """Update the weights by the gradients at hand, unless these are of no token, or they or the loss are not finite.
 
-        `advance`: the schedule moves by one before.
+        Gradients are zero afterwards. `advance`: the schedule moves by one before an update.
         """
         applied = False
 
         def good(norm: float) -> bool:
             nonlocal applied
-            applied = math.isfinite(norm) and math.isfinite(loss)
+            applied = self.tokens > 0 and math.isfinite(norm) and math.isfinite(loss)
             return applied
 
         norm = step_if(self.parts.optimizer, self.parts.scheduler if advance else None, good)
+        self.counts.updates += applied
         settle_all()  # a loop reads weights as it likes
         self.clear()
         return norm, applied
@@ -100,6 +109,7 @@ class Training:
         """Make all gradients zero."""
         for chunk in self.parts.chunks:
             chunk.zero_grad_buffer()  # the optimizer has views of it alone, which it keeps
+        self.tokens = 0
 
     def _tokens(self, rows: Rows) -> int:
         if self.world.dp_size == 1:

@@ -198,6 +198,56 @@ def test_a_saved_engine_goes_on_as_it_was(engine: Any, tmp_path: Path) -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("advance", [True, False])
+def test_a_saved_engine_goes_on_with_the_same_masks_and_updates(advance: bool, tmp_path: Path) -> None:
+    batch = text_batch()
+    recipe = zoo.load_recipe(
+        "qwen3_vl_sft", [*TINY, "lora.rank=4", "lora.dropout=0.5", f"run.dir={tmp_path / 'run'}"]
+    )
+
+    def steps(engine: Any, count: int) -> list[tuple[float, float]]:
+        outcomes = []
+        for _ in range(count):
+            outcomes.append(engine.train_step(batch, likelihood, update=False))
+            engine.update(advance=advance)
+        return [(outcome.loss, outcome.lr) for outcome in outcomes]
+
+    with zoo.Engine.open(recipe) as engine:
+        engine.advance_schedule()
+        steps(engine, 3)
+        engine.save(tmp_path / "saved", 1)  # the loop's own number
+        wanted = steps(engine, 3)
+    with zoo.Engine.open(recipe) as engine:
+        steps(engine, 1)
+        assert engine.load(tmp_path / "saved") == 1
+        assert steps(engine, 3) == wanted
+    assert len(set(wanted)) == 3
+
+
+def test_gradients_of_no_token_change_nothing(engine: Any) -> None:
+    batch = text_batch()
+    engine.train_step(batch, likelihood)  # moments that would move the weights
+    before, rate = engine.logprobs(batch), engine.learning_rate
+    first = torch.zeros(3, 9, dtype=torch.bool)
+    first[0, 4] = first[1, 0] = True  # rows' first tokens, which nothing predicts
+    for nothing in ({**batch, "loss_mask": first}, {name: value[:0] for name, value in batch.items()}):
+        outcome = engine.train_step(nothing, likelihood)
+        assert (outcome.tokens, outcome.loss, outcome.grad_norm, outcome.applied) == (0, 0.0, 0.0, False)
+        engine.train_step(nothing, likelihood, loss_scale=1.0, update=False)
+        assert engine.update() == (0.0, False)
+    engine.train_step(batch, likelihood, update=False)
+    engine.clear_gradients()
+    assert engine.update() == (0.0, False)
+    engine.train_step(batch, likelihood, update=False)
+    engine.to("cpu", model=False, optimizer=False)
+    engine.to("cuda")
+    assert engine.update() == (0.0, False)
+    assert torch.equal(engine.logprobs(batch), before) and engine.learning_rate == rate
+    engine.train_step(batch, likelihood, update=False)
+    norm, applied = engine.update()
+    assert norm > 0 and applied
+
+
 def test_groups_of_the_caller_stay(engine: Any) -> None:
     engine.close()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
