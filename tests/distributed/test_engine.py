@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.gathered import LIMIT, full_gradients, worst
-from support.loops import BUCKET, Looped, LoopPlan, loop_batch, loop_examples, run_loop
+from support.loops import BUCKET, Looped, LoopPlan, loop_batch, loop_examples, run_few_rows, run_loop
 from support.matrix import MODELS, PARALLEL
 from support.pool import Pool
 
@@ -80,3 +80,29 @@ def test_a_layout_gives_what_one_rank_gives(
     assert error < LIMIT, name
     moved = (alone.after - alone.logprobs).abs().max()
     assert float(moved) > 1e-3, "the update moved nothing"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("qwen3_omni_sft", ("parallel.ep=2",)),
+        pytest.param("qwen3_vl_sft", (), marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_sft", ("parallel.pp=2", "parallel.vpp=2"), marks=pytest.mark.slow),
+        pytest.param("qwen3_omni_sft", ("parallel.cp=2",), marks=pytest.mark.slow),
+    ],
+)
+def test_replicas_without_a_row(recipe: str, overrides: tuple[str, ...], pool: Pool) -> None:
+    alone = pool.run(1, run_few_rows, recipe, (), timeout=300.0)[0]
+    assert alone.shape[0] == 2 and alone.outcome.applied and alone.outcome.metrics == {"rows": 2.0}
+    replicated = not overrides or "parallel.ep=2" in overrides
+    ranks = pool.run(4 if not replicated else 2, run_few_rows, recipe, overrides, timeout=300.0)
+    assert {rank.shape[0] for rank in ranks} == {2, 0}
+    for rank in ranks:
+        if rank.shape[0]:
+            assert torch.allclose(rank.logprobs, alone.logprobs, atol=1e-5)
+        assert rank.outcome.applied and rank.outcome.tokens == alone.outcome.tokens
+        assert rank.outcome.loss == pytest.approx(alone.outcome.loss, rel=1e-5)
+        assert rank.outcome.metrics == alone.outcome.metrics
+        assert rank.outcome.grad_norm == pytest.approx(alone.outcome.grad_norm, rel=1e-4)
+        assert torch.allclose(rank.after, alone.after, atol=1e-4)
+        assert (rank.empty.tokens, rank.empty.loss, rank.empty.applied) == (0, 0.0, False)

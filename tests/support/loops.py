@@ -196,6 +196,46 @@ def run_loop(rank: int, size: int, plan: LoopPlan) -> Looped:
     )
 
 
+@dataclass
+class FewRows:
+    """What a rank has of answers to fewer rows than there are replicas, and of a step that learns them."""
+
+    shape: tuple[int, ...]  # of its batch
+    logprobs: Tensor
+    outcome: Any
+    after: Tensor  # log-probabilities of all answers after the step, the same on all ranks
+    empty: Any  # what a step came to in which no replica had a row
+
+
+def run_few_rows(rank: int, size: int, recipe: str, overrides: tuple[str, ...]) -> FewRows:
+    """One question answered twice on all ranks, whatever the number of replicas."""
+    import zoo
+
+    fixed = ("size=tiny", "hardware=cpu", "engine.threads=1", "train.lr=1e-3", "packing.budget=24")
+    rows = [{"messages": [{"role": "user", "content": "Say 3"}]}]
+    with zoo.Engine.open(zoo.load_recipe(recipe, [*fixed, *overrides])) as engine:
+        assert len(engine.generate([], max_new_tokens=3).batch["input_ids"]) == 0
+        batch = engine.generate(rows, samples=2, max_new_tokens=3).batch
+        batch["advantages"] = torch.arange(1.0, len(batch["input_ids"]) + 1)
+
+        def loss(logprobs: Tensor, part: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+            return -(logprobs * part["advantages"][:, None]).sum(), {"rows": len(logprobs)}
+
+        logprobs = engine.logprobs(batch, temperature=torch.ones(len(batch["input_ids"])))
+        assert engine.entropy(batch).shape == logprobs.shape
+        if engine._sparse is not None:
+            same, routing = engine.logprobs_and_routing(batch)
+            assert torch.equal(same, logprobs)
+            batch["routing"] = routing
+        outcome = engine.train_step(batch, loss)
+        none = {name: value[:0] for name, value in batch.items()}
+        empty = engine.train_step(none, loss)
+        every = engine.generate(rows * engine.dp_size, samples=2, max_new_tokens=3, temperature=0.0).batch
+        return FewRows(
+            tuple(batch["input_ids"].shape), logprobs.cpu(), outcome, engine.logprobs(every).cpu(), empty
+        )
+
+
 def differing(engine: Any, folder: Path) -> list[str]:
     """Names of the engine's published tensors that are not those of an export, or that it lacks."""
     from support.weights import tensors

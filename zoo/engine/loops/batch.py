@@ -33,7 +33,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of B rows, padded to T tokens on either side, on the host.
+    """A batch of B rows, which may be none, padded to T tokens on either side, on the host.
 
     Attributes:
         input_ids: (B, T) int64.
@@ -86,7 +86,7 @@ class Rows:
                 f"the batch's input_ids have shape {tuple(ids.shape)}; (B, T) is wanted, a row for each sample"
             )
         mask = _same_shape(batch["attention_mask"], "attention_mask", ids)
-        lengths, _, _ = rows_from_mask(mask)
+        lengths = rows_from_mask(mask)[0] if len(mask) else ()
         real = mask == 1
         wanted = _one_of(batch, MASKS)
         labels = None
@@ -111,8 +111,11 @@ class Rows:
         first = self.mask & (self.mask.cumsum(dim=1) == 1)
         return int((tokens & ~first).sum())
 
-    def take(self, rows: Sequence[int]) -> HostBatch:
-        """A micro-batch of these rows, as `PackedStep.prepare` takes it."""
+    def take(self, rows: Sequence[int], filler: int) -> HostBatch:
+        """A micro-batch of these rows, as `PackedStep.prepare` takes it; of no rows, one of the text token `filler` alone."""
+        if not rows:
+            token = torch.full((1, 1), filler)
+            return HostBatch(token, None, torch.ones_like(token).bool(), None, {})
         at = torch.tensor(rows)
         media = [self.media[row] for row in rows]
         names = dict.fromkeys(name for one in media for name in one)
@@ -123,11 +126,13 @@ class Rows:
     def temperatures(self, rows: Sequence[int]) -> float | Tensor:
         """The temperature of these rows: a number, or (b,)."""
         heat = self.temperature
+        if not rows:
+            return 1.0
         return heat[torch.tensor(rows)] if isinstance(heat, Tensor) else heat
 
     def routing(self, rows: Sequence[int]) -> Tensor | None:
         """(b, T, L, k) experts of these rows; None: routers choose."""
-        return None if self.experts is None else self.experts[torch.tensor(rows)]
+        return None if self.experts is None or not rows else self.experts[torch.tensor(rows)]
 
     def part(self, rows: Sequence[int], device: torch.device) -> dict[str, Any]:
         """The caller's batch with these rows: tensors on `device` and lists that have one entry a row; the rest as it is."""
@@ -141,16 +146,12 @@ class Rows:
         return found
 
 
-@dataclass(frozen=True)
-class Bin:
-    """Rows of one micro-batch. What is not `counted` runs for the sake of other ranks, and has no loss."""
-
-    rows: tuple[int, ...]
-    counted: bool = True
+type Bin = tuple[int, ...]
+"""Rows of one micro-batch; one of no rows runs for the sake of other ranks, and has no loss."""
 
 
 def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
-    """Micro-batches of up to `budget` tokens, each row padded to a multiple of `align`.
+    """Rows of each micro-batch: up to `budget` tokens, each row padded to a multiple of `align`.
 
     Raises:
         ValueError: a row has more tokens than the budget.
@@ -162,19 +163,19 @@ def bins_of(lengths: Sequence[int], budget: int, align: int) -> list[Bin]:
                 "give a larger packing.budget"
             )
     found = plan_bins(lengths, budget, align, lookahead=max(1, len(lengths)))
-    return [Bin(tuple(rows)) for rows in found]
+    return [tuple(rows) for rows in found]
 
 
 def spread(bins: Sequence[Bin], count: int) -> list[Bin]:
-    """The same rows in `count` micro-batches or more: the fullest are halved, then a row runs again without a loss."""
+    """The same rows in `count` micro-batches or more: the fullest are halved, then some without a row are added."""
     found = list(bins)
     while len(found) < count:
-        at = max(range(len(found)), key=lambda i: len(found[i].rows))
-        rows = found[at].rows
-        if len(rows) == 1:
-            found.append(Bin(found[0].rows[:1], counted=False))
+        at = max(range(len(found)), key=lambda i: len(found[i]), default=0)
+        rows = found[at] if found else ()
+        if len(rows) < 2:
+            found.append(())
         else:
-            found[at : at + 1] = [Bin(rows[: len(rows) // 2]), Bin(rows[len(rows) // 2 :])]
+            found[at : at + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
     return found
 
 
@@ -202,6 +203,8 @@ def _temperature(value: float | Tensor, rows: int) -> float | Tensor:
         raise ValueError(
             f"temperature has shape {tuple(heat.shape)}; a number, or ({rows},) for the rows is wanted"
         )
+    if isinstance(heat, Tensor) and not len(heat):
+        return heat
     least = float(heat.min()) if isinstance(heat, Tensor) else heat
     if not least > 0:
         raise ValueError(f"temperature is {least:g}; a number above 0 is wanted")
@@ -239,6 +242,8 @@ def _experts(batch: Mapping[str, Any], ids: Tensor, sparse: Sparse | None) -> Te
             "experts of a token"
         )
     experts = given.cpu().long()
+    if not experts.numel():
+        return experts
     if int(experts.max()) >= sparse.experts or int(experts.min()) < -1:
         raise ValueError(
             f"the batch's routing holds values from {int(experts.min())} to {int(experts.max())}; experts 0 to "

@@ -23,6 +23,7 @@ class Micro:
 
     rows: Rows
     bin: Bin
+    filler: int  # a token of text, which runs where there is no row
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Passes:
     align: int
 
     def bins(self, rows: Rows) -> list[Bin]:
-        """Micro-batches of this rank: as many as those of the ranks that it exchanges tokens of experts with."""
+        """Micro-batches of this rank, at least one: as many as those of the ranks that it exchanges tokens of experts with."""
         found = bins_of(rows.lengths, self.budget, self.align)
-        count = len(found)
+        count = max(1, len(found))
         if self.world.groups.ep.size() > 1 and self.world.dp_size > 1:
             most = torch.tensor(count, device=self.world.device)
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.world.groups.dp)
@@ -78,9 +79,9 @@ class Passes:
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
         whole = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
         for one, values in zip(bins, found, strict=False):
-            if one.counted:
+            if one:
                 for name in names:
-                    whole[name][torch.tensor(one.rows, device=device)] = values[name].float()
+                    whole[name][torch.tensor(one, device=device)] = values[name].float()
         results = {name: self._from_last_stage(value) for name, value in whole.items()}
         if noted is not None:
             for group in (self.world.groups.tp_cp, self.world.groups.pp):
@@ -107,9 +108,9 @@ class Passes:
         divisor = self.world.dp_size * len(bins)
 
         def loss(values: dict[str, Tensor], micro: Micro) -> tuple[Tensor, dict[str, Any]]:
-            if not micro.bin.counted:
+            if not micro.bin:
                 return values["logprobs"].sum() * 0.0, {}
-            total, metrics = _called(loss_fn, values, micro.rows.part(micro.bin.rows, self.world.device))
+            total, metrics = _called(loss_fn, values, micro.rows.part(micro.bin, self.world.device))
             total = total * scale
             return total * divisor, {**metrics, "loss": total.detach()}
 
@@ -135,8 +136,8 @@ class Passes:
 
         def forward(data: Iterator[Micro], model: Any) -> Any:
             micro = next(data)
-            taken, heat = micro.rows.take(micro.bin.rows), micro.rows.temperatures(micro.bin.rows)
-            experts: Tensor | str | None = micro.rows.routing(micro.bin.rows)
+            taken, heat = micro.rows.take(micro.bin, micro.filler), micro.rows.temperatures(micro.bin)
+            experts: Tensor | str | None = micro.rows.routing(micro.bin)
             if experts is None and noted is not None:
                 experts = "noted"
             options = {"entropy": entropy, "temperature": heat, "experts": experts}
@@ -149,17 +150,19 @@ class Passes:
                 return loss(values, micro)
 
             output = step.forward(model, inputs)
-            if noted is not None and micro.bin.counted:
-                self._note(noted, micro.bin.rows, inputs.routing, about.token_source)
+            if noted is not None and micro.bin:
+                self._note(noted, micro.bin, inputs.routing, about.token_source)
             return output, of_output
 
-        micros = [Micro(rows, one) for one in bins]
+        media = {token for tokens in step.tower_tokens().values() for token in tokens}
+        filler = next(token for token in range(len(media) + 1) if token not in media)
+        micros = [Micro(rows, one, filler) for one in bins]
         found: list[dict[str, Any]] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(micros) for _ in chunks] if len(chunks) > 1 else iter(micros),
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micros),
-            seq_length=rows.input_ids.shape[1],
+            seq_length=max(1, rows.input_ids.shape[1]),
             micro_batch_size=1,
             forward_only=forward_only,
         )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zoo.engine.loops.batch import Bin, Rows, Sparse, bins_of, spread
+from zoo.engine.loops.batch import Rows, Sparse, bins_of, spread
 
 PROCESSOR = SimpleNamespace(media_tensors=lambda features: {"patches": features["pixel_values"]})
 
@@ -68,7 +68,7 @@ def test_rows_are_taken_with_all_that_is_theirs() -> None:
     rows = Rows.read(given, PROCESSOR, torch.tensor([1.0, 2.0, 3.0]))
     assert rows.lengths == (3, 2, 4) and len(rows) == 3
     assert rows.targets == 1 + 1 + 1, "no padding, and no row's first token"
-    taken = rows.take([2, 0])
+    taken = rows.take([2, 0], filler=7)
     assert taken.input_ids.tolist() == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert taken.labels is not None
     assert taken.labels.tolist() == [[8, -100, -100, 11], [-100, 1, -100, 3]]
@@ -79,15 +79,26 @@ def test_rows_are_taken_with_all_that_is_theirs() -> None:
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 16), min_size=1, max_size=20), st.integers(1, 30))
+@given(st.lists(st.integers(1, 16), max_size=20), st.integers(1, 30))
 def test_every_row_is_counted_once(lengths: list[int], count: int) -> None:
     bins = spread(bins_of(lengths, budget=16, align=2), count)
     assert len(bins) >= count
-    assert sorted(row for one in bins if one.counted for row in one.rows) == list(range(len(lengths)))
-    assert all(sum(-(-lengths[row] // 2) * 2 for row in one.rows) <= 16 for one in bins)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(sum(-(-lengths[row] // 2) * 2 for row in rows) <= 16 for rows in bins)
 
 
 def test_a_row_over_the_budget_is_refused() -> None:
     with pytest.raises(ValueError, match=r"row 1 of the batch has 15 tokens \(padded to a multiple of 4\)"):
         bins_of([3, 15], budget=15, align=4)
-    assert bins_of([3, 12], budget=16, align=4) == [Bin((0, 1))]
+    assert bins_of([3, 12], budget=16, align=4) == [(0, 1)]
+
+
+def test_a_batch_may_have_no_row() -> None:
+    empty = torch.zeros(0, 0, dtype=torch.int64)
+    given = {"input_ids": empty, "attention_mask": empty, "loss_mask": empty.bool(), "media": []}
+    routing = torch.zeros(0, 0, 2, 1, dtype=torch.int64)
+    rows = Rows.read({**given, "routing": routing}, PROCESSOR, torch.zeros(0), Sparse(2, 4, 1))
+    assert (len(rows), rows.lengths, rows.targets) == (0, (), 0)
+    filler = rows.take((), filler=7)
+    assert filler.input_ids.tolist() == [[7]] and not filler.media
+    assert rows.temperatures(()) == 1.0 and rows.routing(()) is None
