@@ -147,7 +147,7 @@ class Router(TopKRouter):
         if mask is None:
             own, total = len(logits), len(logits) * group.size()
         else:
-            own, total = counts.sum() / self.topk, by_expert.sum() / self.topk
+            own, total = counts.sum() / self.topk, by_expert.sum().clamp(min=1) / self.topk  # of no token: 0
         share = coefficient * logits.shape[1] / (self.topk * total * total)
         loss = torch.dot(scores, by_expert.to(scores.dtype)) * share
         found: Tensor = self.attach_and_log_load_balancing_loss(
