@@ -186,7 +186,7 @@ MODELS = {
     "mtp": Model(
         "hybrid with experts and MTP",
         "qwen35_vl_moe_sft",
-        _qwen35(layers=[LINEAR, FULL, LINEAR, FULL], moe=True, mtp=1),
+        _qwen35(layers=[LINEAR, FULL, LINEAR, FULL], moe=True, mtp=2),
         vision_examples,
         SEEN,
         ("train.mtp_loss=0.3",),
