@@ -1,9 +1,10 @@
 """Qwen3.5 to Qwen3.8, dense and with experts: parameters <-> published names (Qwen/Qwen3.5-4B, Qwen/Qwen3.6-35B-A3B).
 
 Names in memory in transformers are the published ones, except that it has no module for `mtp.*`. Published experts are
-stacked in the decoder (`gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]). In the MTP layer Qwen3.5 has them one by one and
-Qwen3.6 stacked, and an export keeps what its source has. Both layouts are read in either place. Zero-centred norms stay
-zero-centred. A model without MTP carries `mtp.*` through.
+stacked in the decoder (`gate_up_proj` [E, 2I, H], `down_proj` [E, H, I]), or one by one, as transformers saves them and tools
+that prune or quantise do. In the MTP layer Qwen3.5 has them one by one and Qwen3.6 stacked. Both layouts are published in
+either place, and an export keeps what its source has. Zero-centred norms stay zero-centred. A model without MTP carries
+`mtp.*` through.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BRIDGE = Bridge(
     name="qwen35_vl",
     rules=(
         *decoder_ends("model.language_model", head="lm_head.weight"),
-        *gated_layer(_ZOO, _HF, stacks, singles),
+        *gated_layer(_ZOO, _HF, stacks, singles, keeps_layout=True),
         *gated_delta_net(f"{_ZOO}.self_attention", f"{_HF}.linear_attn", QKV_Z_B_A),
         *multi_token(singles, stacks, keeps_layout=True),
         rule("vision.{rest}", "model.visual.{rest}"),

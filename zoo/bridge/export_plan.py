@@ -16,7 +16,7 @@ from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
 from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
-from zoo.bridge.native import CARRIED, native
+from zoo.bridge.native import CARRIED, in_layouts, native, read_layouts
 from zoo.bridge.streams import Job, by_width, carried, to_hf
 from zoo.config.locate import Place, locate, unquantised
 from zoo.errors import UserError
@@ -34,6 +34,8 @@ class Source:
     resolution: Resolution
     bridge: Bridge
     dims: Dims
+    folder: Path
+    layouts: Mapping[str, str] = field(default_factory=dict)  # what zoo's own weights record of them
 
     @classmethod
     def open(
@@ -44,9 +46,11 @@ class Source:
         place = source if isinstance(source, Place) else locate(str(source))
         if place.kind == "run":
             raise UserError(f"{place.folder}: tensors can't be carried over from a run's checkpoint")
-        table = native(bridge) if place.kind == "zoo" else bridge
+        own = place.kind == "zoo"
+        table, layouts = (native(bridge), read_layouts(place.folder)) if own else (bridge, {})
         reader = SafetensorsFolder(place.weights)
-        return cls(place.files, reader, table.resolve(reader.names(), zoo_names, dims), bridge, dims)
+        resolution = table.resolve(reader.names(), zoo_names, dims)
+        return cls(place.files, reader, resolution, bridge, dims, place.folder, layouts)
 
     def dtype_of(self, zoo_name: str) -> torch.dtype:
         """The dtype the tensor has."""
@@ -75,7 +79,9 @@ class Source:
         return jobs
 
     def as_written(self, wanted: Entry) -> Entry:
-        """A published entry, in the layout that the tensor has here where its rule keeps that."""
+        """A published entry, in the layout that the tensor has or had here where its rule keeps that."""
+        if wanted.zoo in self.layouts:
+            return in_layouts({wanted.zoo: wanted}, self.layouts, self.folder)[wanted.zoo]
         found = self.resolution.entries.get(wanted.zoo)
         if found is None or not wanted.rule.keeps_layout or found.layout not in wanted.rule.layouts:
             return wanted
@@ -100,7 +106,7 @@ class Source:
     def _native_entry(self, name: str) -> Entry | None:
         """The published entry of a tensor that stands under zoo's name."""
         try:
-            return self.bridge.publish([name])[name]
+            return self.as_written(self.bridge.publish([name])[name])
         except BridgeError:
             return None
 

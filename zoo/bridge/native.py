@@ -1,6 +1,6 @@
 """zoo's own weights on disk: safetensors under zoo's names, whole tensors, which any parallel layout cuts its parts from.
 
-    FOLDER/zoo.json     format, family, and what a conversion was allowed to leave out
+    FOLDER/zoo.json     format, family, the layouts that exports keep, and what a conversion was allowed to leave out
     FOLDER/hf/          config.json and the files of tokenizer and processor, as Hugging Face has them
     FOLDER/weights/     model.safetensors, or its shards and their index; `carried.<published name>` is not trained
     FOLDER/zoo_files.json   what was written, with the checksums of the weights (XXH3)
@@ -12,13 +12,14 @@ stands for itself.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zoo.bridge.files.headers import CheckpointError
 from zoo.bridge.files.record import SumCheck, check
 from zoo.bridge.mapping.rules import Layout, Rule
-from zoo.bridge.mapping.table import Bridge
+from zoo.bridge.mapping.table import Bridge, Entry
 from zoo.bridge.parallel import Comm
 from zoo.config.locate import ABOUT
 from zoo.files import read_json
@@ -35,6 +36,31 @@ def read_about(folder: str | Path) -> dict[str, Any]:
         seen = about.get("format") if isinstance(about, dict) else None
         raise CheckpointError(f"{path}: format {seen!r}, wanted {FORMAT}; was it written by another zoo?")
     return about
+
+
+def layouts_of(entries: Iterable[Entry]) -> dict[str, str]:
+    """What zoo.json keeps of the layouts that tensors were read in: zoo name -> first Hugging Face name, as `Entry.kept_layout` gives it."""
+    return {entry.zoo: name for entry in entries if (name := entry.kept_layout) is not None}
+
+
+def read_layouts(folder: str | Path) -> Mapping[str, str]:
+    """`layouts_of` the weights in a folder; none of those that an earlier zoo wrote. CheckpointError for what is no such record."""
+    layouts = read_about(folder).get("layouts", {})
+    if not isinstance(layouts, dict) or not all(isinstance(name, str) for name in layouts.values()):
+        raise CheckpointError(
+            f"{Path(folder) / ABOUT}: layouts are {layouts!r}, wanted names of tensors by zoo's names"
+        )
+    return layouts
+
+
+def in_layouts(
+    entries: Mapping[str, Entry], layouts: Mapping[str, str], folder: str | Path
+) -> dict[str, Entry]:
+    """Published entries by zoo name, in the `layouts` that the folder's zoo.json records; CheckpointError for one that the table lacks."""
+    try:
+        return {name: entry.stored_as(layouts.get(name)) for name, entry in entries.items()}
+    except ValueError as error:
+        raise CheckpointError(f"{Path(folder) / ABOUT}: {error}; was it written by another zoo?") from None
 
 
 def check_sums(folder: Path, comm: Comm) -> None:

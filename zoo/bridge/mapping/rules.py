@@ -106,6 +106,10 @@ class Rule:
     def __post_init__(self) -> None:
         if self.shard is not None and not callable(self.shard) and self.shard not in get_args(Shard):
             raise ValueError(f"{self.zoo}: shard {self.shard!r} is none of {get_args(Shard)}")
+        if self.keeps_layout and len({layout.patterns for layout in self.layouts}) < len(self.layouts):
+            raise ValueError(
+                f"{self.zoo}: layouts that are kept are known by their names, and two have the same"
+            )
         wanted = set(re.findall(r"\{(\w+)\}", self.zoo))
         for layout in self.layouts:
             for pattern in layout.patterns:

@@ -44,6 +44,21 @@ class Entry:
         """Published HF names of the tensor's parts (of one `expert`, where each has its own)."""
         return self.layout.names(self.binding, expert)
 
+    @property
+    def kept_layout(self) -> str | None:
+        """The first published name of a tensor in a layout that exports keep, where that is not the one that goes without saying."""
+        kept = self.rule.keeps_layout and self.layout in self.rule.layouts[1:]
+        return self.hf_names(0)[0] if kept else None
+
+    def stored_as(self, hf_name: str | None) -> Entry:
+        """The published entry in the layout of which `kept_layout` gave that name; ValueError where the rule has no such layout."""
+        if hf_name is None:
+            return self
+        for layout in self.rule.layouts if self.rule.keeps_layout else ():
+            if layout.names(self.binding, 0)[0] == hf_name:
+                return replace(self, layout=layout)
+        raise ValueError(f"no layout of {self.zoo} has a tensor {hf_name!r}")
+
     def variants(self, dims: Dims) -> list[Entry]:
         """The entry in each layout that has the names of its own: what a file's shapes decide between."""
         layouts = self.rule.read_layouts(dims)

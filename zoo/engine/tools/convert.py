@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,16 @@ from zoo.bridge.export_plan import with_dtype
 from zoo.bridge.files.side_files import CARD, copy_side_files, write_card, write_generation_config
 from zoo.bridge.files.writer import DEFAULT_SHARD_BYTES, disk_errors
 from zoo.bridge.load import fit_shapes, pass_over
-from zoo.bridge.native import CARRIED, FORMAT, native, read_about, sums_while_reading
+from zoo.bridge.native import (
+    CARRIED,
+    FORMAT,
+    in_layouts,
+    layouts_of,
+    native,
+    read_about,
+    read_layouts,
+    sums_while_reading,
+)
 from zoo.bridge.progress import Progress
 from zoo.bridge.streams import Job, by_width, carried, run, to_hf, to_zoo
 from zoo.config.locate import (
@@ -54,6 +63,7 @@ class Conversion:
     allowed: Sequence[str]  # problems that `allow` let pass
     part: str = ""  # folder of the weights in the target
     beside: Callable[[Path], None] = lambda folder: None  # writes what else belongs into the target
+    layouts: Mapping[str, str] = field(default_factory=dict)  # `zoo.bridge.native.layouts_of` what is read
     check_source: Callable[[], None] = lambda: None  # raises where the source is damaged; called at the end
     card: str | None = None  # text of its README.md
 
@@ -158,6 +168,7 @@ def _plan_zoo(
         "allow": list(allow),
         "allowed": list(conversion.allowed),
         "source": name,
+        "layouts": dict(conversion.layouts),
     }
     changed = _changes(arch, dtype, conversion.allowed)
 
@@ -191,7 +202,7 @@ def _plan_hf(
     """zoo's own weights as a Hugging Face folder."""
     about, arch = read_about(place.folder), read_arch(place.files)
     plan = build_meta_model(arch, published_names(reader, arch))
-    conversion = to_hf_jobs(reader, plan, dtype, allow)
+    conversion = to_hf_jobs(place.folder, reader, plan, dtype, allow)
     config = arch
     if plan.bridge.export_config is not None:
         config = plan.bridge.export_config(config, [tensor.name for tensor in conversion.planned])
@@ -232,17 +243,21 @@ def to_zoo_jobs(
     ]
     names = {actual: published for published, actual in resolution.source.items()}
     jobs += [carried(actual, reader, names[actual], to_zoo=True) for actual in resolution.carried]
-    return Conversion(by_width(jobs), allowed)
+    return Conversion(by_width(jobs), allowed, layouts=layouts_of(entries.values()))
 
 
 def to_hf_jobs(
-    reader: SafetensorsFolder, plan: MetaModel, dtype: torch.dtype | None, allow: Sequence[str] = ()
+    folder: Path,
+    reader: SafetensorsFolder,
+    plan: MetaModel,
+    dtype: torch.dtype | None,
+    allow: Sequence[str] = (),
 ) -> Conversion:
-    """How each of zoo's own tensors becomes the published ones."""
+    """How each of zoo's own tensors in a folder becomes the published ones, in the layouts that the folder records."""
     resolution = native(plan.bridge).resolve(reader.names(), plan.parameters, plan.dims, allow)
     there = [(name, plan.parameters[name]) for name in resolution.entries]
     fit_shapes(there, resolution, reader, plan.dims, ShardInfo())
-    published = plan.bridge.publish(resolution.entries)
+    published = in_layouts(plan.bridge.publish(resolution.entries), read_layouts(folder), folder)
     plan.bridge.published_names(published.values(), plan.dims)
     jobs = [
         to_hf(entry, name, reader, plan.dims, dtype)
