@@ -14,6 +14,7 @@ def family(
     model: str = "",
     step: str = "",
     processor: str = "",
+    **inner: str,
 ) -> ModelFamily:
     """The family of a package here, whose parts lie where those of all families lie.
 
@@ -25,6 +26,7 @@ def family(
         parts: what `model.freeze` accepts.
         proved: kinds of parallelism that tests/distributed/test_matrix.py holds to one rank's gradients.
         model, step, processor: `module:attribute` of a part that is not the family's own.
+        inner: parts within others by name (`ModelFamily.inner`): prefixes of their parameters' names.
     """
     name = package.rpartition(".")[2]
     return ModelFamily(
@@ -33,6 +35,7 @@ def family(
         modalities=tuple(modalities.split()),
         parts=tuple(parts.split()),
         proved=tuple(proved.split()),
+        inner={part: tuple(prefixes.split()) for part, prefixes in inner.items()},
         config=f"{package}.config:{prefix}Config",
         model=model or f"{package}.model:{prefix}Model",
         step=step or f"{package}.step:{prefix}Step",

@@ -12,7 +12,8 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from operator import attrgetter
@@ -39,11 +40,30 @@ class ModelFamily:
     proved: tuple[
         str, ...
     ] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
+    inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parts within others, which include them unless a recipe names them: name -> prefixes of their parameters' names."""
 
-    def part_of(self, parameter: str) -> str:
-        """The part of the model, as `model.freeze` calls it, that a parameter of that name belongs to."""
-        first = parameter.removeprefix("module.module.").removeprefix("module.").split(".", 1)[0]
+    @property
+    def all_parts(self) -> tuple[str, ...]:
+        """What `model.freeze`, `train.lr_scale` and `lora.parts` accept."""
+        return (*self.parts, *self.inner)
+
+    def part_of(self, parameter: str, named: Collection[str] = ()) -> str:
+        """The part of the model, as `model.freeze` calls it, that a parameter of that name belongs to.
+
+        Args:
+            named: parts that a recipe names (`Recipe.named_parts`): an inner part among them is no part of another one then.
+        """
+        name = parameter.removeprefix("module.module.").removeprefix("module.")
+        for part, prefixes in self.inner.items():
+            if part in named and name.startswith(prefixes):
+                return part
+        first = name.split(".", 1)[0]
         return first if first in self.parts else "language"
+
+    def within(self, part: str) -> str:
+        """The part that an inner one is in."""
+        return self.inner[part][0].split(".", 1)[0]
 
     def load(self, part: str) -> Any:
         """The object behind `part` (config, model, step, bridge or processor), imported now."""

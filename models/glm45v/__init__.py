@@ -8,5 +8,6 @@ FAMILY = family(
     "GLM-4.5V",
     modalities="text image video",
     parts="vision language",
+    merger="vision.merger.",
     proved="tp sp pp vpp cp ep etp dp",
 )

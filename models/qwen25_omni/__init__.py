@@ -8,5 +8,7 @@ FAMILY = family(
     "Qwen2.5-Omni (thinker)",
     modalities="text image video audio",
     parts="vision audio language",
+    merger="vision.merger.",
+    audio_projector="audio.proj.",
     proved="tp sp pp vpp cp dp",
 )

@@ -8,5 +8,6 @@ FAMILY = family(
     "Qwen2.5-VL",
     modalities="text image video",
     parts="vision language",
+    merger="vision.merger.",
     proved="tp sp pp vpp cp dp",
 )

@@ -8,6 +8,7 @@ FAMILY = family(
     "Qwen3.5-VL, 3.6, 3.8",
     modalities="text image video",
     parts="vision language",
+    merger="vision.merger.",
     proved="tp sp pp vpp cp ep etp dp",
     model="zoo.nn.vision_language:VisionLanguageModel",
     step="zoo.steps.vision:VisionStep",

@@ -8,6 +8,8 @@ FAMILY = family(
     "Qwen3-Omni (thinker)",
     modalities="text image video audio",
     parts="vision audio language",
+    merger="vision.merger. vision.merger_list.",
+    audio_projector="audio.proj1. audio.proj2.",
     proved="tp sp pp vpp cp ep etp dp",
     step="zoo.steps.omni:OmniStep",
 )

@@ -8,6 +8,7 @@ FAMILY = family(
     "Qwen3-VL",
     modalities="text image video",
     parts="vision language",
+    merger="vision.merger. vision.deepstack_merger_list.",
     proved="tp sp pp vpp cp ep etp dp",
     model="zoo.nn.vision_language:VisionLanguageModel",
     step="zoo.steps.vision:VisionStep",

@@ -34,7 +34,7 @@ def summed(folder: Path, world: Any, *overrides: str, in_place: bool) -> tuple[i
     assembly = build.assemble(recipe)
     chunks = build.build_model(assembly, recipe, world)
     initial_weights.init_weights(chunks, assembly, recipe, world)
-    build.freeze(chunks, recipe.model.freeze, assembly.family)
+    build.freeze(chunks, recipe, assembly.family)
     (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     count = weight_gradients.accumulate_in_place(chunks) if in_place else 0
     step, examples = build.build_step(assembly, recipe, world), vision_examples(assembly.processor)

@@ -17,6 +17,8 @@ from zoo.engine.checkpoint import initial_weights
 from zoo.engine.model import build
 from zoo.engine.train import optimization
 
+FIRST = 5e-5  # how far AdamW moves a parameter in the first step, a twentieth of the warm-up to 1e-3
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,7 @@ class Trained:
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, world)
         initial_weights.init_weights(chunks, assembly, recipe, world)
-        build.freeze(chunks, recipe.model.freeze, assembly.family)
+        build.freeze(chunks, recipe, assembly.family)
         self.wrapped = optimization.wrap_ddp(chunks, recipe)
         self.optimizer, scheduler = optimization.build_optimizer(self.wrapped, recipe, assembly, world, 10)
         self.family, self.model = assembly.family, chunks[0]
@@ -99,6 +101,56 @@ def test_learning_rate_of_a_part(folder: Path, cpu_world: Any) -> None:
         part = run.family.part_of(name)
         largest[part] = max(largest[part], float((parameter - run.before[name]).abs().max()))
     assert largest["vision"] == pytest.approx(0.1 * largest["language"], rel=0.05)
+
+
+def is_merger(name: str) -> bool:
+    return name.startswith(("vision.merger.", "vision.deepstack_merger_list."))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trained"),
+    [
+        (["model.freeze=[merger]"], lambda name: not is_merger(name)),
+        (["model.freeze=[vision]"], lambda name: not name.startswith("vision.")),
+        (["model.freeze=[vision]", "train.lr_scale.merger=2"], lambda n: is_merger(n) or n[:7] != "vision."),
+        (["model.freeze=[vision,language]", "train.lr_scale.merger=2"], is_merger),
+        (["model.freeze=[merger,language]"], lambda n: n.startswith("vision.") and not is_merger(n)),
+    ],
+    ids=["all but it", "none of the tower", "the tower without it", "it alone", "its tower alone"],
+)
+def test_the_merger_is_a_part_where_a_key_names_it(
+    overrides: list[str], trained: Any, folder: Path, cpu_world: Any
+) -> None:
+    run = Trained(folder, cpu_world, *overrides)
+    for name, parameter in run.model.named_parameters():
+        assert parameter.requires_grad == trained(name), name
+    moved = {n: float((p - run.before[n]).abs().max()) for n, p in run.model.named_parameters()}
+    assert {name for name, far in moved.items() if far} <= {name for name in moved if trained(name)}
+    assert all(moved[name] for name in moved if is_merger(name) and trained(name))
+    if "train.lr_scale.merger=2" in overrides:
+        assert max(far for n, far in moved.items() if is_merger(n)) == pytest.approx(2 * FIRST, rel=0.05)
+    if trained("vision.merger.norm.weight") and not trained("vision.pos_embed.weight"):
+        assert run.backward_through >= {"decoder"}
+
+
+def test_a_rate_of_the_merger_is_not_that_of_its_tower(folder: Path, cpu_world: Any) -> None:
+    run = Trained(folder, cpu_world, "train.lr_scale.vision=0.1", "train.lr_scale.merger=3")
+    moved = {n: float((p - run.before[n]).abs().max()) for n, p in run.model.named_parameters()}
+    assert max(far for n, far in moved.items() if is_merger(n)) == pytest.approx(3 * FIRST, rel=0.05)
+    tower = [far for n, far in moved.items() if n.startswith("vision.") and not is_merger(n)]
+    assert max(tower) == pytest.approx(0.1 * FIRST, rel=0.05)
+
+
+def test_adapters_of_the_merger_alone(folder: Path, cpu_world: Any) -> None:
+    recipe = recipe_for(
+        folder, "lora.rank=4", "lora.parts=[merger]", "model.freeze=[vision]", recipe="qwen3_vl_sft"
+    )
+    assembly = build.assemble(recipe)
+    chunks = build.build_model(assembly, recipe, cpu_world)
+    adapters = initial_weights.attach_adapters(chunks, assembly, recipe, cpu_world)
+    build.freeze(chunks, recipe, assembly.family)
+    assert all(one.adapter.a.requires_grad for one in adapters.held)
+    assert adapters.held and all(is_merger(one.target.zoo) for one in adapters.held)
 
 
 def test_media_go_to_the_stage_with_the_towers(folder: Path, cpu_world: Any) -> None:

@@ -54,7 +54,9 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
         assembly = build.assemble(recipe)
         chunks = build.build_model(assembly, recipe, here)
         initial_weights.init_weights(chunks, assembly, recipe, here)
-        build.freeze(chunks, ["language"], assembly.family)  # the interpreter is slow
+        build.freeze(
+            chunks, recipe.replace({"model.freeze": ["language"]}), assembly.family
+        )  # the interpreter is slow
         (wrapped,) = optimization.wrap_ddp(chunks, recipe)
     optimizer, scheduler = optimization.build_optimizer([wrapped], recipe, assembly, here, 10)
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ class ModelConfig:
     family: str = ""  # a name that `zoo list` shows; a recipe sets it
     init: str = "random"  # random | a Hugging Face folder | a hub id
     arch: dict[str, Any] = field(default_factory=dict)  # Hugging Face config of the architecture (from size=)
-    freeze: list[str] = field(default_factory=list)  # parts of the family that are not trained, such as vision
+    freeze: list[str] = field(default_factory=list)  # parts of the family that are not trained, such as vision, or merger alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +270,11 @@ class Recipe:
     engine: EngineConfig = field(default_factory=EngineConfig)
     log: LogConfig = field(default_factory=LogConfig)
     export: bool = True  # write a Hugging Face folder (with lora, an adapter) to run.dir/export at the end
+
+    @property
+    def named_parts(self) -> set[str]:
+        """Parts of the model that some key names: an inner part (a tower's merger) among them is no part of its tower then."""
+        return {*self.model.freeze, *self.train.lr_scale, *(self.lora.parts if self.lora.rank else ())}
 
     def replace(self, changes: Mapping[str, Any] | None = None, /, **more: Any) -> Recipe:
         """A copy with other values, checked like overrides.

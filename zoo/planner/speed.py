@@ -163,12 +163,11 @@ def factor(model: Model, recipe: Recipe, part: str) -> float:
         adapted = bool(recipe.lora.rank) and part in recipe.lora.parts
         return train_factor(frozen=part not in trained, first=not adapted)
     names = {"decoder": ("decoder", "experts", "multi_token"), "head": ("head", "embedding")}[part]
-    # What the decoder's gradient goes to.
-    behind = set(model.cost.towers) | {"embedding", "projector", "adapters"}
+    behind = trained - {"decoder", "experts", "multi_token", "head"}  # what the decoder's gradient goes to
     again = {"none": 0.0, "selective": recomputed(model), "full": 1.0}[recipe.engine.recompute]
     return train_factor(
         frozen=not trained & set(names),
-        first=part == "decoder" and not trained & behind,
+        first=part == "decoder" and not behind,
         recomputed=again if part == "decoder" else 0.0,
     )
 

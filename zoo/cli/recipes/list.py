@@ -53,6 +53,7 @@ def catalogue() -> dict[str, Any]:
                 "title": family.title,
                 "modalities": list(family.modalities),
                 "parts": list(family.parts),
+                "inner_parts": {part: family.within(part) for part in family.inner},
                 "sizes": size_names(family.name),
                 "proved_parallelism": list(family.proved),
             }
@@ -80,7 +81,8 @@ def _table(found: dict[str, Any]) -> str:
     for name, family in found["families"].items():
         lines.append(f"  {name:<18} {family['title']}: {', '.join(family['modalities'])}")
         lines.append(f"  {'':<18} size={' | '.join(family['sizes']) or '-'}")
-        lines.append(f"  {'':<18} parts: {', '.join(family['parts'])}")
+        inner = [f"{part} (of {outer})" for part, outer in family["inner_parts"].items()]
+        lines.append(f"  {'':<18} parts: {', '.join([*family['parts'], *inner])}")
         proved = " ".join(family["proved_parallelism"]) or "none"
         lines.append(f"  {'':<18} parallelism with the gradients of one rank, by test: {proved}")
     lines.append("recipes")

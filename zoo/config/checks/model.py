@@ -15,12 +15,12 @@ def check_model(recipe: Recipe) -> None:
         raise ConfigError("model.family is not set; `zoo list` shows the families")
     family = get_family(recipe.model.family)
     for part in recipe.model.freeze:
-        if part not in family.parts:
-            near = ", ".join(nearest(part, list(family.parts)))
+        if part not in family.all_parts:
+            near = ", ".join(nearest(part, list(family.all_parts)))
             raise ConfigError(f"model.freeze={part}: {family.name} has no such part; nearest: {near}")
     for part, scale in recipe.train.lr_scale.items():
-        if part not in family.parts:
-            near = ", ".join(nearest(part, list(family.parts)))
+        if part not in family.all_parts:
+            near = ", ".join(nearest(part, list(family.all_parts)))
             raise ConfigError(f"train.lr_scale.{part}: {family.name} has no such part; nearest: {near}")
         if part in recipe.model.freeze:
             raise ConfigError(
@@ -30,7 +30,8 @@ def check_model(recipe: Recipe) -> None:
             raise ConfigError(
                 f"train.lr_scale.{part}={scale:g}: wanted a number above 0; model.freeze stops a part"
             )
-    if set(family.parts) <= set(recipe.model.freeze):
+    trained = {*family.parts, *(set(family.inner) & recipe.named_parts)} - set(recipe.model.freeze)
+    if not trained:
         raise ConfigError(
             f"model.freeze={','.join(family.parts)}: nothing would be left to train; leave a part out"
         )
@@ -58,8 +59,8 @@ def check_lora(recipe: Recipe) -> None:
         if not values:
             raise ConfigError(f"{key}=[]: no linear would have an adapter; leave {key} out for its default")
     for part in lora.parts:
-        if part not in family.parts:
-            near = ", ".join(nearest(part, list(family.parts)))
+        if part not in family.all_parts:
+            near = ", ".join(nearest(part, list(family.all_parts)))
             raise ConfigError(f"lora.parts={part}: {family.name} has no such part; nearest: {near}")
         if part in recipe.model.freeze:
             raise ConfigError(

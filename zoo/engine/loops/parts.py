@@ -44,7 +44,7 @@ def build_parts(recipe: Recipe, world: World, stack: ExitStack, *, train: bool) 
         for chunk in chunks:
             chunk.requires_grad_(False)
         return EngineParts(assembly, chunks, step, adapters)
-    build.freeze(chunks, recipe.model.freeze, assembly.family)
+    build.freeze(chunks, recipe, assembly.family)
     wrapped = optimization.wrap_ddp(chunks, recipe)
     stack.callback(optimization.release_ddp, wrapped)
     train_of, total = recipe.train, recipe.train.steps

@@ -244,8 +244,8 @@ def model_dims(assembly: Assembly) -> Dims:
     return Dims.from_hf(assembly.config.text, tied=assembly.config.tied)
 
 
-def freeze(chunks: list[Any], parts: list[str], family: ModelFamily) -> None:
-    """Stop training the named parts: no gradient, no optimizer state."""
+def freeze(chunks: list[Any], recipe: Recipe, family: ModelFamily) -> None:
+    """Stop training the parts of `model.freeze`: no gradient, no optimizer state."""
     for name, parameter in model_parameters(chunks):
-        if family.part_of(name) in parts:
+        if family.part_of(name, recipe.named_parts) in recipe.model.freeze:
             parameter.requires_grad_(False)

@@ -255,7 +255,7 @@ def _linears(chunks: Sequence[Any], family: ModelFamily, recipe: Recipe) -> Line
         name: (module, parameter)
         for name, (module, parameter) in _linears_of(chunks, recipe).items()
         if parameter.requires_grad
-        and family.part_of(name) in recipe.lora.parts
+        and family.part_of(name, recipe.named_parts) in recipe.lora.parts
         and not name.startswith(("output_layer.", "multi_token."))
     }
 

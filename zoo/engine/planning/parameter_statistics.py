@@ -26,7 +26,9 @@ _known: dict[str, ParameterStatistics] = {}  # by all of a recipe that decides t
 def parameter_statistics(recipe: Recipe) -> ParameterStatistics:
     """Count the parameters of a recipe's model, whatever its parallel sizes; the recipe has to have `model.arch`."""
     train = recipe.train
-    key = repr((recipe.model, recipe.lora, train.loss, train.mtp_loss, train.optimizer))
+    key = repr(
+        (recipe.model, recipe.lora, train.loss, train.mtp_loss, train.optimizer, sorted(train.lr_scale))
+    )
     if key not in _known:
         _known[key] = _count(recipe)
     return _known[key]
@@ -42,13 +44,13 @@ def _count(recipe: Recipe) -> ParameterStatistics:
         chunks = build.build_model(assembly, recipe, nowhere)
         if recipe.lora.rank:
             lora.place(chunks, family, build.model_dims(assembly), recipe.model.arch, recipe, nowhere)
-        build.freeze(chunks, recipe.model.freeze, family)
+        build.freeze(chunks, recipe, family)
     counts: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
     flops: Counter[tuple[str, int | str, Cut, bool, bool]] = Counter()
     muon, bridge, dims = recipe.train.optimizer == "muon", family.load("bridge"), build.model_dims(assembly)
     for name, parameter in model_parameters(chunks):
         matrix = is_matrix(name, parameter)
-        key = (*_where(name, family), _cut(name, parameter), parameter.requires_grad, matrix)
+        key = (*_where(name, family, recipe), _cut(name, parameter), parameter.requires_grad, matrix)
         counts[key] += parameter.numel()
         if muon and matrix:
             shapes = matrices_of(name, parameter, bridge, dims, ShardInfo()).shapes()
@@ -60,14 +62,15 @@ def _count(recipe: Recipe) -> ParameterStatistics:
     return ParameterStatistics(weights, config.text.num_hidden_layers, config.tied)
 
 
-def _where(name: str, family: ModelFamily) -> tuple[str, int | str]:
+def _where(name: str, family: ModelFamily, recipe: Recipe) -> tuple[str, int | str]:
     """The part of the model a parameter belongs to, and its place in the pipeline."""
     first, *rest = name.split(".")
     adapter = ".lora." in name
     if first == "decoder" and rest[0] == "layers":
         return ADAPTERS if adapter else EXPERTS if _is_expert(name) else "decoder", int(rest[1])
     if first in ("embedding", *family.parts):
-        return ADAPTERS if adapter else first, "first"
+        inner = family.part_of(name, recipe.named_parts)
+        return ADAPTERS if adapter else inner if inner in family.inner else first, "first"
     part = {"decoder": "decoder", "output_layer": "head", "score": "head"}.get(first, first)
     return EXPERTS if _is_expert(name) else part, "last"
 

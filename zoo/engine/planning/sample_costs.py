@@ -9,6 +9,7 @@ from zoo.config.schema import Recipe
 from zoo.data.media.sizes import SampleSize
 from zoo.nn.flops import model_cost
 from zoo.packing.cost import train_factor
+from zoo.registry import get_family
 
 UNIT = 1000.0  # FLOPs; costs are integers, so that sums are the same in any order
 
@@ -18,13 +19,17 @@ def training_cost(config: Any, recipe: Recipe) -> Callable[[SampleSize], int]:
 
     Args:
         config: the family's config.
-        recipe: its model.freeze, lora, engine.recompute and train.mtp_loss are used.
+        recipe: its model.freeze, train.lr_scale, lora, engine.recompute and train.mtp_loss are used.
     """
     model = model_cost(config, config.mtp_layers(recipe))
     lora = recipe.lora
     frozen = {*model.towers, "language"} if lora.rank else set(recipe.model.freeze)
     adapted = set(lora.parts) if lora.rank else set()
-    backward = [name for name in model.towers if name not in frozen or name in adapted]
+    trained = adapted if lora.rank else recipe.named_parts - frozen
+    merging = trained & set(
+        get_family(recipe.model.family).inner
+    )  # trained behind a tower that may be frozen
+    backward = merging | {name for name in model.towers if name not in frozen or name in adapted}
     factors = {name: train_factor(frozen=name in frozen, first=name not in adapted) for name in model.towers}
     factors["decoder"] = train_factor(
         frozen="language" in frozen,

@@ -126,7 +126,7 @@ def build_optimizer(
     groups: dict[Any, Any] = get_standard_config_overrides(config)
     for part, scale in train.lr_scale.items():
         of_part = ParamWithNamePredicate(
-            part, lambda _, name, part=part: assembly.family.part_of(name) == part
+            part, lambda _, name, part=part: assembly.family.part_of(name, recipe.named_parts) == part
         )
         groups[ParamKey(with_name_predicate=of_part)] = {
             "max_lr": train.lr * scale,

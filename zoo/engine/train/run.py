@@ -127,7 +127,7 @@ class Run:
         if reference is not None and anew:
             reference.compute(self.data, self.step, chunks, self.progress.tick)
             self.startup.mark("reference")
-        build.freeze(chunks, recipe.model.freeze, self.assembly.family)
+        build.freeze(chunks, recipe, self.assembly.family)
         wrapped = optimization.wrap_ddp(chunks, recipe)
         made = optimization.build_optimizer(wrapped, recipe, self.assembly, world, self.total_steps)
         self.times.observe(chunks, wrapped)

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.config_keys import CASES, tiny_arch
 
 from zoo.config.compose import load_recipe
 from zoo.engine.distributed.world import World
@@ -46,3 +47,20 @@ def test_triton_looks_for_its_driver_before_the_current_device_is_meta(
     with on_meta(World(0, 1, torch.device("cpu"), 0, 1, 0, 0, 0, 1, None)):
         assert torch.cuda.current_device is not before
     assert found == [before]
+
+
+def test_every_inner_part_has_parameters_of_a_part() -> None:
+    """As transformers names them: a prefix that no parameter has would make a part of nothing."""
+    seen = {}
+    for case in CASES:
+        model = build_meta_model(tiny_arch(case))
+        for part, prefixes in model.family.inner.items():
+            assert model.family.within(part) in model.family.parts
+            found = [
+                prefix for prefix in prefixes if any(name.startswith(prefix) for name in model.parameters)
+            ]
+            assert found == list(prefixes), (case, part)
+            seen[model.family.name, part] = found
+        merging = [name for name in model.parameters if "merger" in name]
+        assert all(model.family.part_of(name, {"merger"}) == "merger" for name in merging)
+    assert len(seen) == 8
