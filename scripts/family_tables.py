@@ -21,10 +21,11 @@ def table(family: ModelFamily) -> str:
     def code(names: list[str] | tuple[str, ...]) -> str:
         return ", ".join(f"`{name}`" for name in names) or "none"
 
+    inner = [f"; within `{family.within(part)}`: `{part}`" for part in family.inner]
     rows = [
         ("`model_type`", code(family.load("config").kinds)),
         ("reads", ", ".join(family.modalities)),
-        ("parts that `model.freeze` and `train.lr_scale` name", code(family.parts)),
+        ("parts that `model.freeze` and `train.lr_scale` name", code(family.parts) + "".join(inner)),
         ("recipes that train all weights", code([name for name, lora in kinds.items() if not lora])),
         ("recipes that train adapters (LoRA)", code([name for name, lora in kinds.items() if lora])),
         ("sizes", code(size_names(family.name))),
