@@ -14,8 +14,10 @@ Per token, with h the hidden width, q and k the widths of queries and keys, f th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from zoo.config.schema import ParallelConfig, Recipe
@@ -34,10 +36,50 @@ class Row:
     labels: int  # tokens with a loss
     media: Mapping[str, tuple[float, ...]]  # tower name -> rows of each item
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Tokens of the row."""
         return sum(self.lengths)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of its longest sample."""
+        return max(self.lengths, default=0)
+
+    @cached_property
+    def chunked(self) -> int:
+        """Tokens of the row with each sample padded to whole chunks of the delta rule."""
+        return sum(-(-length // CHUNK) * CHUNK for length in self.lengths)
+
+    @cached_property
+    def items(self) -> Mapping[str, Items]:
+        """Tower name -> its media in numbers."""
+        return {name: Items(rows) for name, rows in self.media.items()}
+
+
+@dataclass(frozen=True)
+class Items:
+    """The media of a row for one tower; a plan asks for their sums once for each of thousands of layouts."""
+
+    rows: tuple[float, ...]
+
+    @cached_property
+    def total(self) -> float:
+        """Rows of all items."""
+        return sum(self.rows)
+
+    @cached_property
+    def longest(self) -> float:
+        """Rows of the longest one."""
+        return max(self.rows, default=0)
+
+    @cached_property
+    def _counts(self) -> Mapping[float, int]:
+        return Counter(self.rows)
+
+    def padded(self, piece: int) -> float:
+        """Rows of all items, each padded to a multiple of `piece`."""
+        return sum(-(-rows // piece) * piece * count for rows, count in self._counts.items())
 
 
 def rows_sent(text: Any, parallel: ParallelConfig) -> float:
@@ -118,9 +160,9 @@ class Kept:
             if parallel.cp > 1:  # keys and values of all ranks, and their prefixes of both chunks
                 kept += 3 * self.row.total * 2 * keys * size
         else:
-            side_by_side = self._unpacked(self.row.lengths) / parallel.cp
+            side_by_side = self._unpacked() / parallel.cp
             kept += side_by_side * size * 4 * queries + self.tokens * size * queries
-            if self._indexed(self.row.lengths):
+            if self._indexed():
                 kept += self.tokens * size * (queries + keys + (0.0 if normed else projected))
         # What goes into the output projection is attention's result, which attention keeps, unless a gate has changed it.
         kept += self._dropped(text.hidden_size + (queries if gated else 0.0), 0.0 if gated else queries)
@@ -137,17 +179,15 @@ class Kept:
         gone = inputs * self.size if self.fused else 0.0
         return self.tokens * ((inputs + kept) * (self.size + 1) - gone)
 
-    @staticmethod
-    def _unpacked(lengths: Sequence[float]) -> float:
+    def _unpacked(self) -> float:
         """Rows that attention without a kernel for packed rows works on: segments side by side where that pays."""
-        total, padded = sum(lengths), len(lengths) * max(lengths, default=0)
+        total, padded = self.row.total, len(self.row.lengths) * self.row.longest
         return padded if padded <= 2 * total else total
 
-    @staticmethod
-    def _indexed(lengths: Sequence[float]) -> bool:
+    def _indexed(self) -> bool:
         """Whether segments are laid side by side by an index, which keeps what it moves (zoo.packing.runs: many, short)."""
-        pieces, total = 2 * len(lengths), sum(lengths)
-        return pieces > FEW and total < LONG * pieces and len(lengths) * max(lengths) <= 2 * total
+        samples, total = len(self.row.lengths), self.row.total
+        return 2 * samples > FEW and total < LONG * 2 * samples and samples * self.row.longest <= 2 * total
 
     def _linear_attention(self) -> float:
         """Gated DeltaNet; context parallel ranks have a part of the heads of all tokens."""
@@ -162,7 +202,7 @@ class Kept:
             rule = convolved + 2 * keys + heads * CHUNK + 3 * values
             kept = self.tokens * size * (inner + rule)
         else:
-            whole = sum(-(-length // CHUNK) * CHUNK for length in self.row.lengths) / parallel.cp
+            whole = self.row.chunked / parallel.cp
             rule = heads * (6 * CHUNK + (key + value) + 4 * key + 3 * value)
             kept = (
                 self.tokens
@@ -218,7 +258,8 @@ class Kept:
 
     def deepstack(self, layers: int) -> float:
         """Features of the vision tower that are added after the first layers."""
-        return layers * sum(self.row.media.get("vision", ())) / 4 * self.text.hidden_size * self.size
+        patches = self.row.items["vision"].total if "vision" in self.row.items else 0.0
+        return layers * patches / 4 * self.text.hidden_size * self.size
 
     def head(self) -> tuple[float, float]:
         """(bytes kept, bytes beside them while the loss is worked out) of the logits of the row's labels."""
@@ -230,12 +271,13 @@ class Kept:
         # The softmax in fp32 is kept; its gradient, and both in the model's precision, come beside it.
         return hidden + logits * FP32, logits * (FP32 + (self.size if self.size != FP32 else 0))
 
-    def tower(self, cost: TowerCost, items: Sequence[float]) -> float:
+    def tower(self, cost: TowerCost, name: str) -> float:
         """Bytes of a tower that sees its share of the row's media; ranks that share a row share its media."""
-        parallel = self.recipe.parallel
-        rows = sum(-(-rows // cost.piece) * cost.piece for rows in items) / (parallel.tp * parallel.cp)
+        parallel, items = self.recipe.parallel, self.row.items[name]
+        rows = items.padded(cost.piece) / (parallel.tp * parallel.cp)
         if self.fused:
             return rows * (cost.kept + 4 * cost.attended) * self.size
-        beside = len(items) * max(items, default=0) / max(sum(items), 1) if cost.window is None else 1.0
-        moved = 5 if cost.per_pair and 2 * len(items) > FEW and sum(items) < LONG * 2 * len(items) else 0
+        count = len(items.rows)
+        beside = count * items.longest / max(items.total, 1) if cost.window is None else 1.0
+        moved = 5 if cost.per_pair and 2 * count > FEW and items.total < LONG * 2 * count else 0
         return rows * (cost.kept + (1 + 4 * beside + moved) * cost.attended) * self.size

@@ -66,17 +66,17 @@ def choose_layout(model: Model, recipe: Recipe, ranks: int, row: Row) -> Recipe:
         return recipe
     found = first_fit(model, recipe, ranks, row)
     if found is None:
-        _refuse_if_all_are_wrong(model, recipe, ranks, row)
+        _refuse_if_all_are_wrong(recipe, ranks)
         raise ConfigError(_what_would(model, recipe, ranks, row))
     return found
 
 
-def _refuse_if_all_are_wrong(model: Model, recipe: Recipe, ranks: int, row: Row) -> None:
+def _refuse_if_all_are_wrong(recipe: Recipe, ranks: int) -> None:
     """ConfigError where no choice goes with the architecture and the batch, so that memory is not the cause."""
     refusal: ConfigError | None = None
-    for candidate in sorted(candidates(model, recipe, ranks, row), key=lambda candidate: candidate.time):
+    for layout in _layouts(recipe, ranks):
         try:
-            check_layout(candidate.recipe, ranks)
+            check_layout(layout, ranks)
         except ConfigError as error:
             refusal = refusal or error
         else:
@@ -135,9 +135,11 @@ def _fits(model: Model, recipe: Recipe, ranks: int, row: Row, *, twice: bool = F
 
 
 def candidates(model: Model, recipe: Recipe, ranks: int, row: Row) -> Iterator[Candidate]:
-    """Every choice of the keys to be planned, in no order; some may not go with the architecture."""
-    speed = Speed(model, row)
+    """Every choice of the keys to be planned whose stages have layers, in no order; some may not go with the architecture."""
+    speed, layers = Speed(model, row), len(model.kinds)
     for layout in _layouts(recipe, ranks):
+        if layout.parallel.pp * layout.parallel.vpp > layers:  # a stage without a layer
+            continue
         for staged in _with_stages(layout, speed):
             for how in RECOMPUTE if "recompute" in recipe.parallel.plan else (recipe.engine.recompute,):
                 chosen = replace(staged, engine=replace(staged.engine, recompute=how))

@@ -245,6 +245,6 @@ def _first(kept: Kept, model: Model) -> float:
     towers: Mapping[str, TowerCost] = model.cost.towers
     trained = set(model.trained_parts)
     trained |= set(kept.recipe.lora.parts) if kept.recipe.lora.rank else set()
-    media = {name: items for name, items in kept.row.media.items() if items and name in trained}
-    sums = sum(kept.tower(towers[name], items) for name, items in media.items())
+    names = [name for name, items in kept.row.media.items() if items and name in trained]
+    sums = sum(kept.tower(towers[name], name) for name in names)
     return sums + kept.tokens * 8 * (1 + model.mtp) + kept.deepstack(model.deepstack)

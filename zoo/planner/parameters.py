@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
@@ -39,6 +40,11 @@ class ParameterStatistics:
     layers: int  # of the decoder
     tied: bool  # the head is the embedding: with more than one stage, both ends hold it
 
+    @cached_property
+    def shares(self) -> dict[tuple[object, ...], Share]:
+        """What `share` has worked out: a search asks for a few hundred shares some hundred thousand times."""
+        return {}
+
     def by_part(self) -> dict[str, int]:
         """Numbers of each part, over all ranks."""
         found: dict[str, int] = {}
@@ -46,12 +52,12 @@ class ParameterStatistics:
             found[weights.part] = found.get(weights.part, 0) + weights.count
         return found
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All weights, tied ones once."""
         return sum(weights.count for weights in self.weights)
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Those that are trained."""
         return sum(weights.count for weights in self.weights if weights.trained)
@@ -93,6 +99,16 @@ def layers_of(recipe: Recipe, layers: int, stage: int) -> list[int]:
 
 def share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     """The weights of a rank of pipeline stage `stage`."""
+    parallel = recipe.parallel
+    key = (
+        stage, parallel.tp, parallel.pp, parallel.vpp, parallel.ep * parallel.etp, *parallel.stage_layers, recipe.lora.base_dtype,
+    )  # fmt: skip
+    if key not in statistics.shares:
+        statistics.shares[key] = _share(statistics, recipe, stage)
+    return statistics.shares[key]
+
+
+def _share(statistics: ParameterStatistics, recipe: Recipe, stage: int) -> Share:
     parallel = recipe.parallel
     mine: set[int | str] = {*layers_of(recipe, statistics.layers, stage)}
     mine |= {"first"} if stage == 0 else set()

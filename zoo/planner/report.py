@@ -121,7 +121,7 @@ class Plan:
                 "tokens": self.row.total,
                 "samples": len(self.row.lengths),
                 "labels": self.row.labels,
-                "media_rows": {name: sum(items) for name, items in self.row.media.items()},
+                "media_rows": {name: items.total for name, items in self.row.items.items()},
             },
             "flops": {
                 "forward_of_a_row": self.forward,

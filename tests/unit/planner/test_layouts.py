@@ -17,7 +17,7 @@ from zoo.config.validate import validate
 from zoo.engine.planning.plan import choose_layout_here, model_of, plan, refuse_misfit
 from zoo.errors import ConfigError
 from zoo.planner.activations import Kept, Row
-from zoo.planner.layouts import choose_layout, room
+from zoo.planner.layouts import candidates, choose_layout, room
 from zoo.planner.memory import Model, memory
 from zoo.planner.report import table
 from zoo.planner.rows import typical_row
@@ -288,6 +288,17 @@ def test_a_recipe_that_no_layout_could_fix_is_refused_as_such(given: str, said: 
     with pytest.raises(ConfigError) as caught:
         chosen_for("qwen3_vl_sft", "4b", "8xh200", given)
     assert str(caught.value).startswith(said)
+
+
+def test_numbers_out_of_all_bounds_are_refused_at_once() -> None:
+    """No layout is searched whose stages have no layers, and a row of 10^8 tokens is summed up once, not for each layout."""
+    recipe, ranks = resolved("qwen3_vl_sft", "30b-a3b", "8xh200", "parallel.vpp=1000")
+    found = model("qwen3_vl_sft", "30b-a3b")
+    assert not list(candidates(found, recipe, ranks, typical_row(recipe, found.cost)))
+    row = typical_row(replace(recipe, packing=replace(recipe.packing, budget=10**8)), found.cost)
+    items = row.items["vision"]
+    assert items.padded(7) == sum(-(-rows // 7) * 7 for rows in row.media["vision"])
+    assert len(items._counts) <= 2 and items.total == sum(row.media["vision"])
 
 
 def test_a_small_model_is_not_cut() -> None:
