@@ -69,7 +69,9 @@ def _thinking(trim: str, always: bool) -> str:
         "{%- for m in messages -%}{%- set text = said(m.content)" + trim + " -%}"
         "{{- '<|im_start|>' ~ m.role ~ '\\n' -}}"
         "{%- if m.role == 'assistant' -%}{%- set thought, rest = '', text -%}"
-        "{%- if '</think>' in text -%}"
+        "{%- if m.reasoning_content is string -%}{%- set thought = m.reasoning_content"
+        + trim
+        + " -%}{%- elif '</think>' in text -%}"
         "{%- set thought = text.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n')"
         + trim
         + " -%}"

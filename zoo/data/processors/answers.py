@@ -74,7 +74,9 @@ class AnswerFinder:
         if PLACEHOLDER.search(answer):
             return span.start
         body = self._decode(ids[span.start : span.end - 1])
-        if not calls and not body.endswith(answer):  # a tokenizer may normalise letters (NFC, in Qwen's)
+        if not (
+            answer in body if calls else body.endswith(answer)
+        ):  # a tokenizer may normalise letters (NFC, in Qwen's)
             answer = self._decode(self.tokenizer.encode(answer, add_special_tokens=False))
         try:
             if calls:

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 from zoo.data.errors import RowError
-from zoo.data.processors.labels import text_begins
+from zoo.data.processors.labels import EMPTY_THOUGHT, text_begins
 from zoo.data.sources.formats.grounding import BOX, written
 from zoo.data.sources.rows import PLACEHOLDER, Message, Row
 from zoo.errors import ConfigError
@@ -21,7 +21,6 @@ NOT_SET = (
     "documents",
     "add_generation_prompt",
 )  # names that chat templates read of a row or of a call
-EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*</think>)?\s*")  # that a template may put before an answer
 
 
 def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -49,9 +48,12 @@ def wants_thoughts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
 def chat_messages(row: Row) -> list[dict[str, Any]]:
     """The row as chat messages: contents with placeholders become lists of text and media parts."""
     calls = row.calls or ("",) * len(row.messages)
+    names = (*row.names, *("",) * (len(row.messages) - len(row.names)))
     found: list[dict[str, Any]] = []
-    for (role, content), called in zip(row.messages, calls, strict=True):
+    for (role, content), called, name in zip(row.messages, calls, names, strict=True):
         message: dict[str, Any] = {"role": role, "content": _parts(content)}
+        if name:
+            message["name"] = name
         if called:
             message["tool_calls"] = [{"type": "function", "function": one} for one in json.loads(called)]
         found.append(message)

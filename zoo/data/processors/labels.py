@@ -7,6 +7,7 @@ answer begins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from zoo.data.sample import IGNORE
+
+EMPTY_THOUGHT = re.compile(r"\s*(<think>\s*</think>)?\s*")  # that a template may put before an answer
 
 
 class Span(NamedTuple):
@@ -46,24 +49,40 @@ def answer_begins(body: str, answer: str) -> int:
         return written[len(seen) - len(wanted)]
     if seen and wanted.endswith(seen):
         return 0
+    said, thought = answer.rpartition("</think>")[2], EMPTY_THOUGHT.match(body)
+    if thought and said != answer and _squeezed(body[thought.end() :]) == _squeezed(said):
+        return thought.end()
     raise ValueError(f"the chat template writes {body[:40]!r} where the row says {answer[:40]!r}")
 
 
 def text_begins(body: str, text: str) -> int:
     """Where a text begins in the turn that a template writes, with more behind it; as `answer_begins`.
 
+    The text stands at the beginning of the turn, or behind an empty thinking block. It may stand in the turn once more: in
+    its own thinking block, or within what follows.
+
     Raises:
-        ValueError: the template has written another text.
+        ValueError: the template has written another text, or one before it in which the text stands as well.
     """
-    at = body.find(text.strip())
-    if at >= 0:
-        return at
+    thought = EMPTY_THOUGHT.match(body)
+    said = text.rpartition("</think>")[2]
+    for wanted in dict.fromkeys((text, said)):
+        for start in dict.fromkeys((0, thought.end() if thought else 0)):
+            if body.startswith(wanted, start):
+                return start
+            if _squeezed(body[start:]).startswith(_squeezed(wanted)):
+                return start + len(body[start:]) - len(body[start:].lstrip())
     written = [index for index, letter in enumerate(body) if not letter.isspace()]
-    seen = "".join(body[index] for index in written)
-    for wanted in ("".join(text.split()), "".join(text.rpartition("</think>")[2].split())):
-        if wanted and (at := seen.find(wanted)) >= 0:
-            return written[at]
+    seen = _squeezed(body)
+    for wanted in (_squeezed(text), _squeezed(said)):
+        if wanted and seen.count(wanted) == 1:
+            return written[seen.index(wanted)]
     raise ValueError(f"the chat template writes {body[:40]!r} where the row says {text[:40]!r}")
+
+
+def _squeezed(text: str) -> str:
+    """The text without white space."""
+    return "".join(text.split())
 
 
 def choose(

@@ -143,6 +143,8 @@ def _content(row: Row) -> bytes:
     )
     if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
         plain += (row.tools, row.calls, tuple(map(tuple, row.boxes)))
+    if row.names:
+        plain += (row.names,)
     if isinstance(row.rejected, Row):
         plain += (tuple(map(tuple, row.rejected.messages)), row.rejected.calls)
         other = [

@@ -63,10 +63,42 @@ def write_objects(rows: Iterable[Any], path: Path, name: str) -> int:
     return count
 
 
+def as_dicts(rows: Any) -> Iterable[Any]:
+    """The rows of a pandas DataFrame as dicts, cells without a value left out; other rows as they are."""
+    if not (hasattr(rows, "itertuples") and hasattr(rows, "columns")):
+        return rows
+    names = [str(name) for name in rows.columns]
+    return (
+        {name: _cell(cell) for name, cell in zip(names, cells, strict=True) if not _is_missing(cell)}
+        for cells in rows.itertuples(index=False, name=None)
+    )
+
+
+def _is_missing(cell: Any) -> bool:
+    """Whether a cell is what pandas writes for no value: None, NaN, NaT or NA."""
+    return (
+        cell is None
+        or type(cell).__name__ in ("NAType", "NaTType")
+        or (isinstance(cell, float) and cell != cell)
+    )
+
+
+def _cell(value: Any, inner: bool = False) -> Any:
+    """A cell with lists in the place of the arrays that pandas reads of parquet; an array that is a cell stays one (it is sound)."""
+    if isinstance(value, np.ndarray) and (inner or value.dtype == object):
+        value = value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        is_sound = "sampling_rate" in value
+        return {key: _cell(one, not is_sound) for key, one in value.items() if not _is_missing(one)}
+    return [_cell(one, True) for one in value] if isinstance(value, list) else value
+
+
 def _batches(rows: Iterable[Any], name: str) -> Iterator[list[tuple[bytes, list[bytes]]]]:
     batch: list[tuple[bytes, list[bytes]]] = []
     size = 0
-    for place, row in enumerate(rows, start=1):
+    for place, row in enumerate(as_dicts(rows), start=1):
         if not isinstance(row, Mapping):
             raise UserError(f"{name}: row {place} is a {type(row).__name__}; a dict is wanted")
         media: list[bytes] = []

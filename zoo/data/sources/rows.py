@@ -43,6 +43,7 @@ MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
 TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
+OPTIONAL = {"weight", "name", "tool_calls"}  # keys of a message
 
 
 class Message(NamedTuple):
@@ -50,6 +51,16 @@ class Message(NamedTuple):
 
     role: str  # system, user, assistant or tool
     content: str  # with placeholders
+
+
+class Turn(NamedTuple):
+    """A message with what a row says of it."""
+
+    message: Message
+    weight: float
+    calls: list[Any]
+    name: str  # of who speaks, or ""
+    where: str  # in the row, for errors
 
 
 class Box(NamedTuple):
@@ -80,6 +91,7 @@ class Row:
     calls: tuple[
         str, ...
     ] = ()  # of each message its tool calls, a list in JSON, "" for none; () where no message has any
+    names: tuple[str, ...] = ()  # of who speaks each message, "" for none; () where no message has any
     boxes: tuple[Box, ...] = ()  # one for each <bbox> in the messages
     form: str = "messages"  # the format that it was read as
     task: str | None = None  # what the answer is, which says how it is scored
@@ -183,9 +195,12 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
-    messages, weights, calls = _messages(item, source)
+    turns = _turns(item, source)
+    messages, weights = tuple(turn.message for turn in turns), tuple(turn.weight for turn in turns)
+    calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls", source) for turn in turns)
+    names = tuple(turn.name for turn in turns)
     tools = _plain_json(own_tools(item.get("tools"), source), "tools", source)
-    _check_texts((*(content for _, content in messages), *calls, tools), source)
+    _check_texts((*(content for _, content in messages), *calls, *names, tools), source)
     named = {name: _listed(item, name, source) for name in MEDIA}
     count = sum(len(found) for _, found in named.values())
     if count > MAX_MEDIA:
@@ -212,6 +227,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         trusted=access.trusted,
         tools=tools,
         calls=calls if any(calls) else (),
+        names=names if any(names) else (),
         boxes=_boxes(boxes, len(media["image"]), source),
         form=found,
         task=_typed(item, "task", str, None, source),
@@ -336,26 +352,49 @@ def _weight(item: dict[str, Any], what: str, source: str) -> float:
     return float(weight)
 
 
-def _messages(
-    item: dict[str, Any], source: str
-) -> tuple[tuple[Message, ...], tuple[float, ...], tuple[str, ...]]:
-    """The messages, the weight of each, and its tool calls as JSON."""
+def _turns(item: dict[str, Any], source: str) -> list[Turn]:
+    """The row's messages, checked."""
     messages = item.get("messages")
     if not isinstance(messages, list) or not messages:
         seen = "missing" if "messages" not in item else shown(messages)
         text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
         raise RowError(source, "bad_row", text)
     check_number(messages, source)
-    pairs = tuple(_message(message, f"messages[{n}]", source) for n, message in enumerate(messages))
-    if all(role != "assistant" for role, _ in pairs):
+    turns = _joined_turns([_message(one, f"messages[{n}]", source) for n, one in enumerate(messages)], source)
+    answers = [turn for turn in turns if turn.message.role == "assistant"]
+    if not answers:
         raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
-    weights = tuple(_weight(message, f"messages[{n}]", source) for n, message in enumerate(messages))
-    calls = [message.get("tool_calls") or [] for message in messages]
-    return (
-        pairs,
-        weights,
-        tuple(_plain_json(some, f"messages[{n}].tool_calls", source) for n, some in enumerate(calls)),
-    )
+    if not any(turn.message.content.strip() or turn.calls for turn in answers):
+        text = f"{answers[0].where} is an empty assistant answer: there is nothing to learn."
+        raise RowError(source, "bad_row", text)
+    return turns
+
+
+def _joined_turns(turns: list[Turn], source: str) -> list[Turn]:
+    """The turns, with one turn in the place of several of the assistant in a row, which would end as often.
+
+    Raises:
+        RowError: their weights differ, or a text follows tool calls ("bad_row").
+    """
+    joined: list[Turn] = []
+    for turn in turns:
+        last = joined[-1] if joined else None
+        if last is None or not last.message.role == turn.message.role == "assistant":
+            joined.append(turn)
+            continue
+        both = f"{last.where} and {turn.where} are turns of the assistant in a row"
+        if last.weight != turn.weight:
+            text = (
+                f"{both} of weights {last.weight:g} and {turn.weight:g}; give them one weight, or join them."
+            )
+            raise RowError(source, "bad_row", text)
+        if last.calls and turn.message.content.strip():
+            text = f"{both}, and the first calls tools; put the results, of role 'tool', between them."
+            raise RowError(source, "bad_row", text)
+        content = last.message.content + ("" if last.calls else turn.message.content)
+        message = Message("assistant", content)
+        joined[-1] = last._replace(message=message, calls=[*last.calls, *turn.calls])
+    return joined
 
 
 def _plain_json(value: list[Any], where: str, source: str) -> str:
@@ -381,10 +420,10 @@ def _boxes(boxes: list[list[float]], images: int, source: str) -> tuple[Box, ...
     return found
 
 
-def _message(message: Any, where: str, source: str) -> Message:
-    if not isinstance(message, dict) or set(message) - {"weight", "tool_calls"} != {"role", "content"}:
+def _message(message: Any, where: str, source: str) -> Turn:
+    if not isinstance(message, dict) or set(message) - OPTIONAL != {"role", "content"}:
         seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
-        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight' or 'tool_calls', if any) are wanted."
+        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', 'name' or 'tool_calls', if any) are wanted."
         raise RowError(source, "bad_row", text)
     role, content = message["role"], message["content"]
     if role not in ROLES:
@@ -399,12 +438,13 @@ def _message(message: Any, where: str, source: str) -> Message:
     calls = message.get("tool_calls")
     if calls and role != "assistant":
         raise RowError(source, "bad_row", f"{where} has tool calls, but only an assistant calls tools.")
-    if role == "assistant" and not content.strip() and not calls:
-        raise RowError(source, "bad_row", f"{where} is an empty assistant answer: there is nothing to learn.")
     if role != "assistant" and message.get("weight") is not None:
         text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."
         raise RowError(source, "bad_row", text)
-    return Message(role, content)
+    name = _typed(message, "name", str, "", source)
+    if _is_torn(name):
+        raise RowError(source, "bad_row", TORN.format(f"{where}.name"))
+    return Turn(Message(role, content), _weight(message, where, source), calls or [], name, where)
 
 
 def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:

@@ -21,7 +21,7 @@ from zoo.data.sources.identity import digest_of
 from zoo.data.sources.lines import SEPARATORS, load_line, locate, next_line, reading
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
-from zoo.data.sources.tables import form_of, held_out, kind_of, plain_item, without_nones
+from zoo.data.sources.tables import form_of, held_out, kind_of, plain_item
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -109,7 +109,7 @@ class DatasetReader:
         item = next(self.rows)
         self.number += 1
         if not hasattr(item, "to_pylist"):
-            return Item(self.number, without_nones(item))
+            return Item(self.number, item)
         try:
             return Item(self.number, plain_item(item, ""))
         except RowError as error:

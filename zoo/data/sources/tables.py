@@ -20,7 +20,7 @@ from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.lines import is_bundled, locate
-from zoo.data.sources.objects import SUFFIX, ObjectRows
+from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
 from zoo.data.sources.tars import Samples, tar_files
@@ -166,17 +166,10 @@ def check_entry(entry: DataEntry, key: str) -> None:
 def plain_item(table: Any, source: str) -> Mapping[str, Any]:
     """The row of an Arrow table of one; RowError ("bad_row") where a text of it is no UTF-8, say."""
     try:
-        item: Mapping[str, Any] = without_nones(table.to_pylist()[0])
+        item: Mapping[str, Any] = table.to_pylist()[0]
     except (ValueError, OverflowError, IndexError, RecursionError) as error:  # Arrow's errors are ValueErrors
         raise RowError(source, "bad_row", f"the row can't be read: {error}.") from error
     return item
-
-
-def without_nones(value: Any) -> Any:
-    """A value of a data set without the keys that its table fills up with None."""
-    if isinstance(value, dict):
-        return {key: without_nones(one) for key, one in value.items() if one is not None}
-    return [without_nones(one) for one in value] if isinstance(value, list) else value
 
 
 # ---------------------------------------------------------------- objects and data sets
@@ -189,7 +182,7 @@ def _of_objects(
     allowed = access(Path.cwd())
     if hasattr(rows, "with_format"):  # a datasets.Dataset
         return _of_dataset(rows, "rows", allowed, form_of(entry), keep)
-    items = list(rows)
+    items = list(as_dicts(rows))
     return Table(
         len(items), lambda place: _mapping(items[place], place), "rows", allowed, form_of(entry), keep
     )

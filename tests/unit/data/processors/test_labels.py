@@ -12,12 +12,13 @@ from support.tile_rows import draw
 from support.tiny_llava import tiny_config
 from support.tiny_omni import PROCESSOR_ARCH
 
-from zoo.data.processors.labels import answer_begins
+from zoo.data.processors.labels import answer_begins, text_begins
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.text import TextProcessor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sample import IGNORE, Sample
-from zoo.data.sources.rows import Row, RowError
+from zoo.data.sources.references import Access
+from zoo.data.sources.rows import Row, RowError, make_row
 from zoo.errors import ConfigError
 from zoo.models.gemma3.processor import build_processor as build_gemma3
 from zoo.models.gemma4.processor import build_processor as build_gemma4
@@ -248,10 +249,76 @@ def test_a_template_with_other_words_is_refused() -> None:
         ("a  b", "a b", 0),
         ("b", "<t>a</t>b", 0),
         ("q a  b", "a b", 2),
+        ("<think>\n\n</think>\n\nb", "<think>a</think>b", 19),
+        ("<think>\nb\n</think>\n\nb", "b", 20),
+        ("<think>\n\n</think>\n\n", "", 19),
     ],
 )
 def test_where_an_answer_begins(body: str, answer: str, begin: int) -> None:
     assert answer_begins(body, answer) == begin
+
+
+@pytest.mark.parametrize(
+    ("body", "text", "begin"),
+    [
+        ("four<call>", "four", 0),
+        ("<think>\n\n</think>\n\nthink<call>", "think", 19),
+        ("<think>\n\n</think>\n\nn<call>n", "n", 19),
+        ("<think>\nIt is 4.\n</think>\n\n4<call>4", "<think>It is 4.</think>4", 0),
+        ("<think>\n\n</think>\n\n4<call>4", "<think>It is 4.</think>4", 19),
+        ("4<call>4", "<think>It is 4.</think>4", 0),
+        ("<call>4", "<think>It is 4.</think>", 0),
+        ("said: five<call>", "five", 6),
+    ],
+)
+def test_where_a_text_before_calls_begins(body: str, text: str, begin: int) -> None:
+    """Wherever else the text stands: within a tag, a thinking block or a call."""
+    assert text_begins(body, text) == begin
+
+
+def test_a_text_before_calls_that_may_stand_in_two_places_is_refused() -> None:
+    with pytest.raises(ValueError, match="where the row says 'n'"):
+        text_begins("analysis: n<call>n", "n")
+
+
+@pytest.mark.parametrize("name", ["THINKING", "QWEN3", "QWEN35", "QWEN38"])
+def test_reasoning_is_what_transformers_makes_of_reasoning_content(name: str) -> None:
+    """The tokens are those of transformers' call on the same messages, whichever key the reasoning stands under."""
+    processor = text_alone(getattr(templates, name))
+    messages = [
+        {"role": "user", "content": "q", "name": "ann"},
+        {"role": "assistant", "content": "x", "reasoning_content": "\nx is it,  so\n\nx\n"},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "y", "reasoning": "y, as I thought"},
+    ]
+    hf = [
+        {("reasoning_content" if key == "reasoning" else key): value for key, value in message.items()}
+        for message in messages
+    ]
+    wanted = processor.tokenizer.apply_chat_template(hf, tokenize=True, return_dict=True)["input_ids"]
+    sample = encode(processor, make_row({"messages": messages}, "x:1", Access(Path())))
+    assert sample.input_ids.tolist() == wanted
+    assert spoken(processor, sample).endswith(f"x{END}<think>\ny, as I thought\n</think>\n\ny{END}")
+
+
+def test_reasoning_is_written_where_the_template_knows_nothing_of_it() -> None:
+    processor = TimestampedProcessor.build(VISION)
+    row = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "x", "reasoning": "why"},
+        ]
+    }
+    sample = encode(processor, make_row(row, "x:1", Access(Path())))
+    assert spoken(processor, sample) == f"<think>\nwhy\n</think>\n\nx{END}"
+
+
+def test_an_empty_answer_teaches_its_end_alone(
+    family: tuple[Processor, Callable[[str], str]],
+) -> None:
+    processor, writes = family
+    sample = encode(processor, conversation(["", "two"]))
+    assert spoken(processor, sample) == END + writes("two") + END
 
 
 # ---------------------------------------------------------------- which labels

@@ -136,11 +136,12 @@ def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
         RowError: the row is not of that format ("bad_row"), or its format can't be found ("format").
         UserError: a user's format that can't be imported.
     """
-    row = _parsed({str(key): value for key, value in item.items()}, form.columns, source)
-    name = form.name
-    if name is not None and name not in FORMATS:
-        row = find_format(name, tuple(FORMATS))(row, source)
-        name = None
+    row, name = {str(key): value for key, value in item.items()}, form.name
+    if name is not None and name not in FORMATS:  # a function of the user gets the row with its nulls
+        row = find_format(name, tuple(FORMATS))(_parsed(row, form.columns, source), source)
+        row, name = without_nulls(row), None
+    else:
+        row = _parsed(without_nulls(row), form.columns, source)
     found = name or detect(row, source)
     if name is not None or form.columns or found not in ("messages", "text"):
         row = FORMATS[found](row, source)
@@ -148,6 +149,19 @@ def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
         row = _own(row, source)
     row, boxes = with_objects(row, source)
     return OwnItem(row, found, boxes)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the keys that are null, in any depth.
+
+    A table of Arrow has one type for a column, so `datasets` and parquet fill each object up with the keys of all others:
+    a tool of one row gets the parameters of every row's. What is JSON within a text stays as it was written.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value):
+        return [without_nulls(one) for one in value]
+    return value
 
 
 def _parsed(row: Item, columns: Mapping[str, str] | None, source: str) -> Item:

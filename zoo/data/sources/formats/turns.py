@@ -1,8 +1,8 @@
 """Turns of conversations: roles under their many names, tool calls and tool results, as zoo's own messages.
 
 A tool call is `{"name", "arguments"}`, its arguments an object. Calls are read from OpenAI's `tool_calls` and `function_call`,
-and from turns of their own (`function_call` of LLaMA-Factory, `tool_call` of ms-swift), which join the assistant's turn
-before them. Tools are OpenAI's `{"type": "function", "function": {...}}`.
+and from turns of their own (`function_call` of LLaMA-Factory, `tool_call` of ms-swift). Reasoning under a key of its own becomes
+the thinking block before the answer, as Qwen's chat templates write it. Tools are OpenAI's `{"type": "function", "function": {...}}`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ ROLES = {
 }
 PAIRS = (("human", "assistant"), ("user", "assistant"))  # a turn that holds a question and its answer
 OF_CALLS = ("tool_calls", "function_call")
+REASONING = ("reasoning_content", "reasoning")  # of an assistant's turn, as servers answer
+WEIGHTS = ("weight", "loss_scale")
 MAX_MESSAGES = 4096  # of a row
 CALL_WANTED = "a call as {'name', 'arguments'} is wanted, its arguments an object"
 
 
 def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> list[Any]:
-    """The turns of `row[key]` as messages with `role`, `content`, and `weight` and `tool_calls` where they have them.
+    """The turns of `row[key]` as messages with `role`, `content`, and `weight`, `name` and `tool_calls` where they have them.
 
     Args:
         turns: objects with `from` and `value` or `role` and `content`, or pairs such as `{"human", "assistant"}`.
@@ -60,13 +62,7 @@ def own_messages(turns: list[Any], key: str, source: str, *, strict: bool) -> li
             named = ((ROLES[name], turn[name]) for name in pair)
             messages += [{"role": role, "content": content} for role, content in named]
             continue
-        message = _message(turn, where, source, strict)
-        last = messages[-1] if messages else None
-        own_turn = isinstance(message, dict) and message.pop("is_call", False)
-        if own_turn and isinstance(last, dict) and last.get("role") == "assistant":
-            last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
-        else:
-            messages.append(message)
+        messages.append(_message(turn, where, source, strict))
     return messages
 
 
@@ -92,27 +88,83 @@ def _message(turn: Any, where: str, source: str, strict: bool) -> Any:
     known: dict[str, Any] = {"role": ROLES[role]}
     if known["role"] == CALL:
         calls = _parsed(content, f"{where}.{names[1]}", source)
-        known |= {"role": "assistant", "is_call": True}
+        known["role"] = "assistant"
         content = ""
-    elif content is None and calls:
+    reasoning = _reasoning(turn, known["role"], where, source)
+    if content is None and (calls or reasoning):
         content = ""
+    if reasoning:
+        content = _with_reasoning(content, reasoning, where, source)
     if strict and not isinstance(content, str) and not (isinstance(content, list) and content):
         text = f"{where} has a value of type {type(content).__name__}; a string is wanted."
         raise RowError(source, "bad_row", text)
-    if turn.get("weight") is not None:
-        known["weight"] = turn["weight"]
-    elif isinstance(turn.get("loss"), bool) and known["role"] == "assistant":
-        known["weight"] = float(turn["loss"])
-    if strict or names[1] in turn or calls:
+    known |= _weight(turn, known["role"], where, source)
+    if turn.get("name") is not None and known["role"] in ("user", "system"):
+        known["name"] = turn["name"]
+    if strict or names[1] in turn or content is not None:
         known["content"] = content
     if calls:
         known["tool_calls"] = calls
     if strict:
         return known
-    passed = {*names, *OF_CALLS, "weight", "loss"}
+    passed = {*names, *OF_CALLS, *REASONING, *WEIGHTS, "loss", "name"}
     if known["role"] in ("tool", "assistant"):  # a result names its call, which the order says as well
-        passed |= {"name", "tool_call_id", "id", "refusal"}
-    return {**known, **{name: value for name, value in turn.items() if name not in passed}}
+        passed |= {"tool_call_id", "id", "refusal"}
+    return {
+        **known,
+        **{name: value for name, value in turn.items() if name not in passed and value is not None},
+    }
+
+
+def _weight(turn: dict[str, Any], role: str, where: str, source: str) -> dict[str, Any]:
+    """The weight that a turn gives its answer: zoo's and OpenAI's `weight`, or ms-swift's `loss_scale` and `loss`; {} for none."""
+    given = {name: turn[name] for name in WEIGHTS if turn.get(name) is not None}
+    if role != "assistant":  # carries no loss anyway
+        return {"weight": next(iter(given.values()))} if any(given.values()) else {}
+    if turn.get("loss") is False:
+        given["loss"] = 0.0
+    values = list(given.values())
+    if any(value != values[0] for value in values):
+        said = " and ".join(f"{name} {shown(value)}" for name, value in given.items())
+        raise RowError(
+            source, "bad_row", f"{where} has {said}, which say different things; keep one of them."
+        )
+    if not values and turn.get("loss") is True:
+        return {"weight": 1.0}
+    return {"weight": values[0]} if values else {}
+
+
+def _reasoning(turn: dict[str, Any], role: str, where: str, source: str) -> str:
+    """What an assistant's turn thinks before it answers; "" for nothing."""
+    given = {name: turn[name] for name in REASONING if turn.get(name) not in (None, "")}
+    if not given:
+        return ""
+    name, text = next(iter(given.items()))
+    if not isinstance(text, str):
+        raise RowError(source, "bad_row", f"{where}.{name} is {shown(text)}; a text is wanted.")
+    if role != "assistant":
+        raise RowError(source, "bad_row", f"{where} has {name}, but only an assistant's turn has reasoning.")
+    if any(other != text for other in given.values()):
+        raise RowError(
+            source, "bad_row", f"{where} has {' and '.join(given)}, which differ; keep one of them."
+        )
+    if "<think>" in text or "</think>" in text:
+        said = f"{where}.{name} has a tag of a thinking block in it; give the text between the tags alone."
+        raise RowError(source, "bad_row", said)
+    return text.strip("\n")
+
+
+def _with_reasoning(content: Any, reasoning: str, where: str, source: str) -> Any:
+    """The content behind a thinking block, as Qwen's chat templates write it."""
+    block = f"<think>\n{reasoning}\n</think>\n\n"
+    if isinstance(content, list):
+        return [{"type": "text", "text": block}, *content]
+    if not isinstance(content, str):
+        return content
+    if "</think>" in content:
+        text = f"{where} has reasoning under a key of its own and a thinking block in its content; keep one of them."
+        raise RowError(source, "bad_row", text)
+    return block + content.lstrip("\n")
 
 
 def _calls(turn: dict[str, Any], where: str, source: str) -> list[dict[str, Any]]:
