@@ -20,15 +20,23 @@ from typing import Any, NamedTuple
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, PREFERENCE, Form, to_own
-from zoo.data.sources.formats.turns import check_number, own_tools
+from zoo.data.sources.formats.messages import (
+    MAX_WEIGHT,
+    TORN,
+    Message,
+    is_torn,
+    read_turns,
+    read_weight,
+    typed,
+)
+from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
 from zoo.errors import UserError
 
-__all__ = ["PLACEHOLDER", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
+__all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
 PLACEHOLDER = re.compile("<(image|video|audio)>")
-ROLES = ("system", "user", "assistant", "tool")
 MEDIA = {
     "image": "images",
     "video": "videos",
@@ -37,30 +45,10 @@ MEDIA = {
 KEYS = (
     "messages", *MEDIA.values(), *MEDIA, "kind", "task", "answers", "weight", "label", "use_audio_in_video", "tools",
 )  # fmt: skip
-MAX_WEIGHT = 1e6  # of a label: what is above is a mistake, and drowns all others
 TEXT_MB = 4  # MiB of a row's texts together, in UTF-8; tokens of them take up to 250 times as much
 MAX_MEDIA = 4096  # of a row
 MAX_KIND = 100  # characters of a label
-TORN = "{} holds half of a surrogate pair, which is no text; write it as UTF-8."
 TEXT_KEYS = ("text", "kind", "weight")
-OPTIONAL = {"weight", "name", "tool_calls"}  # keys of a message
-
-
-class Message(NamedTuple):
-    """One turn of a conversation."""
-
-    role: str  # system, user, assistant or tool
-    content: str  # with placeholders
-
-
-class Turn(NamedTuple):
-    """A message with what a row says of it."""
-
-    message: Message
-    weight: float
-    calls: list[Any]
-    name: str  # of who speaks, or ""
-    where: str  # in the row, for errors
 
 
 class Box(NamedTuple):
@@ -195,7 +183,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
     if "text" in item and "messages" not in item:
         return _text_row(item, source, access)
     _refuse_unknown(item, KEYS, source)
-    turns = _turns(item, source)
+    turns = read_turns(item, source)
     messages, weights = tuple(turn.message for turn in turns), tuple(turn.weight for turn in turns)
     calls = tuple(_plain_json(turn.calls, f"{turn.where}.tool_calls", source) for turn in turns)
     names = tuple(turn.name for turn in turns)
@@ -210,7 +198,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
         for name, (key, found) in named.items()
     }
-    use_sound = _typed(item, "use_audio_in_video", bool, False, source)
+    use_sound = typed(item, "use_audio_in_video", bool, False, source)
     if use_sound and not media["video"]:
         raise RowError(source, "bad_row", "use_audio_in_video is true, but the row has no video.")
     row = Row(
@@ -222,7 +210,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         use_audio_in_video=use_sound,
         source=source,
         root=access.root,
-        weight=_weight(item, "the row", source),
+        weight=read_weight(item, "the row", source),
         weights=weights if set(weights) != {1.0} else (),
         trusted=access.trusted,
         tools=tools,
@@ -230,7 +218,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         names=names if any(names) else (),
         boxes=_boxes(boxes, len(media["image"]), source),
         form=found,
-        task=_typed(item, "task", str, None, source),
+        task=typed(item, "task", str, None, source),
         answers=_answers(item, source),
         label=_label(item, found, source),
         rejected=_rejected(rejected, source, access),
@@ -257,7 +245,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
     text = item["text"]
     if not isinstance(text, str):
         raise RowError(source, "bad_row", f"text is of type {type(text).__name__}; a string is wanted.")
-    if _is_torn(text):
+    if is_torn(text):
         raise RowError(source, "bad_row", TORN.format("text"))
     _check_texts([text], source)
     if not text.strip():
@@ -267,7 +255,7 @@ def _text_row(item: dict[str, Any], source: str, access: Access) -> Row:
         kind=_kind(item, "text", source),
         source=source,
         root=access.root,
-        weight=_weight(item, "the row", source),
+        weight=read_weight(item, "the row", source),
         text=text,
         form="text",
     )
@@ -303,16 +291,9 @@ def _format_hint(item: Mapping[str, Any], key: str) -> str:
     return f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {form}}}."
 
 
-def _typed(item: dict[str, Any], key: str, kind: type, default: Any, source: str) -> Any:
-    value = item.get(key, default)
-    if value is not default and not isinstance(value, kind):
-        raise RowError(source, "bad_row", f"{key} is {shown(repr(value))}; a {kind.__name__} is wanted.")
-    return value
-
-
 def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
     """The row's label, under which metrics are logged."""
-    kind: str | None = _typed(item, "kind", str, default, source)
+    kind: str | None = typed(item, "kind", str, default, source)
     if kind is not None and not (kind.isprintable() and 0 < len(kind) <= MAX_KIND):
         text = f"kind is {shown(kind)!r}; 1 to {MAX_KIND} printable characters are wanted."
         raise RowError(source, "bad_row", text)
@@ -321,7 +302,7 @@ def _kind(item: dict[str, Any], default: str | None, source: str) -> str | None:
 
 def _answers(item: dict[str, Any], source: str) -> tuple[str, ...]:
     """The texts that are accepted as an answer."""
-    found = _typed(item, "answers", list, [], source)
+    found = typed(item, "answers", list, [], source)
     if not all(isinstance(one, str) for one in found):
         raise RowError(source, "bad_row", f"answers is {shown(repr(found))}; a list of texts is wanted.")
     return tuple(found)
@@ -331,70 +312,8 @@ def _label(item: dict[str, Any], form: str, source: str) -> bool | None:
     """Whether the answer is desirable; rows of other formats may have a column of this name that says something else."""
     if form != "messages" and not isinstance(item.get("label"), bool):
         return None
-    found: bool | None = _typed(item, "label", bool, None, source)
+    found: bool | None = typed(item, "label", bool, None, source)
     return found
-
-
-def _is_torn(text: str) -> bool:
-    """Whether a text holds half of a surrogate pair."""
-    return not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _weight(item: dict[str, Any], what: str, source: str) -> float:
-    weight = item.get("weight")
-    if weight is None:
-        return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise RowError(source, "bad_row", f"weight of {what} is {shown(weight)}; a number is wanted.")
-    if not 0 <= weight <= MAX_WEIGHT:  # also refuses nan
-        text = f"weight of {what} is {shown(weight)}; a number from 0 to {MAX_WEIGHT:g} is wanted."
-        raise RowError(source, "bad_row", text)
-    return float(weight)
-
-
-def _turns(item: dict[str, Any], source: str) -> list[Turn]:
-    """The row's messages, checked."""
-    messages = item.get("messages")
-    if not isinstance(messages, list) or not messages:
-        seen = "missing" if "messages" not in item else shown(messages)
-        text = f"'messages' is {seen}; a list of {{'role', 'content'}} is wanted."
-        raise RowError(source, "bad_row", text)
-    check_number(messages, source)
-    turns = _joined_turns([_message(one, f"messages[{n}]", source) for n, one in enumerate(messages)], source)
-    answers = [turn for turn in turns if turn.message.role == "assistant"]
-    if not answers:
-        raise RowError(source, "bad_row", "no message has role 'assistant': there is nothing to learn.")
-    if not any(turn.message.content.strip() or turn.calls for turn in answers):
-        text = f"{answers[0].where} is an empty assistant answer: there is nothing to learn."
-        raise RowError(source, "bad_row", text)
-    return turns
-
-
-def _joined_turns(turns: list[Turn], source: str) -> list[Turn]:
-    """The turns, with one turn in the place of several of the assistant in a row, which would end as often.
-
-    Raises:
-        RowError: their weights differ, or a text follows tool calls ("bad_row").
-    """
-    joined: list[Turn] = []
-    for turn in turns:
-        last = joined[-1] if joined else None
-        if last is None or not last.message.role == turn.message.role == "assistant":
-            joined.append(turn)
-            continue
-        both = f"{last.where} and {turn.where} are turns of the assistant in a row"
-        if last.weight != turn.weight:
-            text = (
-                f"{both} of weights {last.weight:g} and {turn.weight:g}; give them one weight, or join them."
-            )
-            raise RowError(source, "bad_row", text)
-        if last.calls and turn.message.content.strip():
-            text = f"{both}, and the first calls tools; put the results, of role 'tool', between them."
-            raise RowError(source, "bad_row", text)
-        content = last.message.content + ("" if last.calls else turn.message.content)
-        message = Message("assistant", content)
-        joined[-1] = last._replace(message=message, calls=[*last.calls, *turn.calls])
-    return joined
 
 
 def _plain_json(value: list[Any], where: str, source: str) -> str:
@@ -405,7 +324,7 @@ def _plain_json(value: list[Any], where: str, source: str) -> str:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:  # a picture, say, or nan
         raise RowError(source, "bad_row", f"{where} can't be written as JSON: {error}.") from error
-    if _is_torn(text):
+    if is_torn(text):
         raise RowError(source, "bad_row", TORN.format(where))
     return text
 
@@ -418,33 +337,6 @@ def _boxes(boxes: list[list[float]], images: int, source: str) -> tuple[Box, ...
         text = f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0."
         raise RowError(source, "bad_row", text)
     return found
-
-
-def _message(message: Any, where: str, source: str) -> Turn:
-    if not isinstance(message, dict) or set(message) - OPTIONAL != {"role", "content"}:
-        seen = str(sorted(map(str, message))) if isinstance(message, dict) else shown(message)
-        text = f"{where} has {seen}; exactly 'role' and 'content' (and 'weight', 'name' or 'tool_calls', if any) are wanted."
-        raise RowError(source, "bad_row", text)
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise RowError(
-            source, "bad_row", f"{where} has role {shown(repr(role))}; wanted: {', '.join(ROLES)}."
-        )
-    if not isinstance(content, str):
-        text = f"{where} has content of type {type(content).__name__}; a string is wanted."
-        raise RowError(source, "bad_row", text)
-    if _is_torn(content):
-        raise RowError(source, "bad_row", TORN.format(where))
-    calls = message.get("tool_calls")
-    if calls and role != "assistant":
-        raise RowError(source, "bad_row", f"{where} has tool calls, but only an assistant calls tools.")
-    if role != "assistant" and message.get("weight") is not None:
-        text = f"{where} has a weight, but only an assistant's answer carries loss; take it out."
-        raise RowError(source, "bad_row", text)
-    name = _typed(message, "name", str, "", source)
-    if _is_torn(name):
-        raise RowError(source, "bad_row", TORN.format(f"{where}.name"))
-    return Turn(Message(role, content), _weight(message, where, source), calls or [], name, where)
 
 
 def _listed(item: dict[str, Any], name: str, source: str) -> tuple[str, list[Any]]:
