@@ -93,6 +93,31 @@ def resumed(pool: Pool, recipe: str, overrides: tuple[str, ...], ranks: int, fol
     assert records(folder)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    ["dpo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipo", "simpo", "orpo", "kto", "reward"))],
+)
+def test_the_policy_has_no_dropout_unless_it_is_kept(loss: str, pool: Pool, tmp_path: Path) -> None:
+    model = MODELS["text"]
+    folder = model.write(tmp_path / "model")
+    common = (
+        *(write_labelled if loss == "kto" else write_pairs)(tmp_path / "rows.jsonl", 4, ("text",)), f"train.loss={loss}",
+        f"model.init={folder}", "train.steps=2", "train.global_batch=2", "train.lr=1e-2", "train.schedule=constant", "lora.rank=4",
+        "packing.budget=1024", "data.lookahead=4",
+    )  # fmt: skip
+
+    def losses(*more: str) -> list[float]:
+        folder = tmp_path / "-".join(["run", *more])
+        found = pool.run(1, pair_run, model.recipe, (*common, *more, f"run.dir={folder}"), timeout=300.0)[0]
+        return [one["loss"] for one in found]
+
+    wanted = losses()
+    assert losses("lora.dropout=0.5") == wanted
+    kept = losses("lora.dropout=0.5", "lora.keep_dropout=true")
+    assert kept[0] == wanted[0], "new adapters add nothing yet"
+    assert abs(kept[1] - wanted[1]) > 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [(), ("packing.mode=none", "train.micro_batch=2")], ids=["packed", "padded"])
 def test_adapters_begin_at_the_reference(mode: tuple[str, ...], pool: Pool, tmp_path: Path) -> None:

@@ -212,7 +212,8 @@ class LoraConfig:
 
     rank: int = number(0, 0, 10**5)  # width of the adapters; 0: none, the model's own weights are trained
     alpha: float = number(32.0, above=0, most=1e6)  # an adapter's output is multiplied by alpha / rank
-    dropout: float = number(0.0, 0, below=1)  # dropout of an adapter's input; experts have none
+    dropout: float = number(0.0, 0, below=1)  # dropout of an adapter's input; experts have none, and losses of preferences leave it out
+    keep_dropout: bool = False  # losses of preferences keep dropout in the policy's pass, which the reference has none in
     targets: list[str] = field(
         default_factory=lambda: ["all-linear"]
     )  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)

@@ -120,6 +120,8 @@ def _derived(recipe: Recipe) -> dict[str, Any]:
     changes: dict[str, Any] = {"run.dir": str(expanded(run_folder(recipe))), "parallel.sp": sp}
     if recipe.train.preference or recipe.distill.teacher is not None:
         changes["train.mtp_loss"] = 0.0  # multi-token prediction learns single answers
+    if recipe.train.preference and not recipe.lora.keep_dropout:
+        changes["lora.dropout"] = 0.0  # its noise would stand in differences of log-probabilities
     if recipe.train.scores:
         changes["log.predictions"] = 0  # a model that scores answers gives none
     if recipe.run.stage is not None:

@@ -325,6 +325,19 @@ def test_a_recipe_built_by_hand_is_checked_for_types() -> None:
 # --- adapters
 
 
+@pytest.mark.parametrize("loss", ["nll", "dpo", "ipo", "simpo", "orpo", "kto", "reward"])
+def test_losses_of_preferences_leave_dropout_out(loss: str) -> None:
+    changes = {"lora.rank": 4, "lora.dropout": 0.25, "train.loss": loss, "data.blank_answers": 0.0}
+    found = validate(MOE.replace(changes), 1)
+    assert found.lora.dropout == (0.25 if loss == "nll" else 0.0)
+    keep = MOE.replace({**changes, "lora.keep_dropout": True})
+    if loss != "nll":
+        assert validate(keep, 1).lora.dropout == 0.25
+    else:
+        with pytest.raises(ConfigError, match=r"lora\.keep_dropout=true with train\.loss=nll"):
+            validate(keep, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -30,6 +30,10 @@ def check_preference(recipe: Recipe) -> None:
         if getattr(train, key) != 1 and not train.labelled:
             raise ConfigError(f"train.{key} with train.loss={train.loss}: kto alone has it; leave it out")
     if not train.preference:
+        if recipe.lora.keep_dropout:
+            raise ConfigError(
+                f"lora.keep_dropout=true with train.loss={train.loss}: only losses of preferences leave dropout out; lora.dropout is enough"
+            )
         return
     wanted: tuple[tuple[str, object, tuple[object, ...]], ...] = (
         ("data.labels", data.labels, ("assistant", "last")),

@@ -85,6 +85,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("lora.rank", "a rank above 0 trains adapters, 0 the model's own weights", "finetuning_type train_type tuner_type use_lora use_peft peft_type adapter full_finetuning sft_type"),
     ("lora.alpha", "", "lora_alpha"),
     ("lora.dropout", "", "lora_dropout"),
+    ("lora.keep_dropout", "the other way round: false disables it, for losses of preferences", "disable_dropout"),
     ("lora.targets", "", "lora_target target_modules lora_target_modules lora_target_linear"),
     ("lora.parts", "", "target_regex lora_modules modules_to_save"),
     ("lora.init", "", "adapter_name_or_path adapters lora_weights lora_model_dir"),

@@ -36,6 +36,8 @@ def at_start(
         eval_rows: of data.eval; None where nothing is evaluated.
     """
     share = f", {adapters / 1e6:.2f} M in adapters" if adapters else ""
+    if adapters and recipe.train.preference and not recipe.lora.keep_dropout:
+        share += " without dropout (lora.keep_dropout=true keeps it)"
     by_muon, trained = updated
     if recipe.train.optimizer == "muon":
         share += (
