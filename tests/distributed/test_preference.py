@@ -95,7 +95,10 @@ def resumed(pool: Pool, recipe: str, overrides: tuple[str, ...], ranks: int, fol
 
 @pytest.mark.parametrize(
     "loss",
-    ["dpo", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipo", "simpo", "orpo", "kto", "reward"))],
+    [
+        "dpo",
+        *(pytest.param(one, marks=pytest.mark.slow) for one in ("ipo", "simpo", "orpo", "kto", "reward")),
+    ],
 )
 def test_the_policy_has_no_dropout_unless_it_is_kept(loss: str, pool: Pool, tmp_path: Path) -> None:
     model = MODELS["text"]
