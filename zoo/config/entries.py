@@ -94,6 +94,7 @@ class DataEntry:
     )  # share of the rows kept for evaluation: training gets the others
     seed: int = number(0, 0, 2**32 - 1)  # which rows those are
     kinds: list[str] | None = None  # rows of these kinds alone, by their key `kind`
+    literal_tags: bool | None = None  # as data.literal_tags, for these rows
     stream: bool = False  # read in order, without knowing how many rows there are
     video_fps: float | None = number(None, above=0, most=1000)  # as data.video_fps, for these rows
     max_frames: int | None = number(None, 1, 10**6)  # as data.max_frames

@@ -98,6 +98,8 @@ class DataConfig:
     urls: bool = False  # whether media at http(s) URLs are downloaded
     labels: str = choice("assistant", "assistant", "last", "all")  # assistant (all answers) | last (the last one) | all (every token of text)
     template: dict[str, Any] = field(default_factory=dict)  # arguments of the chat template: {reasoning_effort: low, preserve_thinking: false}
+    literal_tags: bool = False  # whether <image>, <video> and <audio> in texts are text, beyond as many as the row has media; a family of text alone takes them so anyway
+    special_tokens: list[str] = field(default_factory=list)  # special tokens of the tokenizer that rows' texts may hold, such as <|box_start|>
     on_error: str = choice("raise", "raise", "skip")  # raise | skip (counted and listed in bad_rows.jsonl)
     overlong: str = choice("error", "error", "drop", "truncate_text", "shrink")  # error | drop | truncate_text | shrink (images and videos are made smaller), for a sample over packing.budget
     shuffle: bool = True  # a new order every epoch, from run.seed

@@ -14,7 +14,8 @@ from zoo.data.errors import RowError
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors.chat import call_begins
 from zoo.data.processors.labels import Span
-from zoo.data.sources.rows import PLACEHOLDER, Row
+from zoo.data.sources.formats.tags import PLACEHOLDER, plain
+from zoo.data.sources.rows import Row
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class AnswerFinder:
         """The token of the span at which the row's answer begins, behind the text that the template puts before it."""
         if PLACEHOLDER.search(answer):
             return span.start
+        answer = plain(answer)
         body = self._decode(ids[span.start : span.end - 1])
         if not (
             answer in body if calls else body.endswith(answer)

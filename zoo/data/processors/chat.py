@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 from zoo.data.errors import RowError
 from zoo.data.processors.labels import EMPTY_THOUGHT, text_begins
 from zoo.data.sources.formats.grounding import BOX, written
-from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+from zoo.data.sources.formats.tags import PLACEHOLDER, plain
+from zoo.data.sources.rows import Message, Row
 from zoo.errors import ConfigError
 
 THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*)", re.DOTALL)
@@ -21,6 +22,73 @@ NOT_SET = (
     "documents",
     "add_generation_prompt",
 )  # names that chat templates read of a row or of a call
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer, and which of them the texts of rows may hold: none, unless a recipe says so.
+
+    Attributes:
+        ids: token -> its id.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder.items()
+        self.ids: dict[str, int] = {token.content: number for number, token in added if token.special}
+        self._allowed: frozenset[str] = frozenset()
+        own = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        self._control = frozenset(number for number in own if number is not None)
+        self._pattern = re.compile("|".join(map(re.escape, sorted(self.ids, key=len, reverse=True))))
+
+    def allow(self, tokens: Sequence[str], control: Set[int]) -> None:
+        """Let texts hold these tokens, such as `<|box_start|>`.
+
+        Args:
+            tokens: as data.special_tokens lists them.
+            control: ids that only the chat template may write: of turns and media.
+
+        Raises:
+            ConfigError: no special token of the tokenizer, or one that only the template may write.
+        """
+        for token in tokens:
+            if token not in self.ids:
+                raise ConfigError(
+                    f"data.special_tokens: {token!r} is no special token of the tokenizer, so texts may hold it anyway; leave it "
+                    "out."
+                )
+            if self.ids[token] in control | self._control:
+                raise ConfigError(
+                    f"data.special_tokens: {token!r} opens or ends a turn, or stands for media, which only the chat template "
+                    "may write; leave it out."
+                )
+        self._allowed = frozenset(tokens)
+
+    def check(self, row: Row, media: Set[int]) -> None:
+        """That the row's texts hold none but those allowed; a tag such as `<image>` may be one that the family doesn't use.
+
+        Raises:
+            RowError: they hold one ("special_token_in_text").
+        """
+        texts = [
+            (f"messages[{n}]", plain(PLACEHOLDER.sub(" ", said))) for n, (_, said) in enumerate(row.messages)
+        ]
+        texts += [(f"messages[{n}].name", name) for n, name in enumerate(row.names)]
+        texts += [(f"messages[{n}].tool_calls", called) for n, called in enumerate(row.calls)]
+        texts += [("tools", row.tools)]
+        for where, said in texts if row.text is None else [("text", row.text)]:
+            for match in self._pattern.finditer(said) if self.ids else ():
+                token = match[0]
+                is_tag = PLACEHOLDER.fullmatch(token) and self.ids[token] not in media
+                if token not in self._allowed and not is_tag:
+                    text = (
+                        f"{where} contains {token!r}, a special token of the tokenizer; take it out, or, where it is no turn's "
+                        "or medium's, name it in data.special_tokens."
+                    )
+                    raise RowError(row.source, "special_token_in_text", text)
+
+    def without(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens without special ones but those allowed."""
+        left_out = {number for token, number in self.ids.items() if token not in self._allowed}
+        return [token for token in tokens if token not in left_out]
 
 
 def with_thoughts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -74,7 +142,10 @@ def check_tools(row: Row, text: str) -> None:
     tools = [tool["function"]["name"] for tool in json.loads(row.tools)] if row.tools else []
     called = [one["name"] for calls in row.calls if calls for one in json.loads(calls)]
     results = [
-        piece for role, said in row.messages if role == "tool" for piece in PLACEHOLDER.split(said)[::2]
+        plain(piece)
+        for role, said in row.messages
+        if role == "tool"
+        for piece in PLACEHOLDER.split(said)[::2]
     ]
     for what, names in (("tools", tools), ("tool calls", called), ("tool results", results)):
         missing = next((name for name in names if name.strip() not in text), None)
@@ -91,7 +162,7 @@ def check_said(row: Row, text: str) -> None:
     """
     for role, said in row.messages:
         pieces = PLACEHOLDER.split(said)[::2] if role in ("system", "user") else ()
-        missing = next((piece.strip() for piece in pieces if piece.strip() not in text), None)
+        missing = next((piece.strip() for piece in map(plain, pieces) if piece.strip() not in text), None)
         if missing is not None:
             said = f"the chat template leaves out what the {role} says: {missing[:40]!r}; leave it out of the row, too, or use a template that writes it."
             raise RowError(row.source, "labels", said)
@@ -137,9 +208,9 @@ def with_boxes(row: Row, sizes: Sequence[tuple[float, float]]) -> Row:
 
 
 def _parts(content: str) -> str | list[dict[str, str]]:
-    pieces = PLACEHOLDER.split(content)  # text, mark, text, mark, ..., text
+    pieces = [plain(piece) for piece in PLACEHOLDER.split(content)]  # text, mark, text, mark, ..., text
     if len(pieces) == 1:
-        return content
+        return pieces[0]
     parts = []
     for number, piece in enumerate(pieces):
         if number % 2:

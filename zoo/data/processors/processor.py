@@ -7,7 +7,6 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from zoo.data.processors import plain_turns
 from zoo.data.processors.answers import AnswerFinder, ChatMarkers
 from zoo.data.processors.augment import Augment, augmented
 from zoo.data.processors.chat import (
+    SpecialTokens,
     chat_messages,
     check_said,
     check_template_arguments,
@@ -40,7 +40,7 @@ from zoo.data.processors.fitting import Overlong, headers_of_media, largest_fit
 from zoo.data.processors.labels import Span
 from zoo.data.processors.media_files import headers_of_row, load_media
 from zoo.data.sample import Sample
-from zoo.data.sources.rows import PLACEHOLDER, Row
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError, UserError
 
 AS_IT_IS = PixelLimits()  # of the processor
@@ -74,8 +74,8 @@ class Processor:
         self.markers = markers
         self._header = self.tokenizer.encode(markers.header, add_special_tokens=False)
         end = self.tokenizer.encode(markers.end, add_special_tokens=False)
-        special = [token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special]
-        if len(end) != 1 or (self._header and self.tokenizer.decode(self._header[:1]) not in special):
+        special = SpecialTokens(self.tokenizer)
+        if len(end) != 1 or (self._header and self._header[0] not in special.ids.values()):
             raise UserError(
                 f"The tokenizer has no special tokens for the turn markers {markers.header!r} and {markers.end!r}; "
                 "it is not the tokenizer of this family."
@@ -86,7 +86,7 @@ class Processor:
         self._answers = AnswerFinder(self.tokenizer, markers)
         first = self.tokenizer("")["input_ids"]
         self._opening, self._eos = self.tokenizer.decode(first), self.tokenizer.eos_token_id
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+        self.special = special
         self._template: dict[str, Any] = {}
 
     @property
@@ -138,7 +138,7 @@ class Processor:
                 answers that can't be found in the tokens ("labels"), placeholder tokens that are not as many as the
                 media give ("placeholder_mismatch").
         """
-        self._refuse_special_tokens(row)
+        self.special.check(row, self.media_ids)
         if row.text is not None:
             return self._plain_text(row, row.text)
         try:
@@ -208,7 +208,7 @@ class Processor:
         Raises:
             RowError: a special token in the texts, or a complaint of the chat template.
         """
-        self._refuse_special_tokens(row)
+        self.special.check(row, self.media_ids)
         if row.text is not None:
             return self.size(self._plain_text(row, row.text)[0])
         try:
@@ -242,6 +242,20 @@ class Processor:
         """Arguments of the chat template, of every row; `check_template_arguments` says which are refused."""
         check_template_arguments(self.hf, arguments)
         self._template = dict(arguments)
+
+    def allow_special_tokens(self, tokens: Sequence[str]) -> None:
+        """Special tokens that the texts of rows may hold; `SpecialTokens.allow` says which are refused."""
+        control = {
+            *self._header[:1],
+            self._end,
+            *map(self.tokenizer.convert_tokens_to_ids, self.markers.further_ends),
+        }
+        self.special.allow(tokens, control | self.media_ids)
+
+    def answer_text(self, tokens: Sequence[int]) -> str:
+        """An answer's tokens as text, without special tokens but those that rows' texts may hold."""
+        said = self.special.without(tokens)
+        return str(self.tokenizer.decode(said, clean_up_tokenization_spaces=False)).strip()
 
     def check_pixels(self, keys: Sequence[str]) -> None:
         """Refuse settings that need limits of pixels, where the Hugging Face processor has none.
@@ -379,16 +393,6 @@ class Processor:
         return text.removeprefix(self._opening)
 
     _wants_thoughts = cached_property(lambda self: wants_thoughts(self._render))
-
-    def _refuse_special_tokens(self, row: Row) -> None:
-        texts = [(f"messages[{n}]", PLACEHOLDER.sub(" ", said)) for n, (_, said) in enumerate(row.messages)]
-        texts += [(f"messages[{n}].tool_calls", called) for n, called in enumerate(row.calls)]
-        texts += [("tools", row.tools)]
-        for where, said in texts if row.text is None else [("text", row.text)]:
-            found = self._special.search(said)
-            if found:
-                text = f"{where} contains {found[0]!r}, a special token of the tokenizer; take it out."
-                raise RowError(row.source, "special_token_in_text", text)
 
     def _check_placeholders(self, row: Row, input_ids: Tensor, media: Mapping[str, Tensor]) -> None:
         for token, wanted in self.expected_tokens(media).items():

@@ -193,7 +193,10 @@ def open_rows(
     """
     key = "data.eval" if evaluation else "data.train"
     parts: list[Sequence[Row] | RowStream] = []
+    literal = data.literal_tags or set(modalities) <= {"text"}
     for entry in entries:
+        if literal and entry.literal_tags is None:
+            entry = replace(entry, literal_tags=True)
         access = partial(_access, data, entry.root)
         bundled = entry.path is not None and is_bundled(entry.path)
         if is_stream(entry):

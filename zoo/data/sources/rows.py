@@ -10,7 +10,6 @@ loss) and `use_audio_in_video`. `{"text": ...}` is plain text. Other forms are t
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +28,7 @@ from zoo.data.sources.formats.messages import (
     read_weight,
     typed,
 )
+from zoo.data.sources.formats.tags import PLACEHOLDER, literal_tags
 from zoo.data.sources.formats.turns import own_tools
 from zoo.data.sources.lines import json_object, load_line, locate, numbered_items
 from zoo.data.sources.references import Access, Medium, checked, missing_text, shown
@@ -36,7 +36,6 @@ from zoo.errors import UserError
 
 __all__ = ["PLACEHOLDER", "Message", "Row", "RowError", "make_row", "missing_text", "parse_row", "read_rows"]
 
-PLACEHOLDER = re.compile("<(image|video|audio)>")
 MEDIA = {
     "image": "images",
     "video": "videos",
@@ -193,7 +192,11 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
     count = sum(len(found) for _, found in named.values())
     if count > MAX_MEDIA:
         raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
-    _check_placeholders(messages, {name: len(found) for name, (_, found) in named.items()}, source)
+    counts = {name: len(found) for name, (_, found) in named.items()}
+    if form.literal_tags:
+        contents = literal_tags([tuple(message) for message in messages], counts)
+        messages = tuple(map(Message, (role for role, _ in messages), contents))
+    _check_placeholders(messages, counts, source)
     media = {
         name: tuple(checked(one, name, f"{key}[{n}]", access, source) for n, one in enumerate(found))
         for name, (key, found) in named.items()
@@ -221,7 +224,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         task=typed(item, "task", str, None, source),
         answers=_answers(item, source),
         label=_label(item, found, source),
-        rejected=_rejected(rejected, source, access),
+        rejected=_rejected(rejected, source, access, form.literal_tags),
     )
     if max(row.answer_weights) > MAX_WEIGHT:
         raise RowError(source, "bad_row", f"weights of row and message multiply to more than {MAX_WEIGHT:g}.")
@@ -229,13 +232,13 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
 
 
 def _rejected(
-    item: Mapping[str, Any] | RowError | None, source: str, access: Access
+    item: Mapping[str, Any] | RowError | None, source: str, access: Access, literal: bool
 ) -> Row | RowError | None:
     """A pair's row with the worse answer; what is wrong with it matters where pairs are trained alone."""
     if item is None or isinstance(item, RowError):
         return item
     try:
-        return _made(item, source, access, Form("messages"))
+        return _made(item, source, access, Form("messages", literal_tags=literal))
     except RowError as error:
         return error
 
@@ -360,5 +363,8 @@ def _check_placeholders(messages: tuple[Message, ...], media: dict[str, int], so
     for name, there in media.items():
         count = marks.count(name)
         if count != there:
-            text = f"{count} <{name}> in the messages but {there} in {MEDIA[name]!r}; make them equal."
+            text = (
+                f"{count} <{name}> in the messages but {there} in {MEDIA[name]!r}; make them equal, or set "
+                "data.literal_tags=true where tags are text."
+            )
             raise RowError(source, "placeholder_mismatch", text)

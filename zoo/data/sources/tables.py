@@ -119,7 +119,7 @@ def open_table(
 
 def form_of(entry: DataEntry) -> Form:
     """What an entry says of the form of its rows."""
-    return Form(entry.format, entry.columns)
+    return Form(entry.format, entry.columns, bool(entry.literal_tags))
 
 
 def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]:

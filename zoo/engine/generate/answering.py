@@ -74,9 +74,7 @@ class Answering:
         return {
             "source": prompt.row.source,
             "kind": prompt.row.kind,
-            "text": processor.tokenizer.decode(
-                said, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            ).strip(),
+            "text": processor.answer_text(said),
             "reference": prompt.reference,
             "prompt_tokens": prompt.sample.length,
             "token_ids": tokens,

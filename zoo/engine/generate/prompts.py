@@ -14,8 +14,9 @@ from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.processors.processor import Processor
 from zoo.data.sample import IGNORE, Sample
+from zoo.data.sources.formats.tags import PLACEHOLDER, plain
 from zoo.data.sources.row_set import check_modalities
-from zoo.data.sources.rows import PLACEHOLDER, Message, Row
+from zoo.data.sources.rows import Message, Row
 
 STAND_IN = "."  # the answer of a row that has none, while its prompt is found
 
@@ -66,7 +67,7 @@ def make_prompt(
         text = f"the prompt has {length} tokens, but the model takes {most} (max_position_embeddings); shorten it."
         raise RowError(row.source, "overlong", text)
     kept = replace(sample, input_ids=sample.input_ids[:length], labels=sample.labels[:length], weights=None)
-    return Prompt(row, kept, reference if answered else None)
+    return Prompt(row, kept, plain(reference) if answered and reference is not None else None)
 
 
 def _without_answer(row: Row) -> tuple[Row, str | None]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zoo.config.schema import Recipe
 from zoo.data.loading.bad_rows import BadRows
+from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
 from zoo.engine.distributed.world import World
@@ -61,8 +62,9 @@ def generate(
     batch: int,
 ) -> Generated:
     """`samples` answers to each row; the arguments of `zoo.Engine.generate`."""
-    asked = [row if isinstance(row, Row) else _row(row) for row in rows]
     assembly = parts.assembly
+    literal = recipe.data.literal_tags or set(assembly.processor.modalities) <= {"text"}
+    asked = [row if isinstance(row, Row) else _row(row, literal) for row in rows]
     for chunk in parts.chunks:
         chunk.eval()
     ends = end_tokens(assembly.source.files if assembly.source else None, assembly.processor)
@@ -79,8 +81,8 @@ def generate(
     return Generated(_batch(prompts, said, assembly.processor.pad_id), answers)
 
 
-def _row(item: Mapping[str, Any]) -> Row:
-    return make_row(with_stand_in(item), "", Access(Path(), outside=True))
+def _row(item: Mapping[str, Any], literal: bool) -> Row:
+    return make_row(with_stand_in(item), "", Access(Path(), outside=True), Form(literal_tags=literal))
 
 
 def _spoken(tokens: Sequence[int], media: Container[int]) -> list[int]:

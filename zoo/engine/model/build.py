@@ -70,8 +70,8 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
             (`zoo.engine.checkpoint.selection.repaired_source`).
 
     Raises:
-        UserError: the family, the weights or the architecture is missing, or data.template names what the chat template
-            doesn't read.
+        UserError: the family, the weights or the architecture is missing, or data.template or data.special_tokens
+            names what the chat template or the tokenizer doesn't know.
     """
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
@@ -79,14 +79,20 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
     if source is not None:
         config = config_class.from_folder(source.files)
         processor = build_processor(config.hf, str(source.files))
-        processor.set_template(recipe.data.template)
+        _set_texts(processor, recipe)
         return Assembly(family, config, processor, source)
     if not recipe.model.arch:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
     config = config_class.from_arch(recipe.model.arch)
     processor = build_processor(config.hf, None)
-    processor.set_template(recipe.data.template)
+    _set_texts(processor, recipe)
     return Assembly(family, config.for_processor(processor), processor, None)
+
+
+def _set_texts(processor: Any, recipe: Recipe) -> None:
+    """Give a processor what the recipe says of its texts."""
+    processor.set_template(recipe.data.template)
+    processor.allow_special_tokens(recipe.data.special_tokens)
 
 
 def assembly_of_arch(recipe: Recipe) -> Assembly:

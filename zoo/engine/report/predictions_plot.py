@@ -13,7 +13,8 @@ import numpy as np
 
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import HERE
-from zoo.data.sources.rows import PLACEHOLDER, Row
+from zoo.data.sources.formats.tags import PLACEHOLDER, plain
+from zoo.data.sources.rows import Row
 from zoo.files import replaced
 
 RIGHT, WRONG, INK, QUIET, CARD = "#1a8f4b", "#c8313b", "#1d2433", "#6b7385", "#f6f7f9"
@@ -137,7 +138,7 @@ def _card(figure: Any, place: Any, one: Prediction) -> None:
 def _plain(text: str) -> str:
     while found := PLACEHOLDER.match(text.lstrip()):
         text = text.lstrip()[found.end() :]
-    return " ".join(PLACEHOLDER.sub(r" [\1] ", text).split())
+    return " ".join(plain(PLACEHOLDER.sub(r" [\1] ", text)).split())
 
 
 def _wrapped(text: str, width: int = 42, lines: int = _LINES) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.formats.tags import plain
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
@@ -136,7 +137,7 @@ def _of_row(row: Row, sums: Sequence[float], said: Mapping[str, Any] | None) -> 
         "kind": row.kind,
         "task": row.task,
         "media": sorted(row.media),
-        "prompt": row.text or "\n".join(text if single else f"{role}: {text}" for role, text in asked),
+        "prompt": row.text or plain("\n".join(text if single else f"{role}: {text}" for role, text in asked)),
         "answer": answer,
         "answers": list(row.answers) or ([] if answer is None else [answer]),
         "prediction": said["text"] if said else None,

@@ -19,6 +19,7 @@ from zoo.config.entries import parse_entry
 from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
+from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
@@ -140,7 +141,8 @@ class Chat:
         row = {
             name: [*self._row.get(name, []), *asked.get(name, [])] for name in ("messages", *MEDIA.values())
         }
-        whole = make_row(with_stand_in(row), "", Access(Path(), outside=True))
+        form = Form(literal_tags=True)  # placeholders of the files stand before the text
+        whole = make_row(with_stand_in(row), "", Access(Path(), outside=True), form)
         prompt = self._answering.prompt(whole, answered=False)
         (tokens,) = self._answering.decoding.answer([prompt.sample], [len(row["messages"])])
         answer: str = self._answering.result(prompt, tokens)["text"]

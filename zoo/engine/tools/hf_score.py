@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights
 from zoo.config.locate import Place, quantisation, read_arch
+from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.row_set import foreign_media
 from zoo.data.sources.rows import read_rows
 from zoo.engine.distributed.determinism import plain_fp32
@@ -73,7 +74,8 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
         whole = kind.from_pretrained(place.folder, **options)
     model = getattr(whole, "thinker", whole).eval().to(device, torch.float32)
     found = []
-    for row in read_rows(str(rows)):
+    literal = recipe.data.literal_tags or set(processor.modalities) <= {"text"}
+    for row in read_rows(str(rows), form=Form(literal_tags=literal)):
         if foreign_media(row, processor.modalities):
             continue
         sample, inputs = processor.encode_both(

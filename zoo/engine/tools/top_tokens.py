@@ -41,6 +41,8 @@ from zoo.nn.head.distillation import TopK
 DATA = (
     "labels",
     "template",
+    "literal_tags",
+    "special_tokens",
     "video_fps",
     "max_frames",
     "min_pixels",

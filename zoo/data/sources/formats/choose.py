@@ -74,10 +74,12 @@ class Form:
     Attributes:
         name: their format; None: found by their keys.
         columns: zoo's name of a column -> the name that the source has for it.
+        literal_tags: whether tags of media in its texts, beyond the row's media, are text.
     """
 
     name: str | None = None
     columns: Mapping[str, str] | None = None
+    literal_tags: bool = False
 
 
 class OwnItem(NamedTuple):

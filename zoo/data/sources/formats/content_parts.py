@@ -1,6 +1,7 @@
 """OpenAI's content parts: contents that are lists of texts and media instead of strings with placeholders.
 
-Media may stand in the parts (`image_url`, `input_audio`, or `image: path`), or be taken in order from the row's lists.
+Media may stand in the parts (`image_url`, `input_audio`, or `image: path`), or be taken in order from the row's lists. A tag such
+as `<image>` in a part of text is text, unless the lists hold media that nothing else takes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections import deque
 from typing import Any
 
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.tags import PLACEHOLDER, take_marks
 from zoo.data.sources.references import shown
 
 KINDS = ("image", "video", "audio")
@@ -39,11 +41,12 @@ def from_parts(item: dict[str, Any], source: str) -> dict[str, Any]:
     ):
         return item
     inline: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    spare = _spare(item, messages)
     left = {kind: deque(_listed(item, kind)) for kind in KINDS}
     rewritten = []
     for number, message in enumerate(messages):
         if isinstance(message, dict) and isinstance(message.get("content"), list):
-            content = _content(message["content"], f"messages[{number}].content", source, inline, left)
+            content = _content(message["content"], f"messages[{number}].content", source, inline, left, spare)
             message = {**message, "content": content}
         elif isinstance(message, dict) and isinstance(message.get("content"), str):
             for kind in KINDS:  # placeholders of a plain string draw on the lists too
@@ -63,7 +66,12 @@ def _listed(item: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _content(
-    parts: list[Any], where: str, source: str, inline: dict[str, list[Any]], left: dict[str, deque[Any]]
+    parts: list[Any],
+    where: str,
+    source: str,
+    inline: dict[str, list[Any]],
+    left: dict[str, deque[Any]],
+    spare: dict[str, int],
 ) -> str:
     texts = []
     for number, part in enumerate(parts):
@@ -74,7 +82,9 @@ def _content(
         if kind in TEXT_PARTS:
             if not isinstance(part.get("text"), str):
                 raise RowError(source, "bad_row", f"{name} has no 'text' of type string.")
-            texts.append(part["text"])
+            texts.append(take_marks(part["text"], spare))
+            for medium in PLACEHOLDER.findall(texts[-1]):
+                inline[medium].append(left[medium].popleft())
         elif isinstance(kind, str) and kind in MEDIA_PARTS:
             medium, keys = MEDIA_PARTS[kind]
             inline[medium].append(_medium(part, medium, keys, name, source, left[medium]))
@@ -83,6 +93,22 @@ def _content(
             known = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
             raise RowError(source, "bad_row", f"{name} has type {shown(repr(kind))}; wanted: {known}.")
     return "".join(texts)
+
+
+def _spare(item: dict[str, Any], messages: list[Any]) -> dict[str, int]:
+    """How many media of each kind the row's lists hold beyond those for strings and for parts that name none."""
+    spare = {kind: len(_listed(item, kind)) for kind in KINDS}
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        for kind in PLACEHOLDER.findall(content) if isinstance(content, str) else ():
+            spare[kind] -= 1
+        for part in content if isinstance(content, list) else ():
+            kind, keys = (
+                MEDIA_PARTS.get(str(part.get("type")), ("", ())) if isinstance(part, dict) else ("", ())
+            )
+            if kind and all(part.get(key) is None for key in keys):
+                spare[kind] -= 1
+    return spare
 
 
 def _medium(

@@ -188,7 +188,8 @@ def with_marks(row: dict[str, Any]) -> dict[str, Any]:
     """The row with a placeholder for each medium before its first question, of kinds that no text has one for."""
     messages = row["messages"]
     first = next((one for one in messages if one["role"] == "user"), messages[0])
-    texts = "".join(one["content"] for one in messages if isinstance(one["content"], str))
+    asked = [one["content"] for one in messages if one["role"] != "assistant"]
+    texts = "".join(content for content in asked if isinstance(content, str))
     marks = ""
     for kind in MEDIA:
         value = row.get(kind, row.get(f"{kind}s"))

@@ -37,7 +37,7 @@ from zoo.files import expanded, replaced
 FILE, SUFFIX = "reference.safetensors", ".safetensors"
 START, BASE = "start", "base"  # train.reference, where it is no path
 DATA = (
-    "train", "eval", "labels", "template", "augment", "augment_variants", "bundled", "video_fps", "max_frames", "min_pixels", "max_pixels",
+    "train", "eval", "labels", "template", "literal_tags", "special_tokens", "augment", "augment_variants", "bundled", "video_fps", "max_frames", "min_pixels", "max_pixels",
     "video_max_pixels",
 )  # fmt: skip
 WEIGHTS = ("family", "init", "arch")
