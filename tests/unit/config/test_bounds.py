@@ -9,7 +9,6 @@ import pytest
 
 from zoo.bench import balance, convert, data, packing, saves, soak
 from zoo.bench.training import train
-from zoo.cli.checkpoints.convert import shard_bytes
 from zoo.cli.checkpoints.verify import _number
 from zoo.cli.recipes.show import _schema, _schema_entries
 from zoo.config.compose import load_recipe
@@ -18,6 +17,7 @@ from zoo.config.layers.keys import keys, show_value
 from zoo.config.layers.tree import schema_tree, set_key
 from zoo.config.schema import ModelConfig, Recipe, TrainConfig
 from zoo.config.validate import validate
+from zoo.engine.tools.convert import size_in_bytes
 from zoo.errors import ConfigError, UserError
 
 NUMBERS = [key for key, entry in keys(Recipe).items() if "int" in entry.type or "float" in entry.type]
@@ -135,6 +135,6 @@ def test_a_tolerance_is_a_number_that_decides() -> None:
 
 
 def test_a_shard_is_not_of_endless_size() -> None:
-    with pytest.raises(UserError, match="wanted a size such as 5GB"):
-        shard_bytes("9" * 400 + "GB")
-    assert shard_bytes("200 MB") == 200 * 10**6
+    with pytest.raises(UserError, match="wanted a number of bytes, or a size such as 5GB"):
+        size_in_bytes("9" * 400 + "GB")
+    assert size_in_bytes("200 MB") == 200 * 10**6

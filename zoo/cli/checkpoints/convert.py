@@ -15,52 +15,22 @@ Face folder that from_pretrained loads.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from zoo.cli.arguments import split_flags, split_values
-from zoo.errors import UserError
 
 KEYS = ("dtype", "shard_size", "allow", "revision", "overwrite", "push_to")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def run(arguments: Sequence[str]) -> int:
     """Convert, and say where the result is."""
     flags, rest = split_flags(arguments, ("--quiet",))
     (source, target), given = split_values(rest, KEYS, "zoo convert SOURCE TARGET", ("SOURCE", "TARGET"))
-    options: dict[str, Any] = {key: given[key] for key in ("revision", "push_to") if key in given}
-    if "shard_size" in given:
-        options["shard_bytes"] = shard_bytes(given["shard_size"])
-    if "allow" in given:
-        options["allow"] = given["allow"].split(",")
-    if "overwrite" in given:
-        options["overwrite"] = flag("overwrite", given["overwrite"])
+    options: dict[str, Any] = dict(given)
 
-    from zoo.engine.tools.convert import convert, dtype_named
+    from zoo.engine.tools.convert import convert
 
-    dtype = dtype_named(given["dtype"]) if "dtype" in given else None
-    made = convert(source, target, dtype=dtype, quiet="--quiet" in flags, **options)
+    made = convert(source, target, quiet="--quiet" in flags, **options)
     print(f"converted {source} to {made}")
     return 0
-
-
-def shard_bytes(text: str) -> int:
-    """`5GB`, `200 MB` or a number of bytes."""
-    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMG]?B?)", text.strip().upper())
-    count = (
-        int(float(match[1]) * _UNITS[match[2] + "B" if match[2] in ("K", "M", "G") else match[2]])
-        if match
-        else 0
-    )
-    if count <= 0:
-        raise UserError(f"shard_size={text}: wanted a size such as 5GB or 200MB")
-    return count
-
-
-def flag(key: str, text: str) -> bool:
-    """`true` or `false`."""
-    if text.lower() not in ("true", "false"):
-        raise UserError(f"{key}={text}: wanted true or false")
-    return text.lower() == "true"

@@ -79,8 +79,15 @@ def build_meta_model(arch: dict[str, Any], names: Collection[str] | None = None)
     """
     family = family_of(arch)
     bridge: Bridge = family.load("bridge")
-    settings = {"model.family": family.name, "model.arch": arch, "train.steps": 1, "engine.backend": "torch"}
-    recipe = Recipe().replace(settings)
+    recipe = Recipe().replace(
+        {
+            "model.family": family.name,
+            "model.arch": arch,
+            "train.steps": 1,
+            "engine.backend": "torch",
+            "packing.budget": 1,  # some models are right for short samples alone, and weights have none
+        }
+    )
     if names is not None and not bridge.has_optional(names):
         recipe = recipe.replace({"train.mtp_loss": 0.0})
     if names is not None and any(name.endswith(SCORE) for name in names):

@@ -8,6 +8,7 @@ have proved right.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -52,6 +53,7 @@ from zoo.engine.model.meta_model import MetaModel, build_meta_model, published_n
 from zoo.errors import UserError
 from zoo.files import expanded
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 CONVERSION = "zoo_conversion.json"  # beside an exported folder's weights: what it was allowed to leave out
 
 
@@ -83,15 +85,15 @@ def convert(
     source: str | Path,
     target: str | Path,
     *,
-    dtype: torch.dtype | None = None,
-    shard_bytes: int = DEFAULT_SHARD_BYTES,
-    allow: Sequence[str] = (),
+    dtype: torch.dtype | str | None = None,
+    shard_size: int | str = DEFAULT_SHARD_BYTES,
+    allow: Sequence[str] | str = (),
     revision: str | None = None,
-    overwrite: bool = False,
+    overwrite: bool | str = False,
     push_to: str | None = None,
     quiet: bool = False,
 ) -> Path:
-    """Convert a checkpoint; the direction follows from what `source` is.
+    """Convert a checkpoint; the direction follows from what `source` is. `zoo convert` hands its values over as they are.
 
     A Hugging Face folder or hub id becomes zoo's own weights (:mod:`zoo.bridge.native`); those, or a checkpoint or the
     folder of a training run, become a Hugging Face folder that `from_pretrained` loads.
@@ -99,11 +101,13 @@ def convert(
     Args:
         source: what to convert.
         target: the folder to write; it appears when it is whole.
-        dtype: dtype of the tensors that zoo trains; None keeps the source's. Tensors that zoo does not train keep their bytes.
-        shard_bytes: largest size of a weights file in bytes; a larger tensor has a file of its own.
-        allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra; recorded in the output.
+        dtype: dtype of the tensors that zoo trains, torch's or a name (bf16, fp16, fp32); None keeps the source's. Tensors that zoo does
+            not train keep their bytes.
+        shard_size: largest size of a weights file, in bytes or as "5GB"; a larger tensor has a file of its own.
+        allow: patterns (`talker.*`) of tensors that may be missing, unmapped or extra, in a list or with commas between them; recorded
+            in the output.
         revision: branch, tag or commit of a hub id.
-        overwrite: replace an existing target, if zoo has written it and nothing was put into it since.
+        overwrite: replace an existing target, if zoo has written it and nothing was put into it since; a bool, or "true" or "false".
         push_to: hub repository that the Hugging Face folder is uploaded to.
         quiet: no progress on stderr.
 
@@ -113,10 +117,10 @@ def convert(
     Raises:
         BridgeError: tensors that do not fit, all in one report; nothing is written.
         CheckpointError: the source is damaged; there is no target.
-        UserError: `source` does not exist, `target` exists already, or the disk has no room.
+        UserError: `source` does not exist, `target` exists already, the disk has no room, or a value is none of its kind.
     """
-    if isinstance(allow, str):
-        raise TypeError(f"allow={allow!r}: a list of patterns is wanted")
+    dtype, shard_bytes, overwrite = float_dtype(dtype), size_in_bytes(shard_size), _flag(overwrite)
+    allow = [pattern for pattern in allow.split(",") if pattern] if isinstance(allow, str) else allow
     place = locate(str(source), revision)
     check_beside_weights(place)
     target = expanded(target)
@@ -147,12 +151,32 @@ def convert(
     return target
 
 
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name: bf16, fp16 or fp32; raises UserError for any other."""
+def float_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """bf16, fp16 or fp32, by that name or torch's; None stays. Raises UserError for any other."""
     known = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-    if name not in known:
-        raise UserError(f"dtype={name}: wanted one of {', '.join(known)}")
-    return known[name]
+    name = str(dtype).removeprefix("torch.")
+    for short, found in known.items():
+        if name in (short, str(found).removeprefix("torch.")):
+            return found
+    if dtype is not None:
+        raise UserError(f"dtype={dtype}: wanted one of {', '.join(known)}")
+    return None
+
+
+def size_in_bytes(size: int | str) -> int:
+    """A number of bytes, as one or as `5GB` or `200 MB`; raises UserError for any other."""
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([KMG]?)B?", str(size).strip().upper())
+    count = int(float(match[1]) * _UNITS[match[2]]) if match and not isinstance(size, bool) else 0
+    if count <= 0:
+        raise UserError(f"shard_size={size}: wanted a number of bytes, or a size such as 5GB or 200MB")
+    return count
+
+
+def _flag(overwrite: bool | str) -> bool:
+    text = str(overwrite).lower()
+    if text not in ("true", "false"):
+        raise UserError(f"overwrite={overwrite}: wanted true or false")
+    return text == "true"
 
 
 def _plan_zoo(

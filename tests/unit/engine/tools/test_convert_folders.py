@@ -8,12 +8,17 @@ import pytest
 import torch
 from support import tiny_llava
 from support.tiny import rewrite
+from support.tiny_internvl import write_tiny_internvl
+from support.tiny_qwen3 import write_tiny_qwen3
 from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 from support.tiny_qwen35 import write_tiny_qwen35
 from support.weights import tensors
 
+import zoo
 from zoo.bridge import BridgeError
+from zoo.cli.checkpoints.convert import run
 from zoo.engine.tools.convert import convert
+from zoo.errors import UserError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.language_model.embed_tokens.weight"
 BUFFERS = {
@@ -109,3 +114,62 @@ def test_the_number_of_mtp_layers_survives(there: int, tmp_path: Path) -> None:
     found = there_and_back(folder, tmp_path)
     assert json.loads((tmp_path / "hf" / "config.json").read_text()) == config
     assert any(name.startswith("mtp.") for name in found) == bool(there)
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava"])
+def test_a_model_that_is_right_for_short_samples_alone_is_converted(family: str, tmp_path: Path) -> None:
+    """What a recipe's packing.budget decides, and weights do not: a dynamic rotary embedding, a sliding window."""
+    if family == "internvl":
+        folder = write_tiny_internvl(tmp_path / "in", "qwen2", text={"max_position_embeddings": 100})
+    else:
+        folder = tiny_llava.write_tiny_llava(tmp_path / "in", "llava_next", text={"sliding_window": 7})
+    wanted, found = tensors(folder), there_and_back(folder, tmp_path)
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert zoo.verify(folder, tmp_path / "zoo").equal
+
+
+FORMS: list[tuple[list[str], list[dict[str, Any]]]] = [
+    (["dtype=bf16"], [{"dtype": "bf16"}, {"dtype": "bfloat16"}, {"dtype": torch.bfloat16}]),
+    (["shard_size=20KB"], [{"shard_size": "20KB"}, {"shard_size": "20 kb"}, {"shard_size": 20_000}]),
+    (["allow=no.*,none.*"], [{"allow": "no.*,none.*"}, {"allow": ["no.*", "none.*"]}]),
+    (["overwrite=true"], [{"overwrite": "true"}, {"overwrite": True}]),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "forms"), FORMS, ids=lambda one: one[0] if isinstance(one[0], str) else ""
+)
+def test_the_command_and_the_function_write_the_same(
+    options: list[str], forms: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = write_tiny_qwen3(tmp_path / "in")
+
+    def files(target: Path) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()
+        }
+
+    assert run([str(folder), str(tmp_path / "out"), *options, "--quiet"]) == 0
+    wanted = files(tmp_path / "out")
+    for number, given in enumerate(forms):
+        assert files(zoo.convert(folder, tmp_path / str(number) / "out", quiet=True, **given)) == wanted, (
+            given
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dtype": "int8"}, "dtype=int8: wanted one of bf16, fp16, fp32"),
+        ({"dtype": torch.float64}, "dtype=torch.float64: wanted one of bf16, fp16, fp32"),
+        ({"shard_size": 0}, "shard_size=0: wanted a number of bytes, or a size such as 5GB"),
+        ({"shard_size": -5}, "shard_size=-5"),
+        ({"shard_size": "5 apples"}, "shard_size=5 apples"),
+        ({"shard_size": True}, "shard_size=True"),
+        ({"overwrite": "perhaps"}, "overwrite=perhaps: wanted true or false"),
+    ],
+)
+def test_a_value_that_is_none_of_its_kind(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        zoo.convert(tmp_path, tmp_path / "out", **given)
