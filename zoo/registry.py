@@ -22,6 +22,7 @@ from typing import Any
 
 from zoo.errors import UserError, printable
 from zoo.files import expanded
+from zoo.user_code import calling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,8 @@ def imported(name: str, key: str) -> Any:
     if not there:  # a command such as `zoo` does not look there by itself
         sys.path.insert(0, folder)
     try:
-        found: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
+        with calling(f"{key}={printable(name, 100)}"):
+            found: Any = _of_file(module) if module.endswith(".py") else importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
     except Exception as error:  # of the user's module, whatever it raises

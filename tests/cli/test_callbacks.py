@@ -10,12 +10,23 @@ import pytest
 from support.commands import Zoo, logged, summary
 
 MODULE = """
+import os
 class Stops:
     def on_step(self, event):
         if event.step == 3:
             event.stop("enough")
     def on_end(self, event):
         (event.run_dir / "ended").write_text(f"{event.reason} {event.checkpoint.name} {event.metrics['rows']}")
+
+class Exits:
+    def on_step(self, event):
+        if event.step == 2:
+            raise SystemExit(0)
+
+class Quits:
+    def on_step(self, event):
+        if event.step == 2:
+            os._exit(0)
 
 class Fails:
     def on_step(self, event):
@@ -42,6 +53,19 @@ def test_one_that_stops(zoo: Zoo, module: Path, tmp_path: Path) -> None:
     assert (last["event"], last["reason"], last["step"]) == ("end", "stopped", 3)
     assert zoo.train(folder, "export=false").code == 0  # without it, the run goes on
     assert [one["step"] for one in logged(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_one_that_ends_the_process_is_named(nproc: int, zoo: Zoo, module: Path, tmp_path: Path) -> None:
+    """With exit code 0 or not: a run that has not come to its end has failed."""
+    done = zoo.train(tmp_path / "run", f"run.callbacks=[{module}:Exits]", f"nproc={nproc}")
+    assert (
+        done.code == 2
+        and "Exits: on_step failed at step 2 (UserCodeError: it raised SystemExit(0)" in done.err
+    )
+    done = zoo.train(tmp_path / "other", f"run.callbacks=[{module}:Quits]", f"nproc={nproc}")
+    assert done.code == 1 and "exit code 0, while it called" in done.err and "Quits: on_step" in done.err
 
 
 @pytest.mark.slow

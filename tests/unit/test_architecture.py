@@ -21,6 +21,7 @@ ROOMS = {
     "files": "errors",
     "packages": "",
     "pages": "",
+    "user_code": "",
     "subprocesses": "",
     "packing": "",
     "config": "registry",
@@ -76,7 +77,7 @@ INNER = {
         "towers": "kernels graphs decoder",
     },
 }
-OPEN_TO_ALL = {"errors", "files", "packages", "config"}
+OPEN_TO_ALL = {"errors", "files", "packages", "user_code", "config"}
 
 
 def sources() -> list[Path]:

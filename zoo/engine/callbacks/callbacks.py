@@ -25,6 +25,7 @@ from zoo.engine.callbacks.trackers import Tracker, trackers
 from zoo.engine.distributed.object_group import agreed
 from zoo.errors import UserError, printable
 from zoo.registry import imported
+from zoo.user_code import calling
 
 GROUP = "zoo.callbacks"
 HOOKS = ("on_start", "on_step", "on_eval", "on_predictions", "on_save", "on_end")
@@ -70,11 +71,13 @@ def _found(name: str) -> Any:
             raise UserError(
                 f"run.callbacks={printable(name, 100)}: no installed package announces it; {hint}"
             )
-        found = announced[name].load()
+        with calling(f"run.callbacks={name}"):
+            found = announced[name].load()
     if not isinstance(found, type) and any(hasattr(found, hook) for hook in HOOKS):
         return found
     try:
-        return found()
+        with calling(f"run.callbacks={printable(name, 100)}"):
+            return found()
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 300)
         raise UserError(
@@ -175,7 +178,8 @@ class Callbacks:
                 **more,
             )
             try:
-                call(event)
+                with calling(f"{name}: {hook}"):
+                    call(event)
             except Exception as error:
                 self._fail(name, hook, step, error)
 
@@ -195,10 +199,16 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """By name, the plain values of callbacks that have a `state_dict`, for the checkpoint."""
-        return {name: one.state_dict() for name, one in self._found if hasattr(one, "state_dict")}
+        state = {}
+        for name, one in self._found:
+            if hasattr(one, "state_dict"):
+                with calling(f"{name}: state_dict"):
+                    state[name] = one.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give callbacks what they had in the checkpoint."""
         for name, one in self._found:
             if name in state and hasattr(one, "load_state_dict"):
-                one.load_state_dict(state[name])
+                with calling(f"{name}: load_state_dict"):
+                    one.load_state_dict(state[name])

@@ -30,7 +30,10 @@ FAILURE_LOG = (
 DIAGNOSIS_SUFFIX = (
     ".diagnosis"  # of a file beside that one: why all ranks left, from the rank that found it out
 )
+CALLED_SUFFIX = ".called"  # of another one, while a rank is at work: the user's function that it calls
 _POLL_SECONDS = 2.0
+_THREAD_SECONDS = 5.0  # that threads of users may outlast a run without a word
+_MOST_THREAD_SECONDS = 600.0  # and at all
 _DEAF_SECONDS = 30.0  # longest that a signal may go unheard where nobody waits for this process any more
 _watching: set[int] = set()  # process ids of this one, which a fork changes
 
@@ -148,6 +151,7 @@ def end_with(code: int) -> NoReturn:
     threads, which let go of a backward pass that failed; a thread that asks torch's store) that aborts the process: "terminate called
     without an active exception", and the exit code is 134.
     """
+    threading.Thread(target=_leave_threads, args=(code,), name="zoo-leave", daemon=True).start()
     before_teardown: Any = threading
     before_teardown._shutdown()
     atexit._run_exitfuncs()
@@ -155,3 +159,20 @@ def end_with(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _leave_threads(code: int) -> None:
+    """Name threads that users' code has started and that keep this process from ending, and end it without them in the end."""
+    time.sleep(_THREAD_SECONDS)
+    names = ", ".join(
+        thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"
+    )
+    where = f"threads that were started by functions of yours ({names})"
+    print(
+        f"zoo: all is done; waiting for {where}, {_MOST_THREAD_SECONDS:.0f} s at most",
+        file=sys.stderr,
+        flush=True,
+    )
+    time.sleep(_MOST_THREAD_SECONDS)
+    print(f"zoo: error: {where} do not end; the process ends without them", file=sys.stderr, flush=True)
+    os._exit(code or 1)

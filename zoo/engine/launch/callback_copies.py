@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.errors import UserError, printable
+from zoo.user_code import calling
 
 
 def copied(callbacks: Sequence[Any]) -> bytes:
@@ -39,7 +40,8 @@ def read_copies(path: str | Path) -> list[Any]:
     import dill
 
     try:
-        found: list[Any] = dill.loads(Path(path).read_bytes())
+        with calling("callbacks"):
+            found: list[Any] = dill.loads(Path(path).read_bytes())
     except Exception as error:
         reason = printable(f"{type(error).__name__}: {error}", 300)
         raise UserError(

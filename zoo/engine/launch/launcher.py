@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.compose import save_recipe
+from zoo.config.entries import parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading import worker_processes
@@ -66,8 +67,8 @@ def launch(
         eval_data: the same in the place of data.eval.
         callbacks: objects with some of on_start, on_step, on_eval, on_predictions, on_save and on_end, each taking a
             `zoo.Event`, beside those of run.callbacks. Rank 0 calls them; where it is a child process, it has copies of them.
-        here: this process belongs to zoo, as in the command `zoo train`: a single rank runs in it, which saves the
-            seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
+        here: this process belongs to zoo, as in the command `zoo train`: a single rank without functions of users runs in it,
+            which saves the seconds that a child takes to start. A run that hangs, or a second Ctrl-C, then ends the process.
         announce: called with the planned recipe and the number of ranks, once nothing speaks against the run.
 
     Raises:
@@ -76,6 +77,7 @@ def launch(
         KeyboardInterrupt: child processes were stopped by a signal before there was anything to save.
     """
     recipe = with_files(recipe, data, eval_data)
+    here = here and not (callbacks or _calls_users(recipe))  # whose functions may end a process
     with ExitStack() as stack:
         children: list[WaitingRanks] = []
 
@@ -150,6 +152,12 @@ def _train_in_children(children: WaitingRanks, recipe: Recipe, ranks: int) -> Tr
     if code and not _was_saved(recipe.run.dir):
         _raise_stopped(code)
     return TrainResult.from_run_dir(recipe.run.dir)
+
+
+def _calls_users(recipe: Recipe) -> bool:
+    """Whether a run calls functions that the recipe names: callbacks, or formats of rows."""
+    entries = [parse_entry(spec, "data") for spec in (*recipe.data.train, *recipe.data.eval)]
+    return bool(recipe.run.callbacks) or any(":" in (entry.format or "") for entry in entries)
 
 
 def _raise_stopped(code: int) -> None:

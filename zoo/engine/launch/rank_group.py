@@ -22,9 +22,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from zoo import user_code
 from zoo.config.devices import cpu_threads
 from zoo.config.memory import kernel_kills, killed_for_memory
-from zoo.engine.distributed.processes import DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
+from zoo.engine.distributed.processes import CALLED_SUFFIX, DIAGNOSIS_SUFFIX, FAILURE_LOG, Launcher
 from zoo.engine.distributed.signals import (
     INTERRUPTED,
     LOST,
@@ -164,7 +165,15 @@ class RankGroup:
     def failed(self) -> list[int]:
         """The ranks that ended badly; to end on a signal that asks for it is not to fail."""
         codes = [process.poll() for process in self.processes]
-        return [rank for rank, code in enumerate(codes) if code not in (None, 0, *_STOPPED)]
+        return [
+            rank
+            for rank, code in enumerate(codes)
+            if code not in (None, 0, *_STOPPED) or (code == 0 and self._called(rank) is not None)
+        ]
+
+    def _called(self, rank: int) -> str | None:
+        """The user's function that a rank was calling when it ended, "" for none; None where it came to its own end."""
+        return user_code.recorded(self._log(rank).with_suffix(CALLED_SUFFIX))
 
     def stopped(self, received: Sequence[int]) -> int:
         """The exit code of ranks that ended well or on a signal, also where none was started because of one."""
@@ -207,7 +216,7 @@ class RankGroup:
         if messages is not None:
             messages += found
         code = codes[(causes or list(failed))[0]]
-        return code if code > 0 else 128 - code
+        return 1 if code == 0 else code if code > 0 else 128 - code
 
     def _message(self, rank: int, code: int) -> str:
         """What a failed rank has left: the one line of a user's mistake, else how it ended and the end of its log."""
@@ -216,7 +225,11 @@ class RankGroup:
         if code == 2:
             return "\n".join(lines[-1:]) or f"zoo: rank {rank} {_ending(code, self._kills)}"
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:])
-        return f"zoo: rank {rank} {_ending(code, self._kills)}" + (
+        called = self._called(rank)
+        during = f", while it called {called}" if called else ""
+        if code == 0 and not called:
+            during = ", as by os._exit or exit() in a thread or library"
+        return f"zoo: rank {rank} {_ending(code, self._kills)}{during}" + (
             f"; its last lines:\n{tail}" if tail else ""
         )
 
@@ -253,7 +266,9 @@ def _signals() -> Iterator[list[int]]:
 
 def _ending(code: int, kills: int) -> str:
     """How a process ended, as a clause; `kills`: `kernel_kills` when it was started."""
-    if code >= 0:
+    if code == 0:
+        return "was ended in the middle of its work with exit code 0"
+    if code > 0:
         return f"failed with exit code {code}"
     why = killed_for_memory(kills) if code == -signal.SIGKILL else ""
     return f"was ended by {signal.Signals(-code).name}{why}"

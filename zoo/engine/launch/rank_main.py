@@ -23,9 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zoo import user_code
 from zoo.data.loading import worker_processes
 from zoo.engine.distributed.process_state import quiet
-from zoo.engine.distributed.processes import FAILURE_LOG, end_with, end_with_parent
+from zoo.engine.distributed.processes import CALLED_SUFFIX, FAILURE_LOG, end_with, end_with_parent
 from zoo.engine.distributed.signals import INTERRUPTED, PREEMPTED, Preempted, interrupts
 from zoo.engine.megatron.core_import import import_core, importing, leave_out_transformer_engine
 from zoo.engine.report.terminal import live_terminal
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     path, *task = sys.argv[1:] if argv is None else argv
     end_with_parent()
     quiet()
+    if (log := os.environ.get(FAILURE_LOG)) is not None:
+        user_code.record(Path(log).with_suffix(CALLED_SUFFIX))
     if task and not task[0].startswith("--"):
         return _ended(lambda: _do(path, *task))
     return _ended(lambda: _train(path, dict(zip(task[::2], task[1::2], strict=True))))
@@ -52,7 +55,9 @@ def _ended(work: Callable[[], int]) -> int:
     """The exit code of a rank that does this; what has failed is left for the launcher."""
     try:
         with interrupts() as stop, stop.undisguised():  # importing the loop takes seconds
-            return work()
+            code = work()
+        user_code.forget()
+        return code
     except UserError as error:
         return _refuse(error)
     except KeyboardInterrupt as error:

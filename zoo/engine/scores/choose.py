@@ -11,6 +11,7 @@ from typing import Any
 from zoo.engine.scores.answer_scores import Score, accuracy, anls, cer, exact_match, wer
 from zoo.errors import UserError, printable
 from zoo.registry import imported
+from zoo.user_code import calling
 
 GROUP = "zoo.scores"  # entry points: name -> module:function
 type Scorer = Callable[[str, Sequence[str]], Score]
@@ -80,7 +81,9 @@ def find_score(name: str) -> Scorer:
         return _users(imported(name, "metrics"), name)
     announced = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name in announced:
-        return _users(announced[name].load(), name)
+        with calling(f"metrics={name}"):
+            function = announced[name].load()
+        return _users(function, name)
     there = [*OWN, *announced]
     near = get_close_matches(name, there, n=1, cutoff=0.4)
     hint = f"nearest: {near[0]}; " if near else ""
@@ -103,7 +106,8 @@ def _users(function: Any, name: str) -> Scorer:
 
     def score(prediction: str, answers: Sequence[str]) -> Score:
         try:
-            found = function(prediction, list(answers))
+            with calling(f"metrics={name}"):
+                found = function(prediction, list(answers))
             return Score(*map(float, found)) if isinstance(found, tuple) else Score(float(found))
         except Exception as error:  # of the user's function, whatever it raises
             reason = printable(f"{type(error).__name__}: {error}", 300)

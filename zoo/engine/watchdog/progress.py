@@ -15,6 +15,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from zoo import user_code
+
 _PACKAGE = str(Path(__file__).parents[2])
 # These stand between torch and who calls it.
 _THIN = tuple(
@@ -71,7 +73,12 @@ class Progress:
         threads = [thread for thread in threading.enumerate() if thread.ident in by_thread]
         working = [thread for thread in threads if thread.name.startswith(tuple(_WORKING.values()))]
         main = [thread for thread in threads if thread.ident == self._thread]
-        signs = [(by_thread[t.ident or 0], _bytes_moved(t.native_id)) for t in [*main, *working]]
+        # Within a user's function a busy loop is no progress: its lines do not count, what it reads and writes does.
+        called = user_code.called()
+        signs = [
+            (_own(by_thread[t.ident or 0]) if called else by_thread[t.ident or 0], _bytes_moved(t.native_id))
+            for t in [*main, *working]
+        ]
         if error is None:
             self._ticks += signs != self._signs
             self._signs = signs
@@ -83,6 +90,8 @@ class Progress:
             stacks = [by_thread[thread.ident or 0] for thread in busy] or stacks
         found = [where(lines) for lines in stacks]
         place, waits_in = next((one for one in found if not one[1]), found[0])
+        if called and error is None:
+            place = f"{place} (calling {called})"
         return Moment(self.step, phase, moves, moves + self._ticks, time.monotonic() - since, place, waits_in)
 
 
@@ -131,6 +140,11 @@ def _raised(trace: TracebackType | None) -> list[Line]:
         found.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
     return found
+
+
+def _own(stack: list[Line]) -> list[Line]:
+    """The lines of a stack that are zoo's."""
+    return [line for line in stack if line[0].startswith(_PACKAGE)]
 
 
 def where(stack: list[Line]) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 from zoo.data.errors import RowError
 from zoo.errors import UserError, printable
 from zoo.registry import imported
+from zoo.user_code import calling
 
 GROUP = "zoo.formats"
 
@@ -43,13 +44,15 @@ def find_format(name: str, known: tuple[str, ...]) -> Callable[[dict[str, Any], 
                 f"format={printable(name, 100)}: no such format; {hint}there are {', '.join(there)}, and module:function "
                 "for one of your own"
             )
-        function = announced[name].load()
+        with calling(f"format={name}"):
+            function = announced[name].load()
     if not callable(function):
         raise UserError(f"format={printable(name, 100)}: it is no function; one of a row is wanted")
 
     def convert(item: dict[str, Any], source: str) -> dict[str, Any]:
         try:
-            made = function(item)
+            with calling(f"format={name}"):
+                made = function(item)
         except RowError as error:
             raise error.at(source) from error
         except Exception as error:  # whatever the function raises is about this row
