@@ -78,6 +78,8 @@ class LlavaProcessor(Processor):
         options: dict[str, Any] = {}
         if self.config.has_video and "images" in media:
             options["images"] = [media["images"]]
+        if "videos" in media:
+            options["videos_kwargs"] = {"do_sample_frames": False}  # which were taken as the run says
         if len({len(video) for video in media.get("videos", ())}) > 1:
             options["return_tensors"] = None
         return options

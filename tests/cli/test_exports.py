@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.commands import Zoo, write_rows
 from support.tiny_qwen3 import write_tiny_qwen3
+from support.tiny_qwen3_vl import write_tiny_qwen3_vl
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 
@@ -57,3 +58,51 @@ def test_a_tuned_base_model_stops(zoo: Zoo, tmp_path: Path, lora: bool) -> None:
         assert tokenizer.decode(answer) == f"red{END_OF_TURN}"
     card = (run / "export" / "README.md").read_text()
     assert "answers end at" in card and (f"eos_token_id=[{turn}, {text}]" in card) == lora
+
+
+def seen(folder: Path) -> Path:
+    """Rows whose answer hangs on how images are read: a few pixels of each, or all of them."""
+    from PIL import Image
+
+    rng = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(8):
+        pixels = torch.randint(0, 256, (96, 128, 3), dtype=torch.uint8, generator=rng)
+        Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+        turns = [
+            {"role": "user", "content": "<image>which?"},
+            {"role": "assistant", "content": f"it is {number}"},
+        ]
+        rows.append({"chat": turns, "pictures": [f"{number}.png"]})
+    import datasets
+
+    datasets.Dataset.from_list(rows).to_parquet(folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def evaluated(zoo: Zoo, *argv: str) -> tuple[dict[str, Any], str]:
+    done = zoo("eval", *argv, "--json", "max_new_tokens=2")
+    assert done.code == 0, done
+    return json.loads(done.out), done.err
+
+
+def test_rows_are_read_as_the_run_read_them(zoo: Zoo, tmp_path: Path) -> None:
+    weights, rows, run = write_tiny_qwen3_vl(tmp_path / "weights"), seen(tmp_path), tmp_path / "run"
+    entry = f"{{path: {rows}, columns: {{messages: chat, images: pictures}}, held_out: 0.4}}"
+    done = zoo(
+        "train", "recipe=qwen3_vl_sft", f"model.init={weights}", "nproc=1", f"run.dir={run}", f"data.train={entry}",
+        "data.max_pixels=4096", "data.labels=all", "train.steps=2", "train.warmup_steps=0", "train.global_batch=2",
+        "packing.budget=256", "engine.precision=fp32",
+    )  # fmt: skip
+    assert done.code == 0, done
+    wanted = json.loads((run / "summary.json").read_text())["metrics"]
+    found, said = evaluated(zoo, str(run))
+    assert (found["rows"], found["loss"]) == (wanted["rows"], pytest.approx(wanted["loss"], rel=1e-5))
+    assert "data.max_pixels=4096" in said and "data.labels=all" in said and "held out" in said
+    named = f"{{path: {rows}, held_out: 0.4}}"
+    for source in (run, run / "export", *(run / "checkpoints").glob("iter_*")):
+        found, said = evaluated(zoo, str(source), named)
+        assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5), source
+        assert "data.max_pixels=4096" in said and "columns=" in said
+    other, said = evaluated(zoo, str(run), named, "data.max_pixels=null")
+    assert abs(other["loss"] - wanted["loss"]) > 1e-3 and "max_pixels" not in said

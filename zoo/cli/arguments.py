@@ -36,6 +36,11 @@ def split_flags(arguments: Sequence[str], flags: Sequence[str]) -> tuple[set[str
     return given, rest
 
 
+def is_entry(text: str) -> bool:
+    """Whether an argument is an entry of rows that is written out, or a list of these: {path: rows.parquet, format: alpaca}."""
+    return text.startswith(("{", "[")) and not Path(text).exists()
+
+
 def _is_value(text: str) -> bool:
     """Whether an argument can be the value of the option before it, and is neither an option nor an override."""
     return not text.startswith("--") and _OVERRIDE.match(text) is None

@@ -135,8 +135,12 @@ def about(name_or_path: str) -> dict[str, Any]:
     return {**found, "family": _last(chain, "model.family"), "base": chain[-1].tree.get("base")}
 
 
-def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) -> Recipe:
+def recipe_for_weights(
+    init: str, family: str, overrides: Sequence[str] = (), settings: Layer | None = None
+) -> Recipe:
     """A recipe that does no more than name weights, which lie here, and their family.
+
+    `settings` of the run that made them hold where no override says otherwise.
 
     Raises:
         ConfigError: an override is wrong.
@@ -144,6 +148,8 @@ def recipe_for_weights(init: str, family: str, overrides: Sequence[str] = ()) ->
     tree = schema_tree(Recipe)
     apply(tree, Layer("", {"model": {"family": family, "init": init}, "train": {"steps": 1}}))
     typed = override_layer(overrides)
+    if settings is not None:
+        apply(tree, settings)
     _take_arch_of_init(tree, [typed])
     apply(tree, typed)
     return to_values(tree)

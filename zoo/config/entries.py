@@ -154,7 +154,7 @@ def entries_of(data: Any, key: str) -> list[Any]:
     """
     if isinstance(data, Mapping):  # a row stands in a list
         return [data]
-    if isinstance(data, list | tuple) and not (data and all(map(_is_row, data))):
+    if isinstance(data, list | tuple) and not (data and all(map(is_row, data))):
         found = []
         for one in data:
             plain = isinstance(one, str) or (isinstance(one, Mapping) and one.get("rows") is None)
@@ -169,7 +169,7 @@ def _check_rows(rows: Any, key: str) -> None:
         raise ConfigError(f"{key}: row 1 is a {type(rows[0]).__name__}; a dict is wanted")
 
 
-def _is_row(value: Any) -> bool:
+def is_row(value: Any) -> bool:
     """Whether a mapping is a row, rather than an entry."""
     names = {item.name for item in fields(DataEntry)}
     return isinstance(value, Mapping) and not set(value) <= names

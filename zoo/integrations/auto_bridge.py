@@ -13,6 +13,7 @@ from zoo.config.locate import locate, read_arch
 from zoo.config.schema import Recipe
 from zoo.engine.loops.engine import Engine
 from zoo.engine.model.meta_model import family_of
+from zoo.engine.model.run_settings import settings_of
 from zoo.errors import UserError
 
 
@@ -58,7 +59,7 @@ class AutoBridge:
         if recipe is not None:
             return cls(load_recipe(recipe, [f"model.init={place.folder}", *overrides]))
         family = family_of(read_arch(place.files)).name
-        return cls(recipe_for_weights(str(place.folder), family, overrides))
+        return cls(recipe_for_weights(str(place.folder), family, overrides, settings_of(place).layer))
 
     def open(self, *, train: bool = True, beside: Engine | None = None) -> Engine:
         """The model with its weights; see `zoo.Engine.open`."""

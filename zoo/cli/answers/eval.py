@@ -1,8 +1,9 @@
 """
-usage: zoo eval CHECKPOINT ROWS [metrics=anls,wer] [out=FILE] [key=value ...] [--json]
+usage: zoo eval CHECKPOINT [ROWS] [metrics=anls,wer] [out=FILE] [key=value ...] [--json]
 
-Evaluates a checkpoint on the rows of a JSONL file (or a bundled set such as digits:heldout): loss, and scores of its greedy
-answers by kind of row. CHECKPOINT is a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
+Evaluates a checkpoint on rows: loss, and scores of its greedy answers by kind of row. CHECKPOINT is a Hugging Face folder or hub id,
+zoo's own weights, or the folder or checkpoint of a run. ROWS is whatever data.train takes: a file, a folder, digits:heldout, or an
+entry such as '{hub: org/set, split: test}'; without it, the rows that the run held out. Rows are read with the run's settings.
 
   metrics=NAME,NAME      exact_match, accuracy, anls, wer, cer, module:function; default: by each row's task or media
   out=FILE               writes a line of JSON for each row: prompt, answer, prediction, scores, loss
@@ -19,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zoo.cli.arguments import split_flags
+from zoo.cli.arguments import is_entry, split_flags
 from zoo.errors import UserError
 
 if TYPE_CHECKING:
     from zoo.engine.tools.evaluate import Evaluation
 
-USAGE = "zoo eval CHECKPOINT ROWS [metrics=...] [out=FILE] [key=value ...]"
+USAGE = "zoo eval CHECKPOINT [ROWS] [metrics=...] [out=FILE] [key=value ...]"
 WHOLE = ("max_new_tokens", "batch", "max_rows")
 NAMES = {"exact_match": "exact match", "anls": "ANLS", "wer": "WER", "cer": "CER"}
 _WRONG = 5  # rows that are shown
@@ -34,13 +35,14 @@ _WRONG = 5  # rows that are shown
 def run(arguments: Sequence[str]) -> int:
     """Evaluate, and print a table."""
     places, overrides, values, as_json = split(arguments)
-    if len(places) != 2:
+    if len(places) not in (1, 2):
         raise UserError(f"{len(places)} of CHECKPOINT and ROWS given: {USAGE}")
+    path, *rows = places
     out = values.pop("out", None)
 
     from zoo.engine.tools.evaluate import evaluate
 
-    found = evaluate(places[0], places[1], overrides, here=True, **values)
+    found = evaluate(path, rows[0] if rows else None, overrides, here=True, **values)
     if out is not None:
         lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in found.predictions)
         Path(out).write_text("".join(lines), encoding="utf-8")
@@ -65,7 +67,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str], dict[str, Any
     for given in rest:
         argument = given.removeprefix("--")
         key, equal, value = argument.partition("=")
-        if not equal or Path(given).exists():
+        if not equal or is_entry(given) or Path(given).exists():
             places.append(given)
         elif key == "rows":
             places.append(value)

@@ -1,11 +1,12 @@
 """
 usage: zoo generate CHECKPOINT "PROMPT" [image=FILE] [audio=FILE] [video=FILE] [key=value ...]
-       zoo generate CHECKPOINT rows=FILE [key=value ...]
+       zoo generate CHECKPOINT rows=ROWS [key=value ...]
        zoo generate CHECKPOINT
 
-Prints a model's answer to a prompt, writes its answers to the rows of a JSONL file (or a bundled set such as
-digits:heldout), one JSON object a line, or holds a chat on a terminal. CHECKPOINT is a Hugging Face folder or hub id,
-zoo's own weights, or the folder or checkpoint of a run (with adapters, too).
+Prints a model's answer to a prompt, writes its answers to rows, one JSON object a line, or holds a chat on a terminal. CHECKPOINT is
+a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (with adapters, too). ROWS is whatever
+data.train takes: a file, a folder, digits:heldout, or an entry such as '{hub: org/set, split: test}'; auto: the rows that the run held
+out. Media are read with the run's settings.
 
   image=FILE             a file that the prompt is about; repeat it for several
   out=FILE               where to write the answers of rows; default: standard output

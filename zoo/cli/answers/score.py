@@ -1,10 +1,11 @@
 """
-usage: zoo score CHECKPOINT ROWS [key=value ...]
+usage: zoo score CHECKPOINT [ROWS] [key=value ...]
        zoo score TEACHER ROWS top_k=64 out=FOLDER [temperature=1] [key=value ...]
 
-Writes, for each row of a JSONL file (or a bundled set such as digits:heldout), the log-probabilities that a checkpoint
-gives the tokens of its answers: one JSON object a line with source, token_ids, labels and logprobs (0.0 where there is
-no label). CHECKPOINT is a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
+Writes, for each row, the log-probabilities that a checkpoint gives the tokens of its answers: one JSON object a line with source,
+token_ids, labels and logprobs (0.0 where there is no label). CHECKPOINT is a Hugging Face folder or hub id, zoo's own weights, or the
+folder or checkpoint of a run. ROWS is whatever data.train takes: a file, a folder, digits:heldout, or an entry such as
+'{hub: org/set, split: test}'; without it, the rows that the run held out. Rows are read with the run's settings.
 
 With top_k= it writes the tokens that a teacher finds most likely at each of them, to a folder that distill.teacher names
 (docs/distillation.md). The same command goes on with a folder that was left half-way.
@@ -12,6 +13,7 @@ With top_k= it writes the tokens that a teacher finds most likely at each of the
   out=FILE               where to write; default: standard output
   top_k=64               tokens of each label; the others are one outcome
   temperature=1          divides the teacher's logits
+  max_rows=N             the first N rows only
   nproc=N parallel.tp=2  any key of the recipe (`zoo show --schema`): the layout doesn't change the result
   packing.mode=none      samples side by side instead of packed
 """
@@ -24,39 +26,37 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zoo.cli.arguments import split_flags
+from zoo.cli.arguments import is_entry, split_flags
 from zoo.errors import UserError
 
-OWN = ("out", "top_k", "temperature")  # keys that are none of a recipe's
+OWN = ("out", "top_k", "temperature", "max_rows", "rows")  # keys that are none of a recipe's
 
 
 def run(arguments: Sequence[str]) -> int:
     """Score, and write a line a row, or a teacher's tokens."""
     _, rest = split_flags(arguments, ())
-    named = [argument.removeprefix("--") for argument in rest]
-    rest = [
-        one.removeprefix("rows=") if one.startswith("rows=") else one for one in named
-    ]  # as zoo verify has it
-    places = [argument for argument in rest if "=" not in argument or Path(argument).exists()]
-    if len(places) != 2:
-        raise UserError(
-            f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT ROWS [key=value ...]"
-        )
-    path, file = places
+    rest = [argument.removeprefix("--") for argument in rest]
+    places = [one for one in rest if "=" not in one or is_entry(one) or Path(one).exists()]
     given = [argument.partition("=") for argument in rest if argument not in places]
     own = {key: value for key, _, value in given if key in OWN}
     overrides = [f"{key}={value}" for key, _, value in given if key not in OWN]
-
+    places += [own.pop("rows")] if "rows" in own else []
+    if len(places) not in (1, 2) or ("top_k" in own and len(places) != 2):
+        raise UserError(
+            f"{len(places)} of CHECKPOINT and ROWS given: zoo score CHECKPOINT [ROWS] [key=value ...]"
+        )
+    path, *rows = places
     write = _write_tokens if "top_k" in own else _write_scores
-    return write(path, file, own, overrides)
+    return write(path, rows[0] if rows else None, own, overrides)
 
 
-def _write_scores(path: str, rows: str, own: dict[str, str], overrides: list[str]) -> int:
+def _write_scores(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
     from zoo.engine.tools.score import score
 
     if "temperature" in own:
         raise UserError("temperature= goes with top_k=, a teacher's tokens; leave it out, or give top_k=64")
-    found = score(path, rows, overrides, here=True)
+    most = _number(own, "max_rows", int) if "max_rows" in own else None
+    found = score(path, rows, overrides, max_rows=most, here=True)
     text = "".join(f"{json.dumps(row)}\n" for row in found)
     if "out" in own:
         Path(own["out"]).write_text(text, encoding="utf-8")
@@ -66,11 +66,13 @@ def _write_scores(path: str, rows: str, own: dict[str, str], overrides: list[str
     return 0
 
 
-def _write_tokens(path: str, rows: str, own: dict[str, str], overrides: list[str]) -> int:
+def _write_tokens(path: str, rows: str | None, own: dict[str, str], overrides: list[str]) -> int:
     from zoo.engine.tools.top_tokens import top_tokens
 
     if not own.get("out"):
         raise UserError("top_k= without out=: wanted out=FOLDER, which distill.teacher can name")
+    if "max_rows" in own:
+        raise UserError("max_rows= with top_k=: a teacher's tokens are of all rows; leave it out")
     top_k, temperature = (_number(own, key, kind) for key, kind in (("top_k", int), ("temperature", float)))
     done = top_tokens(path, rows, own["out"], overrides, top_k=top_k, temperature=temperature, here=True)
     print(

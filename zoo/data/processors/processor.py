@@ -295,6 +295,10 @@ class Processor:
         """Limits of pixels as arguments of the HF processor's call: {"images_kwargs": ..., "videos_kwargs": ...}."""
         return {}
 
+    def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """The same as attributes of the HF processor's parts, for files that say what `pixels` say in a call."""
+        return self.pixel_options(pixels)
+
     def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
         """The fewest pixels of an image, and of a video as its limit counts, which data.overlong=shrink keeps to."""
         return 1, 1

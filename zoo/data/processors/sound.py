@@ -130,6 +130,13 @@ class OmniProcessor(vision.PatchProcessor):
             options["audio_kwargs"] = self.audio_options(media["audio"])
         return options
 
+    def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
+        """Sizes of images and of videos; where videos have none of their own, they go on repeating that of images."""
+        found = self.pixel_options(pixels)
+        if self.video_size is None and "images_kwargs" in found:
+            found = {"videos_kwargs": found["images_kwargs"], **found}
+        return found
+
     def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
         """Further arguments of the HF call for a row's sounds, each (samples,)."""
         return {}

@@ -6,6 +6,7 @@ asked for: such a table takes a few bytes of memory a row, however large its med
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.lines import is_bundled, locate
+from zoo.data.sources.lines import is_bundled, json_object, load_line, locate, numbered_items
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
@@ -161,6 +162,26 @@ def check_entry(entry: DataEntry, key: str) -> None:
         tar_files(entry.path, key)
     elif kind == "lines" or not os.path.isdir(expanded(entry.path)):
         locate(entry.path, key)
+
+
+def first_item(entry: DataEntry, key: str) -> Mapping[str, Any] | None:
+    """The first row of an entry that is no stream, as it is written; None where there is none that can be read.
+
+    Raises:
+        UserError: no such file, data set or split.
+    """
+    bare = replace(entry, format=None, columns=None, kinds=None, held_out=None)
+    with contextlib.suppress(RowError, IndexError, StopIteration):
+        if entry.path is not None and kind_of(entry.path) == "lines":
+            number, line = next(numbered_items(locate(entry.path, key), str(entry)))
+            return (
+                load_line(line, f"{entry}:{number}")
+                if isinstance(line, bytes)
+                else json_object(line, str(entry))
+            )
+        table = open_table(bare, Access, lambda error: None, evaluation=False, key=key)
+        return table.read(0) if isinstance(table, Table) else None
+    return None
 
 
 def plain_item(table: Any, source: str) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from zoo.engine.distributed.world import World, world
 from zoo.engine.model import build, lora
 from zoo.engine.model.merged_tensors import MergedTensors
 from zoo.engine.model.meta_model import family_of, on_meta
+from zoo.engine.model.run_settings import settings_of
 from zoo.errors import UserError
 
 
@@ -53,7 +55,7 @@ def export(
         TorchComm.from_groups(here.groups),
         config=assembly.config.hf,
         source=source,
-        processor=assembly.processor.hf,
+        processor=assembly.served,
         ends=list(assembly.processor.ends.values()),
         **options,
     )
@@ -85,8 +87,8 @@ def export_run(run: Place, target: Path, *, quiet: bool = False, **options: Any)
         with _held(run, assembly, recipe, here) as held:
             if held is not None:
                 progress = None if quiet else partial(Progress, f"writing {target.name}")
-                processor = assembly.processor
-                files = {"processor": processor.hf, "ends": list(processor.ends.values()), "card": about}
+                ends = list(assembly.processor.ends.values())
+                files = {"processor": assembly.served, "ends": ends, "card": about}
                 return export_tensors(held, target, **{**files, **options}, progress=progress)
         chunks = build.build_model(assembly, recipe, here)
         adapters = initial_weights.load_run(chunks, run, assembly, recipe, here)
@@ -112,10 +114,11 @@ def _opened(run: Place) -> Iterator[tuple[build.Assembly, Recipe, World]]:
     family = family_of(read_arch(run.files)).name
     loss = ["train.loss=reward"] if is_reward_model(run) else []
     keys = [f"train.mtp_loss={origin['mtp_loss']}", "engine.precision=fp32", *loss]
-    recipe = recipe_for_weights(str(run.folder), family, keys)
+    settings = settings_of(run)
+    recipe = recipe_for_weights(str(run.folder), family, keys, settings.layer)
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
-        yield build.assemble(recipe, run), recipe, here
+        yield replace(build.assemble(recipe, run), settings=settings), recipe, here
 
 
 @contextmanager

@@ -275,7 +275,7 @@ def _commit(
         (writer.partial / CONFIG).write_text(
             json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
         )
-        assembly.processor.save(writer.partial)
+        assembly.served.save_pretrained(writer.partial)
         arch = read_arch(assembly.source.files)
         about = model_card.trained(
             recipe, steps, assembly.source, arch, adapter=True, ends=assembly.processor.ends

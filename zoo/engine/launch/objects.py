@@ -49,7 +49,7 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     refuse_second(folder)
     plain = {
         f"data.{name}": [
-            _written(entry, folder / "data" / f"{name}-{number}", recipe, f"data.{name}")
+            write_entry(entry, folder / "data" / f"{name}-{number}", recipe.data.root, f"data.{name}")
             for number, entry in enumerate(some)
         ]
         for name, some in entries.items()
@@ -57,14 +57,22 @@ def with_files(recipe: Recipe, data: Any = None, eval_data: Any = None) -> Recip
     return recipe.replace({"data.train": [], "data.eval": []}).replace(plain)
 
 
-def _written(entry: Any, place: Path, recipe: Recipe, key: str) -> Any:
-    """An entry with a path in the place of its rows; another entry as it is."""
+def write_entry(entry: Any, place: Path, root: str | None, key: str) -> Any:
+    """An entry with a path, `place` with an ending, in the place of its rows; another entry as it is.
+
+    Media that rows name lie in the entry's root, else in `root`, else in the current folder.
+    """
     if not isinstance(entry, DataEntry):
         return entry
     if entry.rows is not None:
         path = _write(entry.rows, place, key)
-        root = entry.root if entry.root is not None else recipe.data.root
+        root = entry.root if entry.root is not None else root
         entry = replace(entry, rows=None, stream=False, path=str(path), root=root or str(Path.cwd()))
+    return plain_entry(entry)
+
+
+def plain_entry(entry: DataEntry) -> dict[str, Any]:
+    """An entry as a mapping of what it says."""
     default = DataEntry()
     names = [item.name for item in fields(DataEntry)]
     return {name: getattr(entry, name) for name in names if getattr(entry, name) != getattr(default, name)}

@@ -22,6 +22,8 @@ from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
+from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
+from zoo.engine.model.served_processor import ServedProcessor
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
@@ -39,6 +41,12 @@ class Assembly:
     config: Any
     processor: Any
     source: Place | None  # where the weights lie; None for random ones
+    settings: RunSettings = NONE  # how the run reads its rows
+
+    @property
+    def served(self) -> ServedProcessor:
+        """What an export carries of the processor: it reads rows as the run does."""
+        return ServedProcessor(self.processor, self.settings)
 
     def save_files(self, folder: Path) -> None:
         """Write config.json, the processor's files and generation_config.json."""
@@ -80,13 +88,14 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
         config = config_class.from_folder(source.files)
         processor = build_processor(config.hf, str(source.files))
         _set_texts(processor, recipe)
-        return Assembly(family, config, processor, source)
+        return Assembly(family, config, processor, source, settings_of_recipe(recipe))
     if not recipe.model.arch:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
     config = config_class.from_arch(recipe.model.arch)
     processor = build_processor(config.hf, None)
     _set_texts(processor, recipe)
-    return Assembly(family, config.for_processor(processor), processor, None)
+    settings = settings_of_recipe(recipe)
+    return Assembly(family, config.for_processor(processor), processor, None, settings)
 
 
 def _set_texts(processor: Any, recipe: Recipe) -> None:

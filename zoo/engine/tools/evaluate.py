@@ -6,7 +6,6 @@ The loss is that of an evaluation while training; the answers are those of `zoo.
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.distributed as dist
 
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.tags import plain
-from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.rows import Row
 from zoo.engine.distributed.process_state import untouched
@@ -27,8 +25,7 @@ from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
 from zoo.engine.scores.answer_scores import Score
 from zoo.engine.scores.choose import Scores
-from zoo.engine.tools.generate import recipe_of
-from zoo.engine.tools.score import for_scoring, written_rows
+from zoo.engine.tools.asking import Rows, asked
 from zoo.engine.train.evaluation import recipe_batches, row_sums
 
 
@@ -55,7 +52,7 @@ class Evaluation:
 @untouched()
 def evaluate(
     path: str | Path,
-    rows: str | Path | Sequence[Mapping[str, Any]],
+    rows: Rows = None,
     overrides: Sequence[str] = (),
     *,
     metrics: Sequence[str] = (),
@@ -68,7 +65,8 @@ def evaluate(
 
     Args:
         path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (adapters included).
-        rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts.
+        rows: a file or folder, a bundled set ("digits:heldout"), an entry as data.train takes it, a list of these, or rows as
+            dicts or a datasets.Dataset. None: those that the run held out.
         overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
         metrics: names of scores: exact_match, accuracy, anls, wer, cer, entry points of the group `zoo.scores`, or
             `module:function` of (prediction, answers) -> number or (total, weight). None: by each row's task or media.
@@ -81,13 +79,11 @@ def evaluate(
         UserError: no such checkpoint, file or score, an override that can't run, or a bad row (under data.on_error=raise).
     """
     scores, sampling = Scores.named(metrics), Sampling(max_new_tokens)
-    recipe = recipe_of(path, overrides)
-    with tempfile.TemporaryDirectory(prefix="zoo-eval-") as folder:
-        spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))
-        locate_rows(spec, "rows")
-        options = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": max_rows}
+    with asked(path, rows, overrides) as recipe:
+        most = max_rows or recipe.train.eval_rows or None
+        options = {"max_new_tokens": sampling.max_new_tokens, "batch": batch, "max_rows": most}
         task = "zoo.engine.tools.evaluate:evaluate_here"
-        found = run_task(task, for_scoring(recipe, spec), world_size(recipe), options, fresh=not here)
+        found = run_task(task, recipe, world_size(recipe), options, fresh=not here)
     return summed(found, scores)
 
 

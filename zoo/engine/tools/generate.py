@@ -7,20 +7,16 @@ The model is zoo's own, under any parallel layout (`zoo.engine.generate`). Greed
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zoo.config.compose import recipe_for_weights
-from zoo.config.entries import parse_entry
-from zoo.config.locate import read_arch
+from zoo.config.entries import is_row, parse_entry
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.references import Access
 from zoo.data.sources.row_set import open_rows
 from zoo.data.sources.rows import MEDIA, make_row
@@ -31,8 +27,7 @@ from zoo.engine.generate.prompts import STAND_IN, ends_with_question, with_stand
 from zoo.engine.generate.sampling import Sampling
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
-from zoo.engine.model.meta_model import family_of
-from zoo.engine.tools.score import for_scoring, written_rows
+from zoo.engine.tools.asking import Rows, asked, for_rows, recipe_of
 from zoo.errors import UserError
 
 Paths = str | Path | Sequence[str | Path]
@@ -41,7 +36,7 @@ Paths = str | Path | Sequence[str | Path]
 @untouched()
 def generate(
     path: str | Path,
-    rows: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    rows: Rows = None,
     overrides: Sequence[str] = (),
     *,
     prompt: str | None = None,
@@ -60,8 +55,8 @@ def generate(
 
     Args:
         path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run (adapters included).
-        rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts. A row's last answer is left out of its
-            prompt; a dict may end with the question.
+        rows: as `zoo.evaluate` takes them, "auto" for those that the run held out. A row's last answer is left out of its prompt; a
+            dict may end with the question.
         overrides: of the recipe, such as `parallel.tp=2`, `packing.budget=16384` or `data.on_error=skip`.
         prompt: one question, in the place of rows.
         image: files that it is about, before its text; and so audio and video.
@@ -86,28 +81,16 @@ def generate(
     sampling = Sampling(max_new_tokens, temperature, top_p, seed)
     files = {"image": image, "audio": audio, "video": video}
     given = rows if prompt is None else [prompt_row(prompt, files)]
-    recipe = recipe_of(path, overrides)
-    with tempfile.TemporaryDirectory(prefix="zoo-generate-") as folder:
-        asked: list[int] = []
-        if isinstance(given, str | Path):
-            spec = str(given)
-        else:
-            assert given is not None
-            asked = [number for number, row in enumerate(given) if ends_with_question(row)]
-            spec = written_rows([with_stand_in(row) for row in given], Path(folder))
-        locate_rows(spec, "rows")
-        options = {"sampling": asdict(sampling), "batch": batch, "unanswered": asked, "max_rows": max_rows}
+    open_ones: list[int] = []
+    if isinstance(given, list | tuple) and all(map(is_row, given)):
+        open_ones = [number for number, row in enumerate(given) if ends_with_question(row)]
+        given = [with_stand_in(row) for row in given]
+    with asked(path, given, overrides) as recipe:
+        most = max_rows or recipe.train.eval_rows or None
+        options = {"sampling": asdict(sampling), "batch": batch, "unanswered": open_ones, "max_rows": most}
         task, ranks = "zoo.engine.tools.generate:generate_here", world_size(recipe)
-        found: list[dict[str, Any]] = run_task(
-            task, for_scoring(recipe, spec), ranks, options, fresh=not here
-        )
+        found: list[dict[str, Any]] = run_task(task, recipe, ranks, options, fresh=not here)
         return found
-
-
-def recipe_of(path: str | Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe under which a checkpoint's model is run; UserError where there is no checkpoint."""
-    place = language_model(path)
-    return recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
 
 
 def generate_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -154,10 +137,11 @@ class Chat:
 @contextmanager
 def chat(path: str | Path, overrides: Sequence[str], sampling: Sampling) -> Iterator[Chat]:
     """A chat with a checkpoint's model in this process; UserError for more than one rank."""
-    recipe = recipe_of(path, overrides)
+    place = language_model(path)
+    recipe = recipe_of(place, overrides)
     if (ranks := world_size(recipe)) != 1:
         raise UserError(f"a chat runs on one rank, and the recipe asks for {ranks}; set nproc=1")
-    with loaded(validate(for_scoring(recipe, "none"), 1), sampling, 1) as answering:
+    with loaded(validate(for_rows(recipe, []), 1), sampling, 1) as answering:
         yield Chat(answering)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zoo.config.compose import recipe_for_weights
+from zoo.config.entries import MediaLimits
 from zoo.config.locate import Place, quantisation, read_arch
 from zoo.data.sources.formats.choose import Form
 from zoo.data.sources.row_set import foreign_media
@@ -52,12 +53,12 @@ def _without_bars() -> Iterator[None]:
 
 @plain_fp32()
 @torch.no_grad()
-def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
-    """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one."""
+def hf_logprobs(place: Place, rows: str | Path, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """`zoo.score` by transformers: one row after the other, in fp32, on a GPU where there is one; `overrides` of data hold."""
     import transformers
 
     arch = read_arch(place.files)
-    recipe = recipe_for_weights(str(place.folder), family_of(arch).name)
+    recipe = recipe_for_weights(str(place.folder), family_of(arch).name, overrides)
     processor = build.assemble(recipe).processor
     kind = transformers_class(arch)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,8 +79,13 @@ def hf_logprobs(place: Place, rows: str | Path) -> list[dict[str, Any]]:
     for row in read_rows(str(rows), form=Form(literal_tags=literal)):
         if foreign_media(row, processor.modalities):
             continue
+        limits = MediaLimits.of(recipe.data)
         sample, inputs = processor.encode_both(
-            row, video_fps=recipe.data.video_fps, max_frames=recipe.data.max_frames
+            row,
+            video_fps=limits.video_fps,
+            max_frames=limits.max_frames,
+            labels=recipe.data.labels,
+            pixels=limits.pixels,
         )
         moved = {
             key: value.to(device) if isinstance(value, Tensor) else value for key, value in inputs.items()

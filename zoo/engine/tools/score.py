@@ -7,9 +7,7 @@ on neither.
 from __future__ import annotations
 
 import itertools
-import json
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,40 +17,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zoo.config.compose import recipe_for_weights
-from zoo.config.derived import data_parallel
-from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.evaluation import EvalBatches
 from zoo.data.loading.sample_source import SampleSource
-from zoo.data.sources.lines import locate as locate_rows
-from zoo.data.sources.rows import MEDIA
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
-from zoo.engine.model.meta_model import family_of
+from zoo.engine.tools.asking import Rows, asked
 from zoo.engine.train.evaluation import recipe_batches, smallest_count
 
 
 @untouched()
 def score(
     path: str | Path,
-    rows: str | Path | Sequence[Mapping[str, Any]],
+    rows: Rows = None,
     overrides: Sequence[str] = (),
     *,
+    max_rows: int | None = None,
     here: bool = False,
 ) -> list[dict[str, Any]]:
     """Compute the log-probabilities of the answers in some rows, in separate processes.
 
     Args:
         path: a Hugging Face folder or hub id, zoo's own weights, or the folder or checkpoint of a run.
-        rows: a JSONL file, a bundled set ("digits:heldout"), or rows as dicts (media paths from the current folder).
+        rows: as `zoo.evaluate` takes them (media paths of dicts from the current folder).
         overrides: overrides of the recipe, such as `parallel.tp=2`, `packing.mode=none` or `packing.budget=16384`.
+        max_rows: the first so many rows only.
         here: a single rank runs in this process, as in the command `zoo score`.
 
     Returns:
@@ -63,48 +57,15 @@ def score(
     Raises:
         UserError: no such checkpoint or file, an override that can't run, or a bad row (under data.on_error=raise).
     """
-    place = language_model(path)
-    recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
-    with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
-        spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))
-        locate_rows(spec, "rows")
-        task, scoring = "zoo.engine.tools.score:score_here", for_scoring(recipe, spec)
-        return run_task(task, scoring, world_size(recipe), fresh=not here)
-
-
-def for_scoring(recipe: Recipe, rows: str) -> Recipe:
-    """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
-    ranks = world_size(recipe)
-    replicas = max(1, data_parallel(recipe, ranks))
-    return recipe.replace(
-        {
-            "data.eval": [rows],
-            "data.outside_root": True,  # rows of a program name their media by absolute paths
-            "train.mtp_loss": 0.0,
-            "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
-        }
-    )
-
-
-def written_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> str:
-    """The rows as a JSONL file, their media by absolute paths."""
-    keys = {*MEDIA, *MEDIA.values()}
-
-    def absolute(key: str, value: Any) -> Any:
-        if key not in keys:
-            return value
-        return (
-            str(Path(value).absolute()) if isinstance(value, str) else [absolute(key, one) for one in value]
-        )
-
-    path = folder / "rows.jsonl"
-    lines = [json.dumps({key: absolute(key, value) for key, value in row.items()}) for row in rows]
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return str(path)
+    with asked(path, rows, overrides) as recipe:
+        options = {"max_rows": max_rows or recipe.train.eval_rows or None}
+        task = "zoo.engine.tools.score:score_here"
+        found: list[dict[str, Any]] = run_task(task, recipe, world_size(recipe), options, fresh=not here)
+        return found
 
 
 @torch.no_grad()
-def score_here(recipe: Recipe) -> list[dict[str, Any]]:
+def score_here(recipe: Recipe, options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """`score` on this rank, for the rows of data.eval; returns all results on every rank."""
     with world(recipe) as here:
         recipe = validate(recipe, here.size)
@@ -118,6 +79,7 @@ def score_here(recipe: Recipe) -> list[dict[str, Any]]:
             recipe.data.eval,
             assembly.processor,
             recipe.data,
+            max_rows=options["max_rows"],
             evaluation=True,
             budget=recipe.packing.budget,
             align=recipe.packing.align or 1,

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from zoo.config.compose import recipe_for_weights
-from zoo.config.locate import read_arch
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources import identity
-from zoo.data.sources.lines import locate as locate_rows
 from zoo.data.sources.streams import RowStream
 from zoo.engine.checkpoint import initial_weights
-from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.distributed.object_group import agreed, object_group
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.distributed.world import World, world
 from zoo.engine.launch.launcher import run_task
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model import build
-from zoo.engine.model.meta_model import family_of
 from zoo.engine.report import terminal
-from zoo.engine.tools.score import for_scoring, written_rows
+from zoo.engine.tools.asking import Rows, asked
 from zoo.engine.train.distillation.teacher import top_of
 from zoo.engine.train.distillation.token_files import ROWS, RowTokens, TokenWriter
 from zoo.engine.train.evaluation import recipe_batches
@@ -55,7 +49,7 @@ DATA = (
 @untouched()
 def top_tokens(
     path: str | Path,
-    rows: str | Path | Sequence[Mapping[str, Any]],
+    rows: Rows,
     out: str | Path,
     overrides: Sequence[str] = (),
     *,
@@ -82,14 +76,11 @@ def top_tokens(
     Raises:
         UserError: as `zoo.score`; a folder of other tokens.
     """
-    place = language_model(path)
-    recipe = recipe_for_weights(str(place.folder), family_of(read_arch(place.files)).name, overrides)
-    recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
-    with tempfile.TemporaryDirectory(prefix="zoo-score-") as folder:
-        spec = str(rows) if isinstance(rows, str | Path) else written_rows(rows, Path(folder))
-        locate_rows(spec, "rows")
-        task, scoring = "zoo.engine.tools.top_tokens:top_tokens_here", for_scoring(recipe, spec)
-        return run_task(task, scoring, world_size(recipe), str(expanded(out).absolute()), fresh=not here)
+    with asked(path, rows, overrides) as recipe:
+        recipe = recipe.replace({"distill.top_k": top_k, "distill.temperature": temperature})
+        task, folder = "zoo.engine.tools.top_tokens:top_tokens_here", str(expanded(out).absolute())
+        done: dict[str, int] = run_task(task, recipe, world_size(recipe), folder, fresh=not here)
+        return done
 
 
 @torch.no_grad()

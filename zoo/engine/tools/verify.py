@@ -32,6 +32,7 @@ from zoo.engine.checkpoint.export import exported_tensors
 from zoo.engine.checkpoint.selection import check_beside_weights
 from zoo.engine.distributed.process_state import untouched
 from zoo.engine.model.meta_model import build_meta_model, published_names
+from zoo.engine.model.run_settings import as_overrides, settings_of
 from zoo.engine.tools.convert import convert
 from zoo.engine.tools.hf_score import hf_logprobs
 from zoo.engine.tools.score import score
@@ -272,7 +273,9 @@ def _size(difference: float | None) -> float:
 def _compare_rows(
     places: Sequence[Place], rows: str | Path, overrides: Sequence[str], here: bool
 ) -> list[dict[str, Any]]:
-    """Row by row, each side by its own code."""
+    """Row by row, each side by its own code, read as the run did that made one of them."""
+    known = [settings for settings in map(settings_of, places) if settings.values]
+    overrides = [*(as_overrides(known[0]) if known else ()), *overrides]
     left, right = (_logprobs(place, rows, overrides, here) for place in places)
     mixed = len({place.kind == "hf" for place in places}) > 1
     found = []
@@ -294,5 +297,5 @@ def _compare_rows(
 
 def _logprobs(place: Place, rows: str | Path, overrides: Sequence[str], here: bool) -> list[dict[str, Any]]:
     if place.kind == "hf":
-        return hf_logprobs(place, rows)
+        return hf_logprobs(place, rows, overrides)
     return score(place.folder, rows, ["engine.precision=fp32", *overrides], here=here)

@@ -166,6 +166,18 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
+def fits(
+    item: Mapping[str, Any], format: str | None = None, columns: Mapping[str, str] | None = None
+) -> bool:
+    """Whether a row can be of a form, and is not of another that its own keys tell."""
+    if columns:
+        return all(column in item for name, column in columns.items() if name not in OPTIONAL)
+    try:
+        return format is not None and detect(dict(item), "") == "messages" and "messages" not in item
+    except RowError:  # of several formats, or of a published set's, which has to be named
+        return True
+
+
 def _parsed(row: Item, columns: Mapping[str, str] | None, source: str) -> Item:
     """The row with its columns under zoo's names, and what is written as JSON in a text parsed."""
     if columns:

@@ -1,0 +1,169 @@
+"""The settings of a run that hold afterwards: how rows were read, whoever asks its model more of them, or serves it.
+
+A checkpoint of a run has them in its recipe. A folder that a run has exported has them in FILE, beside the files of the processor,
+which go by them as far as their formats can say it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zoo.config.entries import FORMS, MEDIA_KEYS, DataEntry, parse_entry
+from zoo.config.files import read_recipe
+from zoo.config.layers.layer import Layer, escaped, merge_into, nested
+from zoo.config.locate import Place
+from zoo.config.schema import DataConfig, PackingConfig, Recipe
+from zoo.errors import ConfigError
+from zoo.files import expanded, read_object
+
+FILE = "zoo_settings.json"
+BUDGET = "packing.budget"
+# Keys of data that say which rows there are, serve training, or are about the machine. All others hold afterwards.
+NOT_KEPT = (
+    "train", "eval", "outside_root", "shuffle", "lookahead", "augment", "augment_variants", "blank_answers", "bundled", "cache_mb",
+    "workers", "encode_in_workers", "ahead_mb", "row_seconds", "row_mb",
+)  # fmt: skip
+NOT_EXPORTED = ("root", "urls", "on_error")  # of the rows at hand: none of a stranger's business
+KEPT = tuple(item.name for item in fields(DataConfig) if item.name not in NOT_KEPT)
+FORM = ("format", "columns")  # of an entry: what its rows look like
+READING = (*FORM, "root", *MEDIA_KEYS)  # of an entry: how its rows are read
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How a run read its rows.
+
+    Attributes:
+        origin: what they are of, for messages.
+        values: dotted key of a recipe -> value.
+        form: `format` and `columns` of all training rows, where these have the same.
+        entries: where its rows came from; empty where only an export is known.
+        rows: the keys of a recipe that say which rows it was trained and evaluated on; empty where that is not known.
+    """
+
+    origin: str = ""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    form: Mapping[str, Any] = field(default_factory=dict)
+    entries: tuple[DataEntry, ...] = ()
+    rows: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> Layer:
+        """What they set in a recipe: the budget of tokens is no limit where rows above it would be refused, as nothing else depends on it then."""
+        values = dict(self.values)
+        if BUDGET in values and values.get("data.overlong", "error") == "error":
+            values[BUDGET] = max(values[BUDGET], PackingConfig().budget)
+        tree: dict[str, Any] = {}
+        for key, value in values.items():
+            merge_into(tree, nested(key, escaped(value)))
+        return Layer(self.origin, tree)
+
+
+NONE = RunSettings()
+
+
+def settings_of(place: Place) -> RunSettings:
+    """The settings of the run that a checkpoint or an exported folder comes from; `NONE` where no run is known.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
+    if place.kind == "run":
+        config = place.folder / "config.yaml"
+        folder = place.folder.parent.parent
+        return _of_tree(read_recipe(str(config)).tree, f"the run {folder}") if config.is_file() else NONE
+    return _with_rows(_of_file(place.files / FILE, place), place) if (place.files / FILE).is_file() else NONE
+
+
+def settings_of_recipe(recipe: Recipe) -> RunSettings:
+    """Those of a recipe's run."""
+    data = {item.name: getattr(recipe.data, item.name) for item in fields(DataConfig)}
+    tree = {"data": data, "packing": asdict(recipe.packing), "train": {"eval_rows": recipe.train.eval_rows}}
+    return _of_tree(tree, "the recipe")
+
+
+def write_settings(settings: RunSettings, folder: Path) -> None:
+    """Write FILE into an exported folder: no path of this machine is in it."""
+    values = {key: value for key, value in settings.values.items() if _name(key) not in NOT_EXPORTED}
+    form = {} if _is_code(settings.form) else dict(settings.form)
+    record = {"settings": values, "rows": form}
+    text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False)
+    (folder / FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def as_overrides(settings: RunSettings) -> list[str]:
+    """How media and texts become tokens and labels, as overrides of a recipe: what lengths, files and errors mean is left out."""
+    values = {
+        key: value
+        for key, value in settings.values.items()
+        if _name(key) not in (*NOT_EXPORTED, "overlong", "budget")
+    }
+    return [f"{key}={json.dumps(escaped(value))}" for key, value in values.items()]
+
+
+def _name(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _is_code(form: Mapping[str, Any]) -> bool:
+    """Whether a format is a function of somebody's, which no folder may name."""
+    return form.get("format") not in (None, *FORMS)
+
+
+def _of_tree(tree: Mapping[str, Any], origin: str) -> RunSettings:
+    """Those of a recipe as nested dicts; keys that this zoo doesn't know are passed over."""
+    data, packing, train = (tree.get(name) or {} for name in ("data", "packing", "train"))
+    values = {f"data.{name}": data[name] for name in KEPT if name in data}
+    if "budget" in packing:
+        values[BUDGET] = packing["budget"]
+    entries = {
+        name: tuple(parse_entry(one, f"data.{name}") for one in data.get(name) or () if one != "auto")
+        for name in ("train", "eval")
+    }
+    values |= {f"data.{name}": value for name, value in _common(entries["train"], MEDIA_KEYS).items()}
+    rows = {f"data.{name}": data[name] for name in ("train", "eval", "outside_root") if name in data}
+    rows |= {"train.eval_rows": train["eval_rows"]} if train.get("eval_rows") else {}
+    form = _common(entries["train"], FORM)
+    return RunSettings(origin, values, form, (*entries["train"], *entries["eval"]), rows)
+
+
+def _common(entries: tuple[DataEntry, ...], names: tuple[str, ...]) -> dict[str, Any]:
+    """What all of the entries say alike."""
+    found: dict[str, Any] = {}
+    for name in names:
+        first, *others = [getattr(entry, name) for entry in entries] or [None]
+        if first is not None and all(other == first for other in others):
+            found[name] = dict(first) if isinstance(first, Mapping) else first
+    return found
+
+
+def _of_file(path: Path, place: Place) -> RunSettings:
+    record = read_object(path, error=ConfigError)
+    values: Any = record.get("settings")
+    form: Any = record.get("rows")
+    sound = isinstance(values, dict) and isinstance(form, dict) and type(values.get(BUDGET, 1)) is int
+    if not sound or _is_code(form):
+        raise ConfigError(f"{path}: no settings of a run; take the file away, or export the run again")
+    taken = [f"data.{name}" for name in KEPT if name not in NOT_EXPORTED] + [BUDGET]
+    entry = parse_entry({"path": ".", **{name: form[name] for name in FORM if name in form}}, str(path))
+    values = {key: value for key, value in values.items() if key in taken}
+    return RunSettings(f"the run that wrote {place.folder}", values, _common((entry,), FORM))
+
+
+def _with_rows(settings: RunSettings, place: Place) -> RunSettings:
+    """The same with the rows of the run in whose folder an export lies."""
+    config = place.folder.parent / "config.yaml"
+    if place.kind != "hf" or not (config.is_file() and (config.parent / "checkpoints").is_dir()):
+        return settings
+    run = _of_tree(read_recipe(str(config)).tree, settings.origin)
+    return RunSettings(settings.origin, settings.values, settings.form, run.entries, run.rows)
+
+
+def source_of(entry: DataEntry) -> tuple[Any, ...]:
+    """What two entries of the same rows have in common."""
+    path = None if entry.path is None else str(expanded(entry.path).absolute())
+    return path, entry.hub, entry.name, entry.split

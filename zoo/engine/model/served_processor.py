@@ -1,0 +1,133 @@
+"""The Hugging Face processor that an export carries: it reads media and writes chats as the run did, as far as its files can say so.
+
+Limits of pixels, frames a second and most frames go to the image and the video processor, arguments of the chat template become its
+defaults. Which frames of a video a processor takes at that rate is its own affair.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zoo.config.entries import PixelLimits
+from zoo.config.schema import DataConfig
+from zoo.data.media.decode import MIN_FRAMES
+from zoo.data.processors.text import TextOnly
+from zoo.engine.model.run_settings import RunSettings, write_settings
+
+FILES = {"image_processor": "preprocessor_config.json", "video_processor": "video_preprocessor_config.json"}
+TEMPLATE_FILE = "chat_template.json"  # of earlier transformers
+PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # names of earlier transformers
+
+
+class ServedProcessor:
+    """What `save_pretrained` of an export writes in the place of the run's processor.
+
+    Args:
+        processor: a `zoo.data.processors.processor.Processor`.
+        settings: those of the run.
+    """
+
+    def __init__(self, processor: Any, settings: RunSettings) -> None:
+        self.settings = settings
+        self._changes = _changes(processor, settings)
+        self._template = _with_defaults(
+            processor.hf.chat_template, settings.values.get("data.template") or {}
+        )
+        self.hf = _changed(processor.hf, self._changes, self._template)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the processor's files and the settings into a folder, which may have files of the source: these say the same then."""
+        self.hf.save_pretrained(folder)
+        write_settings(self.settings, Path(folder))
+        for part, name in FILES.items():
+            if part in self._changes:
+                _patch(Path(folder) / name, self._changes[part])
+        _patch(Path(folder) / TEMPLATE_FILE, {"chat_template": self._template})
+
+
+def _changes(processor: Any, settings: RunSettings) -> dict[str, dict[str, Any]]:
+    """Part of the processor -> attributes of it that the run's settings change."""
+    values = {
+        name: settings.values.get(f"data.{name}") for name in ("min_pixels", "max_pixels", "video_max_pixels")
+    }
+    limits = PixelLimits(values["min_pixels"], values["max_pixels"], values["video_max_pixels"])
+    found: dict[str, dict[str, Any]] = {}
+    for name, given in processor.stored_limits(limits).items():
+        found[name.replace("s_kwargs", "_processor")] = dict(given)
+    videos = getattr(processor.hf, "video_processor", None)
+    if videos is not None and "video" in processor.modalities:
+        found["video_processor"] = found.get("video_processor", {}) | _sampling(videos, settings)
+    return found
+
+
+def _sampling(videos: Any, settings: RunSettings) -> dict[str, Any]:
+    """How a video processor takes frames as the run did."""
+    default = DataConfig()
+    fps = settings.values.get("data.video_fps", default.video_fps)
+    most = settings.values.get("data.max_frames", default.max_frames)
+    wanted = {
+        "fps": fps,
+        "num_frames": None,
+        "max_frames": most,
+        "min_frames": MIN_FRAMES,
+        "initial_shift": False,
+    }
+    found = {name: value for name, value in wanted.items() if hasattr(videos, name)}
+    # Processors that take all frames of a video by default do so unless the run was asked for another rate.
+    chosen = (fps, most) != (default.video_fps, default.max_frames)
+    return found | ({"do_sample_frames": True} if chosen or type(videos).do_sample_frames else {})
+
+
+def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
+    """A chat template whose arguments have these values where a call gives no others."""
+    if isinstance(template, Mapping):
+        return {name: _with_defaults(one, arguments) for name, one in template.items()}
+    defaults = [
+        f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}"
+        for name, value in arguments.items()
+    ]
+    return "".join([*defaults, template])
+
+
+def _literal(value: Any) -> str:
+    """A value as Jinja writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _changed(hf: Any, changes: Mapping[str, Mapping[str, Any]], template: Any) -> Any:
+    """A processor with other attributes of its parts and another chat template; the given one stays as it is."""
+    if isinstance(hf, TextOnly):
+        tokenizer = copy.copy(hf.tokenizer)
+        tokenizer.chat_template = template
+        return TextOnly(tokenizer)
+    made = copy.copy(hf)
+    made.chat_template = template
+    for name, attributes in changes.items():
+        part = copy.copy(getattr(hf, name))
+        for key, value in attributes.items():
+            former = getattr(part, key)
+            setattr(part, key, type(former)(**value) if isinstance(value, dict) else value)
+        setattr(made, name, part)
+    return made
+
+
+def _patch(path: Path, changes: Mapping[str, Any]) -> None:
+    """Change keys of a JSON file of the source, if there is one."""
+    if not path.is_file():
+        return
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    former = {
+        old: changes["size"][new] for old, new in PIXELS.items() if "size" in changes and old in settings
+    }
+    settings |= {**changes, **former}
+    path.write_text(
+        json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )

@@ -1,0 +1,173 @@
+"""A checkpoint and the rows that it is asked about, as a recipe: what `zoo eval`, `generate` and `score` have in common.
+
+Rows are read as the run read them that made the checkpoint (`zoo.engine.model.run_settings`), and come from all that data.train takes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zoo.config.compose import recipe_for_weights
+from zoo.config.derived import data_parallel
+from zoo.config.entries import AUTO, MEDIA_KEYS, DataEntry, check_entries, entries_of, parse_entry
+from zoo.config.layers.keys import shown_value
+from zoo.config.layers.layer import override_layer, parse_value
+from zoo.config.layers.tree import leaves_of
+from zoo.config.locate import Place, read_arch
+from zoo.config.schema import Recipe
+from zoo.data.loading.defaults import with_defaults
+from zoo.data.sources.formats.choose import fits
+from zoo.data.sources.streams import is_stream
+from zoo.data.sources.tables import check_entry, first_item
+from zoo.engine.checkpoint.selection import language_model
+from zoo.engine.launch.objects import plain_entry, write_entry
+from zoo.engine.launch.prepare import world_size
+from zoo.engine.model.meta_model import family_of
+from zoo.engine.model.run_settings import FORM, READING, RunSettings, settings_of, source_of
+from zoo.errors import UserError
+from zoo.files import expanded
+
+# Rows to ask about: a path, a bundled set, "auto" (the run's held-out rows), an entry of data.train, several of these, or rows as objects.
+Rows = Any
+
+
+def recipe_of(place: Place, overrides: Sequence[str], *, quiet: bool = False) -> Recipe:
+    """The recipe under which a checkpoint's model is run, with the settings of its run, which are said unless it is `quiet`.
+
+    Raises:
+        ConfigError: an override, or a setting of the run's, is wrong.
+    """
+    family, settings = family_of(read_arch(place.files)).name, settings_of(place)
+    recipe = recipe_for_weights(str(place.folder), family, overrides, settings.layer)
+    plain = recipe_for_weights(str(place.folder), family, overrides)
+    told = [
+        f"{key}={shown_value(_at(recipe, key))}"
+        for key in settings.values
+        if _at(recipe, key) != _at(plain, key)
+    ]
+    if told and not quiet:
+        _say(f"settings of {settings.origin}: {', '.join(told)}; key=value sets another")
+    return recipe
+
+
+@contextmanager
+def asked(path: str | Path, rows: Rows, overrides: Sequence[str] = ()) -> Iterator[Recipe]:
+    """The recipe that asks a checkpoint's model about rows, which are its data.eval; call `run_task` with it inside the block.
+
+    Args:
+        path: where the checkpoint lies.
+        rows: see `Rows`. None is "auto", or what an override says of data.eval.
+        overrides: of the recipe.
+
+    Raises:
+        UserError: no such checkpoint or rows, those of a reward model, or an override that is wrong.
+    """
+    place = language_model(path)
+    settings = settings_of(place)
+    recipe = recipe_of(place, overrides)
+    given = {key for key, _ in leaves_of(Recipe, override_layer(overrides).tree)}
+    if "data.eval" in given:
+        if rows is not None:
+            raise UserError(
+                f"rows and data.eval say both which rows are asked about; leave out one of them: {rows}"
+            )
+        rows = list(recipe.data.eval)
+    root = recipe.data.root if "data.root" in given else None  # a program names media from its own folder
+    with tempfile.TemporaryDirectory(prefix="zoo-rows-") as folder:
+        if rows is None or (isinstance(rows, str) and rows == AUTO):
+            recipe, entries = _own_rows(recipe, settings, str(path))
+        else:
+            entries = [
+                _as_read_by_run(
+                    parse_entry(write_entry(entry, Path(folder) / f"rows-{number}", root, "rows"), "rows"),
+                    settings,
+                )
+                for number, entry in enumerate(entries_of(_parsed(rows), "rows"))
+            ]
+        if not entries:
+            raise UserError(
+                "rows: there are none; wanted a file, an entry as data.train takes it, or a list of dicts"
+            )
+        check_entries([], entries)
+        for entry in entries:
+            check_entry(entry, "rows")
+        yield for_rows(recipe, [plain_entry(_without(entry, given)) for entry in entries])
+
+
+def for_rows(recipe: Recipe, entries: Sequence[Any]) -> Recipe:
+    """The recipe with these rows, without what serves training alone, and with a batch that fits any layout."""
+    ranks = world_size(recipe)
+    replicas = max(1, data_parallel(recipe, ranks))
+    return recipe.replace(
+        {
+            "data.eval": list(entries),
+            "data.outside_root": True,  # rows of a program name their media by absolute paths
+            "train.mtp_loss": 0.0,
+            "train.global_batch": replicas * recipe.train.micro_batch * recipe.parallel.pp,
+        }
+    )
+
+
+def _parsed(rows: Rows) -> Rows:
+    """Entries that are written as YAML, as a command has them."""
+    if isinstance(rows, Path):
+        return str(rows)
+    if isinstance(rows, str) and rows.lstrip()[:1] in ("{", "[") and not expanded(rows).exists():
+        return parse_value("rows", rows)
+    return rows
+
+
+def _own_rows(recipe: Recipe, settings: RunSettings, name: str) -> tuple[Recipe, list[DataEntry]]:
+    """The held-out rows of the run, and the recipe with as many of them as the run took."""
+    if not settings.rows:
+        raise UserError(
+            f"{name}: it is no run, which has held-out rows; say which rows to take: a file, or digits:heldout"
+        )
+    whole = recipe.replace(dict(settings.rows))
+    found: list[DataEntry] = with_defaults(whole.data).eval
+    if not found:
+        raise UserError(
+            f"{name}: its run held out no rows; say which rows to take: a file, or digits:heldout"
+        )
+    _say(f"rows that the run held out: {', '.join(map(str, found))}")
+    return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), found
+
+
+def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
+    """The entry with what the run says of the same rows, or of all its rows where these are such."""
+    same = next((one for one in settings.entries if source_of(one) == source_of(entry)), None)
+    if same is not None:
+        more = {name: getattr(same, name) for name in READING if getattr(entry, name) is None}
+    elif settings.form and not (entry.format or entry.columns or is_stream(entry)):
+        item = first_item(entry, "rows")
+        more = dict(settings.form) if item is not None and fits(item, **settings.form) else {}
+    else:
+        return entry
+    more = {name: value for name, value in more.items() if value is not None}
+    told = [f"{name}={shown_value(value)}" for name, value in more.items() if name in FORM]
+    if told:
+        _say(f"rows of {entry} are read as the run's: {', '.join(told)}")
+    return replace(entry, **more)
+
+
+def _without(entry: DataEntry, given: set[str]) -> DataEntry:
+    """The entry without limits of its own for which an override has others."""
+    changes: dict[str, Any] = {name: None for name in MEDIA_KEYS if f"data.{name}" in given}
+    return replace(entry, **changes)
+
+
+def _at(recipe: Recipe, key: str) -> Any:
+    section, _, name = key.rpartition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":  # of torchrun's ranks, one
+        print(f"zoo: {line}", file=sys.stderr, flush=True)
