@@ -26,7 +26,7 @@ def text_base(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_tuned_base_model_stops(zoo: Zoo, tmp_path: Path, lora: bool) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,3 +106,60 @@ def test_rows_are_read_as_the_run_read_them(zoo: Zoo, tmp_path: Path) -> None:
         assert "data.max_pixels=4096" in said and "columns=" in said
     other, said = evaluated(zoo, str(run), named, "data.max_pixels=null")
     assert abs(other["loss"] - wanted["loss"]) > 1e-3 and "max_pixels" not in said
+
+
+def test_transformers_scores_an_export_as_the_run_did(zoo: Zoo, tmp_path: Path) -> None:
+    """By the export's own processor and model, with no argument that says how media are read."""
+    import av
+    import numpy as np
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers.video_utils import VideoMetadata
+
+    weights, run = write_tiny_qwen3_vl(tmp_path / "weights"), tmp_path / "run"
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 255, (96, 160, 3), dtype=np.uint8)).save(tmp_path / "a.png")
+    frames = rng.integers(0, 255, (8, 64, 96, 3), dtype=np.uint8)
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264rgb", rate=4, options={"qp": "0"})
+        stream.width, stream.height, stream.pix_fmt = 96, 64, "rgb24"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    rows = []
+    for kind, name, answer in (("image", "a.png", "grey noise"), ("video", "a.mp4", "more of it")):
+        turns = [{"role": "user", "content": f"<{kind}>what?"}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": turns, f"{kind}s": [name]})
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    done = zoo(
+        "train", "recipe=qwen3_vl_sft", f"model.init={weights}", "nproc=1", f"run.dir={run}", f"data.train={file}", f"data.eval={file}",
+        "data.max_pixels=4096", "data.video_max_pixels=16384", "data.video_fps=4", "train.steps=2", "train.warmup_steps=0",
+        "train.global_batch=1", "packing.budget=256", "engine.precision=fp32", "log.predictions=0",
+    )  # fmt: skip
+    assert done.code == 0, done
+    processor = AutoProcessor.from_pretrained(run / "export")
+    model = AutoModelForImageTextToText.from_pretrained(run / "export", dtype=torch.float32).eval()
+    total = count = 0
+    for row, kind in zip(rows, ("image", "video"), strict=True):
+        question, answer = ({"type": "text", "text": turn["content"]} for turn in row["messages"])
+        question["text"] = "what?"
+        chat = [
+            {"role": "user", "content": [{"type": kind}, question]},
+            {"role": "assistant", "content": [answer]},
+        ]
+        text = processor.apply_chat_template(chat, tokenize=False)
+        if kind == "image":
+            media: dict[str, Any] = {"images": [Image.open(tmp_path / "a.png")]}
+        else:
+            clock = VideoMetadata(total_num_frames=8, fps=4.0, duration=2.0)
+            media = {"videos": [torch.from_numpy(frames).permute(0, 3, 1, 2)], "video_metadata": [clock]}
+        inputs = processor(text=[text], return_tensors="pt", **media)
+        ids = inputs["input_ids"][0]
+        said = processor.tokenizer(f"{answer['text']}{END_OF_TURN}\n")["input_ids"]
+        assert ids[-len(said) :].tolist() == said
+        with torch.no_grad():
+            scores = model(**inputs).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        total -= float(scores[-len(said) : -1].sum())
+        count += len(said) - 1
+    wanted = json.loads((run / "summary.json").read_text())["metrics"]["loss"]
+    assert total / count == pytest.approx(wanted, rel=1e-5)
