@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from zoo.config.entries import FORMS, MEDIA_KEYS, DataEntry, parse_entry
+from zoo.config.entries import FORMS, DataEntry, parse_entry
 from zoo.config.files import read_recipe
 from zoo.config.layers.layer import Layer, escaped, merge_into, nested
 from zoo.config.locate import Place
@@ -30,7 +30,10 @@ NOT_KEPT = (
 NOT_EXPORTED = ("root", "urls", "on_error")  # of the rows at hand: none of a stranger's business
 KEPT = tuple(item.name for item in fields(DataConfig) if item.name not in NOT_KEPT)
 FORM = ("format", "columns")  # of an entry: what its rows look like
-READING = (*FORM, "root", *MEDIA_KEYS)  # of an entry: how its rows are read
+SHARED = tuple(
+    item.name for item in fields(DataEntry) if item.name in KEPT and item.name != "root"
+)  # of an entry as of data
+READING = (*FORM, "root", *SHARED)  # of an entry: how its rows are read
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def _of_tree(tree: Mapping[str, Any], origin: str) -> RunSettings:
         name: tuple(parse_entry(one, f"data.{name}") for one in data.get(name) or () if one != "auto")
         for name in ("train", "eval")
     }
-    values |= {f"data.{name}": value for name, value in _common(entries["train"], MEDIA_KEYS).items()}
+    values |= {f"data.{name}": value for name, value in _common(entries["train"], SHARED).items()}
     rows = {f"data.{name}": data[name] for name in ("train", "eval", "outside_root") if name in data}
     rows |= {"train.eval_rows": train["eval_rows"]} if train.get("eval_rows") else {}
     form = _common(entries["train"], FORM)

@@ -16,7 +16,7 @@ from typing import Any
 
 from zoo.config.compose import recipe_for_weights
 from zoo.config.derived import data_parallel
-from zoo.config.entries import AUTO, MEDIA_KEYS, DataEntry, check_entries, entries_of, parse_entry
+from zoo.config.entries import AUTO, DataEntry, check_entries, entries_of, parse_entry
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import override_layer, parse_value
 from zoo.config.layers.tree import leaves_of
@@ -30,7 +30,7 @@ from zoo.engine.checkpoint.selection import language_model
 from zoo.engine.launch.objects import plain_entry, write_entry
 from zoo.engine.launch.prepare import world_size
 from zoo.engine.model.meta_model import family_of
-from zoo.engine.model.run_settings import FORM, READING, RunSettings, settings_of, source_of
+from zoo.engine.model.run_settings import FORM, READING, SHARED, RunSettings, settings_of, source_of
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -159,7 +159,7 @@ def _as_read_by_run(entry: DataEntry, settings: RunSettings) -> DataEntry:
 
 def _without(entry: DataEntry, given: set[str]) -> DataEntry:
     """The entry without limits of its own for which an override has others."""
-    changes: dict[str, Any] = {name: None for name in MEDIA_KEYS if f"data.{name}" in given}
+    changes: dict[str, Any] = {name: None for name in SHARED if f"data.{name}" in given}
     return replace(entry, **changes)
 
 
