@@ -194,7 +194,7 @@ class SavesRun(BenchRun):
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         dist.barrier()
         began = time.monotonic()
-        state = {"step": self.done, "weights": sharded.origin(self.recipe)}
+        state = {"step": self.done, "weights": sharded.origin(self.recipe, self.assembly.source)}
         self.saver.start(self.trainable, state)
         stall, done = time.monotonic() - began, None
         while done is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
+from zoo.bridge.load import grow_vocabulary
 from zoo.bridge.mapping.table import SCORE, Bridge, Entry, Resolution
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.native import CARRIED, in_layouts, native, read_layouts
@@ -50,6 +51,7 @@ class Source:
         table, layouts = (native(bridge), read_layouts(place.folder)) if own else (bridge, {})
         reader = SafetensorsFolder(place.weights)
         resolution = table.resolve(reader.names(), zoo_names, dims)
+        grow_vocabulary(reader, resolution, table, dims, place.grown_from)
         return cls(place.files, reader, resolution, bridge, dims, place.folder, layouts)
 
     def dtype_of(self, zoo_name: str) -> torch.dtype:

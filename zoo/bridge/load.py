@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zoo.bridge.errors import BridgeError
 from zoo.bridge.files.safetensors_io import SafetensorsFolder
-from zoo.bridge.mapping.table import Bridge, Entry, Resolution, is_allowed
+from zoo.bridge.mapping.table import VOCABULARY, Bridge, Entry, Resolution, is_allowed
 from zoo.bridge.mapping.transforms import Dims
 from zoo.bridge.parallel import (
     Comm,
@@ -38,6 +38,8 @@ def load_hf(
     shard: ShardInfo | None = None,
     comm: Comm | None = None,
     moved: Callable[[int, int], None] = lambda done, whole: None,
+    *,
+    grown_from: int = 0,
 ) -> Resolution:
     """Copy the tensors of an HF folder into the parameters of this rank's model chunks, cast to their dtype.
 
@@ -45,18 +47,30 @@ def load_hf(
     all ranks, before anything is assigned: CheckpointError for a folder that is not whole, BridgeError that lists every
     missing, unmapped, extra, duplicate or misshapen tensor. Known buffers are not read, nor is a tied head that is stored
     all the same (`pass_over`). A reward model's head that the folder has not stays as it is, and is no entry of the result.
-    `moved(done, whole)` is called as this rank's bytes reach their place.
+    `moved(done, whole)` is called as this rank's bytes reach their place. `grown_from`: as `grow_vocabulary` takes it.
     """
     shard, comm = shard or ShardInfo(), comm or default_comm()
     parameters = together(comm, lambda: model_parameters(model_chunks))
     everywhere = {name for names in comm.gather_objects([name for name, _ in parameters]) for name in names}
     with together(comm, lambda: SafetensorsFolder(folder)) as reader:
         resolution = together(comm, lambda: bridge.resolve(reader.names(), sorted(everywhere), dims))
+        together(comm, lambda: grow_vocabulary(reader, resolution, bridge, dims, grown_from))
         parameters = [(name, one) for name, one in parameters if name in resolution.entries]
         entries = together(comm, lambda: fit_shapes(parameters, resolution, reader, dims, shard))
         together(comm, lambda: pass_over(resolution, reader) if comm.rank == 0 else None)
         together(comm, lambda: _fill_all(parameters, entries, resolution.source, reader, dims, shard, moved))
     return resolution
+
+
+def grow_vocabulary(
+    reader: SafetensorsFolder, resolution: Resolution, bridge: Bridge, dims: Dims, grown_from: int
+) -> None:
+    """Have embedding and head of `grown_from` rows read as those of `dims.vocabulary`; 0: of a model that has the folder's."""
+    if not grown_from:
+        return
+    for published, actual in resolution.source.items():
+        if bridge.zoo_name(published) in VOCABULARY and reader.shape(actual)[:1] == (grown_from,):
+            reader.grow(actual, dims.vocabulary)
 
 
 def fit_shapes(

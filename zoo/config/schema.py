@@ -42,6 +42,7 @@ class ModelConfig:
     family: str = ""  # a name that `zoo list` shows; a recipe sets it
     init: str = "random"  # random | a Hugging Face folder | a hub id
     arch: dict[str, Any] = field(default_factory=dict)  # Hugging Face config of the architecture (from size=)
+    resize_embeddings: bool = False  # where the tokenizer of model.init has ids beyond the embedding: add rows to embedding and head, each the mean of those there
     freeze: list[str] = field(default_factory=list)  # parts of the family that are not trained, such as vision, or merger alone
 
 

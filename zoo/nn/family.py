@@ -98,13 +98,22 @@ class FamilyConfig:
 
         Raises UserError where the vocabulary is too small for that tokenizer.
         """
-        needed, there = len(processor.tokenizer), self.text.vocab_size
+        needed, there = rows_of(processor.tokenizer), self.text.vocab_size
         if needed > there:
             raise UserError(
                 f"{self.text_prefix}vocab_size is {there}, the tokenizer has {needed} tokens; raise it"
             )
         arch = self.hf.to_dict()
         (arch[self.inner] if self.inner else arch).update(processor.token_ids)
+        return self.from_arch(arch)
+
+    def with_vocabulary(self, rows: int) -> Self:
+        """The same architecture with so many rows in its embedding and its head."""
+        arch = self.hf.to_dict()
+        root = arch[self.inner] if self.inner else arch
+        for part in (root, root.get("text_config", root)):
+            if "vocab_size" in part:
+                part["vocab_size"] = rows
         return self.from_arch(arch)
 
     def check(self) -> None:
@@ -217,6 +226,11 @@ class FamilyConfig:
     def mtp_layers(self, recipe: Recipe) -> int:
         """MTP layers to build: none where the recipe gives them no loss, as they serve training alone."""
         return getattr(self.text, "mtp_num_hidden_layers", 0) if recipe.train.mtp_loss else 0
+
+
+def rows_of(tokenizer: Any) -> int:
+    """Rows of an embedding that has one for every id of the tokenizer: ids may leave some out."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def refusal(kind: str, lack: str) -> str:

@@ -55,6 +55,17 @@ class SafetensorsFolder:
         self._scaled = quantised.scaled(self.folder, self._stored, block)
         self._factors: tuple[str, Tensor] | None = None  # those used last
         self._tensors = self._readable()
+        self._grown: dict[str, Tensor] = {}  # name -> the row (width,) that is behind those which are stored
+
+    def grow(self, name: str, rows: int) -> None:
+        """Have a matrix read as one of so many rows: new ones, behind those which are stored, are the mean of these."""
+        info, whole = self._tensors[name], self.read(name)
+        total = torch.zeros(whole.shape[1], dtype=torch.float64)
+        for part in whole.split(2**14):
+            total += part.double().sum(dim=0)
+        self._grown[name] = (total / len(whole)).to(info.dtype)
+        nbytes = rows * whole.shape[1] * info.dtype.itemsize
+        self._tensors[name] = replace(info, shape=(rows, whole.shape[1]), nbytes=nbytes)
 
     def names(self) -> list[str]:
         """All tensor names, sorted."""
@@ -77,7 +88,7 @@ class SafetensorsFolder:
 
         Do not write to it. Rows of a quantised tensor are made, in memory of their own.
         """
-        if name in self._scaled:
+        if name in self._scaled or name in self._grown:
             return self.read(name, first, last)
         file = self._tensors[name].file
         try:
@@ -90,6 +101,20 @@ class SafetensorsFolder:
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` (exclusive) of a tensor in memory of their own, which is free again when they are dropped."""
+        if name in self._grown:
+            return self._read_grown(name, first, last)
+        return self._read_held(name, first, last)
+
+    def _read_grown(self, name: str, first: int, last: int | None) -> Tensor:
+        """Rows of a matrix that `grow` has made longer."""
+        wanted, held = range(self.shape(name)[0])[first:last], self._stored[name].shape[0]
+        begin = min(wanted.start, held)
+        old = self._read_held(name, begin, max(begin, min(wanted.stop, held)))
+        new = self._grown[name].expand(max(0, wanted.stop - max(wanted.start, held)), -1)
+        return torch.cat((old, new))
+
+    def _read_held(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
+        """Rows of a tensor that are stored, as they are read."""
         raw = self._read_stored(name, first, last)
         how = self._scaled.get(name)
         if how is None:

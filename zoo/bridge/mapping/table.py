@@ -27,6 +27,7 @@ _BUFFERS = re.compile(
 
 
 SCORE = "score.weight"  # the head of a reward model
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # matrices with a row for each token
 # A reward model may begin with the checkpoint of a language model, which has another head.
 HEADS = ("*score.weight", "*lm_head.weight", "*output_layer.weight")
 

@@ -40,6 +40,17 @@ def check_model(recipe: Recipe) -> None:
         raise ConfigError(
             f"model.init={init}: no such folder; wanted random, a checkpoint folder or a hub id"
         )
+    if recipe.model.resize_embeddings and init == "random":
+        raise ConfigError(
+            "model.resize_embeddings=true with model.init=random: random weights have as many rows as vocab_size of model.arch "
+            "says; set that, and leave model.resize_embeddings out"
+        )
+    if recipe.model.resize_embeddings and recipe.lora.rank:
+        raise ConfigError(
+            f"model.resize_embeddings=true with lora.rank={recipe.lora.rank}: adapters leave new rows as they are, and PEFT's base "
+            "weights lack them; train all weights, or add the rows first (resize_token_embeddings and save_pretrained of "
+            "transformers) and start from that folder"
+        )
     if init == "random" and not recipe.model.arch:
         raise ConfigError("model.arch is empty and model.init=random: give size=, or model.init=<folder>")
 

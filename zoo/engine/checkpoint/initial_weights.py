@@ -41,6 +41,7 @@ def init_weights(chunks: list[Any], assembly: Assembly, recipe: Recipe, world: W
             found = load_hf(
                 chunks, source.weights, table, dims, shard,
                 moved=lambda done, whole: terminal.detail(part_of(done, whole)),
+                grown_from=source.grown_from,
             )  # fmt: skip
         fresh = {name for name, _ in model_parameters(chunks)} - found.entries.keys()
         if fresh:  # a reward model's head

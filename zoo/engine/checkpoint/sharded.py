@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,18 @@ def describe(recipe: Recipe, hf_config: Any) -> dict[str, Any]:
     return {"family": recipe.model.family, "arch": arch, **adapters}
 
 
-def origin(recipe: Recipe) -> dict[str, Any]:
-    """What else an export of a checkpoint needs to know: where tensors that are not trained lie, and what was built."""
+def origin(recipe: Recipe, source: Place | None) -> dict[str, Any]:
+    """What else an export of a checkpoint needs to know: where tensors that are not trained lie, and what was built.
+
+    Args:
+        source: what the weights came from, as the run's `Assembly` has it.
+    """
     init = recipe.model.init
     place = look(init)
     return {
         "init": str(place.folder.absolute()) if place else init,
         "mtp_loss": recipe.train.mtp_loss,
+        **({"grown_from": source.grown_from} if source is not None and source.grown_from else {}),
         **({"lora": settings_of(recipe)} if recipe.lora.rank else {}),
     }
 
@@ -67,7 +73,10 @@ def started_from(run: Place) -> Place | None:
         return locate(str(base))
     if "lora" in saved and saved["init"] == "random":
         raise UserError(f"{run.folder} holds adapters, and what they belong to is not in {base}; put it back")
-    return None if saved["init"] == "random" else locate(saved["init"], key=f"{run.folder / STATE}: init")
+    if saved["init"] == "random":
+        return None
+    place = locate(saved["init"], key=f"{run.folder / STATE}: init")
+    return replace(place, grown_from=saved.get("grown_from", 0))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from zoo.engine.distributed.object_group import agreed
 from zoo.engine.distributed.world import World, seed_everything
 from zoo.engine.model.run_settings import NONE, RunSettings, settings_of_recipe
 from zoo.engine.model.served_processor import ServedProcessor
+from zoo.engine.model.vocabulary import with_rows_for_all
 from zoo.errors import UserError
 from zoo.nn.flops import model_cost
 from zoo.nn.inputs import Stage
@@ -78,8 +79,8 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
             (`zoo.engine.checkpoint.selection.repaired_source`).
 
     Raises:
-        UserError: the family, the weights or the architecture is missing, or data.template or data.special_tokens
-            names what the chat template or the tokenizer doesn't know.
+        UserError: the family, the weights or the architecture is missing, data.template or data.special_tokens
+            names what the chat template or the tokenizer doesn't know, or the tokenizer has ids without a row in the embedding.
     """
     family = get_family(recipe.model.family)
     config_class, build_processor = family.load("config"), family.load("processor")
@@ -88,6 +89,7 @@ def assemble(recipe: Recipe, source: Place | None = None) -> Assembly:
         config = config_class.from_folder(source.files)
         processor = build_processor(config.hf, str(source.files))
         _set_texts(processor, recipe)
+        config, source = with_rows_for_all(config, processor, source, recipe)
         return Assembly(family, config, processor, source, settings_of_recipe(recipe))
     if not recipe.model.arch:
         raise UserError("model.init=random needs an architecture: give size=... or model.init=<folder>")
@@ -226,6 +228,7 @@ def with_other_model(recipe: Recipe, init: str, world: World) -> Recipe:
     model = {
         "model.init": init,
         "model.arch": {},
+        "model.resize_embeddings": False,
         "lora.rank": 0,
         "lora.init": None,
         "parallel.stage_layers": [],
