@@ -44,10 +44,10 @@ class Place:
     kind: Literal["hf", "zoo", "run"]
     folder: Path
     files: Path  # folder with config.json and the files of tokenizer and processor
-    grown_from: int = 0  # rows of the embedding there, where the model's has more (model.resize_embeddings)
     hold: Hold | None = field(
         default=None, compare=False, repr=False
     )  # of a run's checkpoint: it stays while this value lives
+    grown_from: int = 0  # rows of the embedding there, where the model's has more (model.resize_embeddings)
 
     @property
     def weights(self) -> Path:

@@ -17,6 +17,7 @@ from torch import Tensor
 from zoo.packing import PackedLayout
 from zoo.steps.batch import short
 from zoo.steps.media import MediaStream
+from zoo.steps.shard import IGNORE
 
 # Names under which batches of other libraries carry the offsets of their segments.
 OFFSETS = (
@@ -63,6 +64,23 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
             f"the batch's layout has segments of {short(given.padded_lengths)} tokens, the step's {short(layout.padded_lengths)}; "
             "make it with the step's packing.align and packing.pad_to"
         )
+
+
+def check_ids(ids: Tensor, labels: Tensor, rows: int) -> None:
+    """Hold the ids of a packed row and its labels against an embedding of so many rows.
+
+    Tensor-parallel ranks would take an id behind them for one of padding, or none, and say nothing.
+
+    Raises:
+        ValueError: an id is negative, or has no row.
+    """
+    for name, values in (("token", ids), ("label", labels[labels != IGNORE])):
+        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= rows):
+            wrong = int(values[(values < 0) | (values >= rows)][0])
+            raise ValueError(
+                f"the batch has a {name} {wrong}, the embedding {rows} rows; its tokens are another tokenizer's, or the embedding lacks "
+                "rows, which model.resize_embeddings=true adds"
+            )
 
 
 def _check_offsets(name: str, given: Any, layout: PackedLayout) -> None:

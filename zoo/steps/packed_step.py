@@ -32,7 +32,7 @@ from zoo.nn.head.distillation import Teaching, TopTokens
 from zoo.nn.inputs import ModelInputs, Placement
 from zoo.packing import PackedLayout
 from zoo.steps.batch import HostBatch, MicroBatchLike, layout_of
-from zoo.steps.claims import check_layout, check_media, check_positions
+from zoo.steps.claims import check_ids, check_layout, check_media, check_positions
 from zoo.steps.logprobs import caller_values
 from zoo.steps.losses.distillation import DistillationLoss
 from zoo.steps.losses.preference import AnswerLoss
@@ -72,6 +72,7 @@ class PackedStep:
         preference: AnswerLoss | None = None,
         distillation: DistillationLoss | None = None,
         flops: Callable[[int], float] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         """What a run gives its step; `zoo.engine.model.build.build_step` takes it from a recipe.
 
@@ -81,7 +82,8 @@ class PackedStep:
         prediction of the model, whose mean loss counts `mtp_weight` times; `preference`: the loss of training batches, whose
         samples are pairs or labelled answers; None: that of each label, or of
         `distillation`, whose batches bring what a teacher says of them (`teaching`); `flops`: what the decoder takes for a sample of
-        so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.steps.whole_segments`); None: all are cut.
+        so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.steps.whole_segments`); None: all are cut;
+        `vocabulary`: rows of the embedding, which no id may exceed; None: it is not checked.
         """
         self.config = config
         self.packing = packing
@@ -94,6 +96,7 @@ class PackedStep:
         self.mtp_weight = mtp_weight
         self.encodes_media = encodes_media
         self.flops = flops
+        self.vocabulary = vocabulary
         self.preference, self.distillation = preference, distillation
         self.reported = preference or distillation  # the loss that has metrics of its own
         # Whether the model gives a score of each sample's last state.
@@ -214,6 +217,8 @@ class PackedStep:
                 for x, fill in zip(tokens, FILLS, strict=True)
             )
         layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
+        if self.vocabulary is not None:
+            check_ids(ids, labels, self.vocabulary)
         whole = self._whole_segments(layout)
         if whole is not None:
             tokens = (ids, labels, source)

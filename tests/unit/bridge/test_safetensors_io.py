@@ -206,3 +206,17 @@ def test_mutated_headers_are_refused_or_read_as_they_say(tmp_path: Path) -> None
                     )
         except CheckpointError:
             pass
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, None), (0, 3), (2, 9), (5, 9), (7, 9), (4, 5), (8, None), (3, 3)]
+)
+def test_rows_behind_those_that_are_stored(first: int, last: int | None, tmp_path: Path) -> None:
+    stored = torch.randn(5, 4).bfloat16()
+    save_file({"a": stored}, tmp_path / "model.safetensors")
+    wanted = torch.cat((stored, stored.double().mean(dim=0).bfloat16().expand(4, -1)))[first:last]
+    with SafetensorsFolder(tmp_path) as reader:
+        reader.grow("a", 9)
+        assert reader.shape("a") == (9, 4) and reader.info("a").nbytes == 72
+        assert torch.equal(reader.read("a", first, last), wanted)
+        assert torch.equal(reader.get("a", first, last), wanted)

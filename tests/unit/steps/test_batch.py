@@ -105,3 +105,22 @@ def test_the_steps_padding_goes_for_an_expansion() -> None:
 def test_a_layout_that_contradicts_its_batch_is_refused(batch: Own, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout_of(batch, 4, None)
+
+
+@pytest.mark.parametrize(("ids", "labels"), [([1, 9], None), ([-1, 2], None), ([1, 2], [-100, 9])])
+@pytest.mark.parametrize("mode", ["thd", "none"])
+def test_an_id_without_a_row_is_named(mode: str, ids: list[int], labels: list[int] | None) -> None:
+    """Under tensor parallelism it would be taken for padding."""
+    given = None if labels is None else torch.tensor([labels])
+    batch = SimpleNamespace(
+        input_ids=torch.tensor([ids]),
+        labels=given,
+        attention_mask=torch.ones(1, 2, dtype=torch.bool),
+        lengths=None,
+        media={},
+    )
+    wrong = 9 if 9 in [*ids, *(labels or ())] else -1
+    with pytest.raises(ValueError, match=rf"{wrong}, the embedding 9 rows"):
+        step(1, mode=mode, vocabulary=9).prepare(batch, evaluate=True)
+    if wrong == 9:
+        step(1, mode=mode, vocabulary=10).prepare(batch, evaluate=True)

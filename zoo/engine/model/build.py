@@ -213,6 +213,7 @@ def build_step(assembly: Assembly, recipe: Recipe, world: World) -> Any:
         preference=preference_loss(recipe),
         distillation=distillation_loss(recipe),
         flops=_sample_flops(assembly, recipe),
+        vocabulary=assembly.config.text.vocab_size,
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.config_keys import CASES, tiny_arch
 
+from zoo.bridge.mapping.table import VOCABULARY
 from zoo.config.compose import load_recipe
 from zoo.engine.distributed.world import World
 from zoo.engine.megatron import cpu_host
@@ -64,3 +65,14 @@ def test_every_inner_part_has_parameters_of_a_part() -> None:
         merging = [name for name in model.parameters if "merger" in name]
         assert all(model.family.part_of(name, {"merger"}) == "merger" for name in merging)
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_config_with_another_vocabulary_differs_in_that_alone(case: str) -> None:
+    model = build_meta_model(tiny_arch(case))
+    grown = model.config.with_vocabulary(401)
+    assert grown.text.vocab_size == 401 != model.config.text.vocab_size
+    shapes = {name: tuple(one.shape) for name, one in model.parameters.items()}
+    again = build_meta_model(grown.hf.to_dict())
+    other = {name for name, one in again.parameters.items() if tuple(one.shape) != shapes[name]}
+    assert again.dims.vocabulary == 401 and other <= set(VOCABULARY) and other

@@ -60,7 +60,7 @@ class Reference:
         """Of a run in `folder`; None where its loss has no reference, or one that each step computes.
 
         Raises:
-            UserError: `train.reference` names nothing that holds weights.
+            UserError: `train.reference` names nothing that holds weights, or those of a model with fewer tokens.
         """
         loss, source = preference_loss(recipe), recipe.train.reference
         if loss is None or not loss.referenced or source == BASE:
@@ -70,7 +70,13 @@ class Reference:
         other = source != START
         if other:
             recipe = build.with_other_model(recipe, source, world)
-            assembly = build.assemble(recipe)
+            ours, assembly = assembly, build.assemble(recipe)
+            sizes = [one.config.text.vocab_size for one in (ours, assembly)]
+            if sizes[1] < sizes[0]:
+                raise UserError(
+                    f"train.reference={source}: an embedding of {sizes[1]:,} rows, and the model's has {sizes[0]:,}; wanted a reference of the "
+                    "same tokens, or train.reference=start"
+                )
         return cls(recipe, assembly, world, folder / FILE, other=other, given=False)
 
     def read(self, data: RunData, rows: Rows, tick: Callable[[], None]) -> bool:
