@@ -55,6 +55,8 @@ def test_a_special_token_that_no_sample_holds_needs_no_row(tmp_path: Path) -> No
     folder = write_tiny_qwen3(tmp_path / "in")
     add_tokens(folder, special=True)
     assert build.assemble(recipe_for(folder, "model.family=qwen3")).source.grown_from == 0
+    with pytest.raises(UserError, match="resize_embeddings"):
+        build.assemble(recipe_for(folder, "model.family=qwen3", f"data.special_tokens=[{NEW[7]}]"))
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + "{# " + NEW[8] + " #}")
     with pytest.raises(UserError, match="resize_embeddings"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ def with_rows_for_all(
         UserError: the embedding lacks some, and `model.resize_embeddings` is false, or the source is a run's checkpoint.
     """
     rows = config.text.vocab_size
-    beyond = ids_beyond(processor, rows)
+    beyond = ids_beyond(processor, rows, recipe.data.special_tokens)
     if not beyond:
         return config, source
     needed = rows_of(processor.tokenizer)
@@ -37,11 +38,11 @@ def with_rows_for_all(
     )
 
 
-def ids_beyond(processor: Any, rows: int) -> dict[str, int]:
+def ids_beyond(processor: Any, rows: int, allowed: Collection[str] = ()) -> dict[str, int]:
     """Tokens that a sample may hold and whose ids are `rows` or more, by id.
 
-    A special token that neither the chat template nor the family writes is in no sample: rows that hold one are refused. Gemma 3
-    of text alone has the images' one, without a row.
+    A special token that neither the chat template nor the family writes, and that is not among those `allowed` in rows, is in no
+    sample: rows that hold one are refused. Gemma 3 of text alone has the images' one, without a row.
     """
     tokenizer = processor.tokenizer
     beyond = {text: number for text, number in tokenizer.get_vocab().items() if number >= rows}
@@ -54,6 +55,6 @@ def ids_beyond(processor: Any, rows: int) -> dict[str, int]:
     found = {
         text: number
         for text, number in beyond.items()
-        if text not in special or text in template or number in written
+        if text not in special or text in template or text in allowed or number in written
     }
     return dict(sorted(found.items(), key=lambda pair: pair[1]))
