@@ -66,14 +66,16 @@ def check_layout(batch: Any, layout: PackedLayout) -> None:
         )
 
 
-def check_ids(ids: Tensor, labels: Tensor, rows: int) -> None:
-    """Hold the ids of a packed row and its labels against an embedding of so many rows.
+def check_ids(ids: Tensor, labels: Tensor, rows: int | None) -> None:
+    """Hold the ids of a packed row and its labels against an embedding of so many rows; None: of no matter how many.
 
     Tensor-parallel ranks would take an id behind them for one of padding, or none, and say nothing.
 
     Raises:
         ValueError: an id is negative, or has no row.
     """
+    if rows is None:
+        return
     for name, values in (("token", ids), ("label", labels[labels != IGNORE])):
         if values.numel() and (int(values.min()) < 0 or int(values.max()) >= rows):
             wrong = int(values[(values < 0) | (values >= rows)][0])

@@ -85,18 +85,14 @@ class PackedStep:
         so many tokens, by which context-parallel ranks hold samples whole where that is no more work (`zoo.steps.whole_segments`); None: all are cut;
         `vocabulary`: rows of the embedding, which no id may exceed; None: it is not checked.
         """
-        self.config = config
-        self.packing = packing
+        self.config, self.packing = config, packing
         self.device = torch.device(device)
         self.cp_group = cp_group
         self.cp_rank = cp_group.rank() if cp_group is not None else 0
         self.cp_size = cp_group.size() if cp_group is not None else 1
         self.media_group = media_group
-        self.mtp_depths = mtp_depths
-        self.mtp_weight = mtp_weight
-        self.encodes_media = encodes_media
-        self.flops = flops
-        self.vocabulary = vocabulary
+        self.mtp_depths, self.mtp_weight = mtp_depths, mtp_weight
+        self.encodes_media, self.flops, self.vocabulary = encodes_media, flops, vocabulary
         self.preference, self.distillation = preference, distillation
         self.reported = preference or distillation  # the loss that has metrics of its own
         # Whether the model gives a score of each sample's last state.
@@ -217,8 +213,7 @@ class PackedStep:
                 for x, fill in zip(tokens, FILLS, strict=True)
             )
         layout, ids, labels, source = self.expand(layout, ids, labels, source, batch.media)
-        if self.vocabulary is not None:
-            check_ids(ids, labels, self.vocabulary)
+        check_ids(ids, labels, self.vocabulary)
         whole = self._whole_segments(layout)
         if whole is not None:
             tokens = (ids, labels, source)
