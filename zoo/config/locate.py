@@ -18,10 +18,11 @@ from typing import Any, Literal
 
 from zoo.config.checks.arch import check_arch
 from zoo.config.hub import asking_the_hub
-from zoo.errors import ConfigError, UserError
+from zoo.errors import ConfigError, UserError, printable
 from zoo.files import Hold, expanded, read_object
 
 ABOUT, STATE, HF_PART, WEIGHTS_PART = "zoo.json", "state.json", "hf", "weights"
+TEMPLATES = "additional_chat_templates"  # folder of a Hugging Face folder
 BASE = "base"  # folder in a run's, of what its adapters belong to
 _QUANTISED = ("quantization_config", "compression_config")  # keys of a config.json
 # Files beside the weights that transformers reads. What is within a vocabulary, the tokenizers library bounds.
@@ -112,6 +113,26 @@ def check_side_files(folder: str | Path) -> None:
             raise ConfigError(f"{path}: wanted a plain file of at most {MOST_VOCABULARY:,} bytes")
 
 
+def refuse_links_outside(folder: Path) -> None:
+    """ConfigError where a file of a model's folder is a link out of it, other than into its hub cache.
+
+    What a link names would be read, and be copied into exports: a stranger's folder could ask for any file of whoever reads it.
+    """
+    root = folder.resolve()
+    allowed = root
+    if (
+        root.parent.name == "snapshots"
+    ):  # models--NAME/snapshots/COMMIT, whose files are links into models--NAME/blobs
+        allowed = root.parent.parent
+    for part in (root, root / HF_PART, root / WEIGHTS_PART, root / TEMPLATES, root / HF_PART / TEMPLATES):
+        for path in [part, *(sorted(part.iterdir()) if part.is_dir() else ())]:
+            if path.is_symlink() and not (target := path.resolve()).is_relative_to(allowed):
+                raise ConfigError(
+                    f"{printable(str(path))}: a link to {printable(str(target))}, which is not in the model's folder; put the "
+                    "file itself there if it belongs to the model, else remove the link"
+                )
+
+
 def checkpoints(run_dir: str | Path) -> list[Path]:
     """Whole checkpoints of a run folder, oldest first by the step that each holds, whatever its folder's number."""
     folder = Path(run_dir) / "checkpoints"
@@ -143,13 +164,19 @@ def is_hub_id(text: str) -> bool:
 
 
 def look(text: str) -> Place | None:
-    """What lies at a path; None where there is nothing that is known."""
+    """What lies at a path; None where there is nothing that is known.
+
+    Raises:
+        ConfigError: a file of it is a link to somewhere else.
+    """
     folder = expanded(text)
     if (folder / ABOUT).is_file():
+        refuse_links_outside(folder)
         return Place("zoo", folder, folder / HF_PART)
     if (folder / STATE).is_file():
         return _held(folder)
     if (folder / "config.json").is_file():
+        refuse_links_outside(folder)
         return Place("hf", folder, folder)
     gone: list[str] = []
     for _ in range(_TRIES):

@@ -121,7 +121,7 @@ def test_carried_tensors_keep_their_bytes_under_a_cast(tiny: Tiny, tmp_path: Pat
 def test_only_files_beside_the_weights_are_copied(tiny: Tiny, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "model.safetensors").symlink_to(tiny.silent / "model.safetensors")
+    (source / "model.safetensors").hardlink_to(tiny.silent / "model.safetensors")
     (source / "config.json").write_bytes((tiny.silent / "config.json").read_bytes())
     kept = ["tokenizer.json", "chat_template.jinja", "merges.txt", "preprocessor_config.json", "LICENSE"]
     left = ["modeling_custom.py", "pytorch_model.bin", "README.md", ".hidden.json", "optimizer.pt"]
@@ -214,7 +214,7 @@ def test_a_copy_on_another_stage_is_read_and_not_written_again(tmp_path: Path) -
 def test_under_gloo(tiny: Tiny, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    (source / "model.safetensors").symlink_to(tiny.silent / "model.safetensors")
+    (source / "model.safetensors").hardlink_to(tiny.silent / "model.safetensors")
     torch.save({name: tensor.clone() for name, tensor in tiny.state.items()}, source / "state.pt")
     worker = Path(__file__).with_name("bridge_gloo_worker.py")
     command = [sys.executable, str(worker)]

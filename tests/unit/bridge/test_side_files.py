@@ -1,6 +1,7 @@
 """What lies beside an export's weights: the end of sequence for `generate`, and a model card that is nobody else's."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from zoo.bridge.files.side_files import (
     CARD,
     GENERATION,
     MARK,
+    copy_side_files,
     licence_of,
     write_card,
     write_generation_config,
 )
+from zoo.config.locate import look
+from zoo.errors import ConfigError
 
 
 def tokenizer(folder: Path, **more: Any) -> None:
@@ -135,3 +139,61 @@ def test_the_licence_of_a_card(tmp_path: Path) -> None:
         "license_name": "a-b",
         "license_link": "https://x.y/LICENSE",
     }
+
+
+def model_folder(path: Path) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text("{}")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["LICENSE", "tokenizer_config.json", "x.txt", "additional_chat_templates", "additional_chat_templates/a.jinja", "model.safetensors", "README.md"],
+)  # fmt: skip
+def test_links_out_of_a_model_folder_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    """A stranger's folder asks for no files of whoever reads it."""
+    source, secret = model_folder(tmp_path / "model"), tmp_path / "secrets" / "id_rsa"
+    secret.parent.mkdir()
+    secret.write_text("secret")
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).symlink_to(secret.parent if name == "additional_chat_templates" else secret)
+    (tmp_path / "alias").symlink_to(source)
+    for folder in (source, tmp_path / "alias"):
+        with pytest.raises(ConfigError, match=rf"model/{name}: a link to .*secrets"):
+            look(str(folder))
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="a link to"):
+        copy_side_files(source, tmp_path / "out")
+    assert not any("secret" in path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+
+
+def test_links_within_a_model_folder_and_its_hub_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = model_folder(tmp_path / "models--a--b" / "snapshots" / "0123")
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    (blobs / "77").write_text("merges")
+    (snapshot / "merges.txt").symlink_to("../../blobs/77")
+    (snapshot / "vocab.txt").symlink_to("tokenizer.json")
+    assert look(str(snapshot)) is not None
+    (tmp_path / "out").mkdir()
+    copy_side_files(snapshot, tmp_path / "out")
+    assert (tmp_path / "out" / "merges.txt").read_text() == "merges"
+    assert not (tmp_path / "out" / "merges.txt").is_symlink()
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a large file", "a template that is a pipe"])
+def test_what_is_no_plain_file_is_not_copied(what: str, tmp_path: Path) -> None:
+    source, out = model_folder(tmp_path / "model"), tmp_path / "out"
+    out.mkdir()
+    if what == "a large file":
+        with (source / "x.txt").open("wb") as file:
+            file.truncate(2**40)
+    elif what == "a pipe":
+        os.mkfifo(source / "x.txt")
+    else:
+        (source / "additional_chat_templates").mkdir()
+        os.mkfifo(source / "additional_chat_templates" / "a.jinja")
+    with pytest.raises(ConfigError, match="wanted a regular file of at most"):
+        copy_side_files(source, out)

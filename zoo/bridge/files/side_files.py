@@ -8,12 +8,15 @@ names no end of sequence generates up to its limit.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.config.locate import TEMPLATES, refuse_links_outside
 from zoo.errors import ConfigError
 from zoo.files import read_object
 
@@ -23,21 +26,41 @@ _NOT_COPIED = ("config.json", "zoo_files.json", "zoo_conversion.json")  # each e
 GENERATION, CARD = "generation_config.json", "README.md"
 MARK = "<!-- written by zoo: remove this line, and zoo keeps your text when it writes this folder again -->"
 _LICENCE = re.compile(r"(license(?:_name|_link)?):\s*[\"']?([\w.:/+-]{1,200})[\"']?\s*")
+_MOST = 2**28  # bytes of a file that is copied: the largest published tokenizer has 33 MB
 _LONGEST = 2**27  # bytes of a tokenizer's file that are read
 _OLD = 2**16  # bytes of a card that are looked through
 
 
 def copy_side_files(source: Path, target: Path, further: Collection[str] = ()) -> None:
-    """Tokenizer, processor, chat templates and generation config, as they are, and files of the names in `further`."""
+    """Tokenizer, processor, chat templates and generation config, as they are, and files of the names in `further`.
+
+    Raises:
+        ConfigError: one is no regular file, is too large for what it should be, or is a link to somewhere else.
+    """
+    refuse_links_outside(source)
     for path in sorted(source.iterdir()):
         if path.is_dir():
-            if path.name == "additional_chat_templates":
-                shutil.copytree(path, target / path.name)
+            if path.name == TEMPLATES:
+                (target / path.name).mkdir()
+                for template in sorted(path.iterdir()):
+                    _copy(template, target / path.name / template.name)
         elif path.suffix in _SUFFIXES and path.name not in _NOT_COPIED:
             if not path.name.endswith(".index.json") and not path.name.startswith("."):
-                shutil.copyfile(path, target / path.name)
+                _copy(path, target / path.name)
         elif path.name in further or path.name.upper().startswith("LICENSE"):
-            shutil.copyfile(path, target / path.name)
+            _copy(path, target / path.name)
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a regular file of at most _MOST bytes; a device or pipe is not read, and a file that grows is not followed."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _MOST:
+            raise ConfigError(
+                f"{path}: wanted a regular file of at most {_MOST:,} bytes; remove it if it is not the model's"
+            )
+        target.write_bytes(file.read(status.st_size))
 
 
 def write_generation_config(folder: Path, config: Mapping[str, Any], ends: Sequence[int] = ()) -> None:
