@@ -98,7 +98,7 @@ def test_rows_are_read_as_the_run_read_them(zoo: Zoo, tmp_path: Path) -> None:
     wanted = json.loads((run / "summary.json").read_text())["metrics"]
     found, said = evaluated(zoo, str(run))
     assert (found["rows"], found["loss"]) == (wanted["rows"], pytest.approx(wanted["loss"], rel=1e-5))
-    assert "data.max_pixels=4096" in said and "data.labels=all" in said and "held out" in said
+    assert "data.max_pixels=4096" in said and "data.labels=all" in said and "evaluated on: 0.4 of " in said
     named = f"{{path: {rows}, held_out: 0.4}}"
     for source in (run, run / "export", *(run / "checkpoints").glob("iter_*")):
         found, said = evaluated(zoo, str(source), named)

@@ -89,6 +89,7 @@ def _with_defaults(template: Any, arguments: Mapping[str, Any]) -> Any:
     defaults = [
         f"{{%- set {name} = {name} if {name} is defined else {_literal(value)} %}}"
         for name, value in arguments.items()
+        if name.isidentifier()
     ]
     return "".join([*defaults, template])
 

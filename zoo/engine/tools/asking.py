@@ -22,7 +22,7 @@ from zoo.config.layers.layer import override_layer, parse_value
 from zoo.config.layers.tree import leaves_of
 from zoo.config.locate import Place, read_arch
 from zoo.config.schema import Recipe
-from zoo.data.loading.defaults import with_defaults
+from zoo.data.loading.defaults import evaluated_on, with_defaults
 from zoo.data.sources.formats.choose import fits
 from zoo.data.sources.streams import is_stream
 from zoo.data.sources.tables import check_entry, first_item
@@ -136,7 +136,7 @@ def _own_rows(recipe: Recipe, settings: RunSettings, name: str) -> tuple[Recipe,
         raise UserError(
             f"{name}: its run held out no rows; say which rows to take: a file, or digits:heldout"
         )
-    _say(f"rows that the run held out: {', '.join(map(str, found))}")
+    _say(f"rows that the run evaluated on: {', '.join(evaluated_on(whole.data))}")
     return recipe.replace({"train.eval_rows": recipe.train.eval_rows or whole.train.eval_rows}), found
 
 
