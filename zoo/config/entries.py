@@ -17,7 +17,9 @@ AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
 FORMS = (
     "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference",
     "cord_v2", "llava_instruct", "captions", "cauldron",
+    "transcripts", "classes",
 )  # fmt: skip
+ASKED = ("captions", "transcripts", "classes")  # formats of rows without a question
 OWN_FORM = re.compile(r"([^:]+\.py|\w+(\.\w+)*):\w+(\.\w+)*")  # module:function, file.py:function
 
 
@@ -83,6 +85,10 @@ class DataEntry:
     )
     columns: dict[str, str] | None = (
         None  # zoo's name of a column -> its name in the source, such as {messages: chat}
+    )
+    prompt: str | None = None  # the question of rows that have none: formats captions, transcripts, classes
+    classes: list[str] | None = (
+        None  # names of the classes that rows of the format classes give by numbers, from 0
     )
     root: str | None = None  # folder of the media; default: data.root, or the file's folder
     weight: float | None = number(
@@ -236,6 +242,14 @@ def _check(entry: DataEntry, key: str) -> None:
             f"{key}: min_pixels={entry.min_pixels} of {entry} is above max_pixels={entry.max_pixels}; give a lower min_pixels"
         )
     _check_kinds(entry, key)
+    if entry.prompt is not None and entry.format not in ASKED:
+        raise ConfigError(
+            f"{key}: prompt of {entry}: it is the question of rows of the formats {', '.join(ASKED)}; name one of these, or leave it out"
+        )
+    if entry.classes is not None and entry.format != "classes":
+        raise ConfigError(
+            f"{key}: classes of {entry}: they are those of format=classes; name it, or leave them out"
+        )
     if entry.stream and entry.epochs is not None:
         raise ConfigError(f"{key}: epochs of {entry}: a stream's rows are not counted; give it a weight")
 

@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.labelled_media import FILE, kind_of_file
 from zoo.data.sources.references import shown
 from zoo.errors import LONGEST, UserError, file_error, printable
 from zoo.files import expanded, why_no_file
 
 BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
 HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
+METADATA = "metadata"  # the name, without its ending, of a file that describes the media of a folder
+ROW_FILES = (".jsonl", ".json", ".csv", ".tsv")
+SPLITS = ("train", "validation", "valid", "val", "dev", "test", "heldout")
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 LINE_MB = 64  # MiB of one line; reading it takes up to 40 times as much
 
@@ -106,6 +110,82 @@ def _cells(row: dict[str, str]) -> dict[str, Any]:
     with contextlib.suppress(ValueError):  # refused as no number
         found |= {"weight": float(found["weight"])} if "weight" in found else {}
     return found
+
+
+class MediaFolder:
+    """The rows of a folder of images or sounds, in the order of their paths: as Hugging Face's `imagefolder` and `audiofolder`.
+
+    A `metadata.csv`, `.tsv` or `.jsonl` names a file in each row by its `file_name`, from its own folder on; without one, a file's class
+    is the name of the folder in which it lies. Folders `train`, `test` and so on at the top are splits.
+
+    Args:
+        folder: where the files are.
+        split: the split to read.
+        given: what the folder is called in messages.
+
+    Raises:
+        UserError: no such split, or media that no metadata names.
+    """
+
+    def __init__(self, folder: Path, split: str | None, given: str) -> None:
+        self.folder = folder
+        paths = sorted(file.relative_to(folder) for file in folder.rglob("*") if not _is_hidden(file, folder))
+        splits = {path.parts[0] for path in paths if len(path.parts) > 1} & set(SPLITS)
+        outside = any(path.parts[0] not in splits for path in paths)
+        splits = set() if outside else splits
+        if split is None and len(splits) == 1:
+            (split,) = splits
+        if (splits and split is None) or (split is not None and split not in splits):
+            there = f"name one: {{split: {' or '.join(sorted(splits))}}}" if splits else "it has no splits"
+            raise UserError(f"{given}: {there}.")
+        paths = [path for path in paths if split is None or path.parts[0] == split]
+        media = [path for path in paths if kind_of_file(path.name)]
+        described = [path for path in paths if path.stem == METADATA and path.suffix in ROW_FILES]
+        self._depth = 1 if splits else 0
+        self._rows: list[Any] = [row for path in described for row in self._described(path)] or media
+        if described:
+            rows = [row for row in self._rows if isinstance(row, dict)]
+            named = {Path(row.get("image") or row["audio"]) for row in rows}
+            left_out = [path for path in media if path not in named]
+            if left_out:
+                raise UserError(
+                    f"{given}: {len(left_out)} files are in no row of {described[0]}, the first: {left_out[0]}; name them there, or "
+                    "move them away."
+                )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __call__(self, place: int) -> dict[str, Any]:
+        """The row of a place: `image` or `audio`, and its `label` or what the metadata say."""
+        row = self._rows[place]
+        if isinstance(row, RowError):
+            raise row
+        if isinstance(row, dict):
+            return row
+        kind = kind_of_file(row.name) or ""
+        is_class = len(row.parts) > self._depth + 1
+        return {kind: str(row), **({"label": row.parts[-2]} if is_class else {})}
+
+    def _described(self, path: Path) -> Iterator[dict[str, Any] | RowError]:
+        """The rows of a file of metadata, each with its medium as a path from the folder on."""
+        for number, line in numbered_items(self.folder / path, str(path)):
+            source = f"{path}:{number}"
+            try:
+                row = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
+                name = row.get(FILE)
+                kind = kind_of_file(name)
+                if kind is None:
+                    text = f"{FILE} is {shown(repr(name))}; an image or a sound is wanted."
+                    raise RowError(source, "bad_row", text)
+                yield {kind: str(path.parent / name), **{key: row[key] for key in row if key != FILE}}
+            except RowError as error:
+                yield error
+
+
+def _is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file is none of a data set: hidden, in a hidden folder, or a folder itself."""
+    return any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) or not file.is_file()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, PREFERENCE, Form, to_own
+from zoo.data.sources.formats.labelled_media import FILE
 from zoo.data.sources.formats.messages import (
     MAX_WEIGHT,
     TORN,
@@ -194,7 +195,7 @@ def _made(item: Mapping[str, Any], source: str, access: Access, form: Form) -> R
         raise RowError(source, "bad_row", f"{count} media are over the limit of {MAX_MEDIA} a row.")
     counts = {name: len(found) for name, (_, found) in named.items()}
     if form.literal_tags:
-        contents = literal_tags([tuple(message) for message in messages], counts)
+        contents = literal_tags([(role, content) for role, content in messages], counts)
         messages = tuple(map(Message, (role for role, _ in messages), contents))
     _check_placeholders(messages, counts, source)
     media = {
@@ -288,9 +289,9 @@ def _format_hint(item: Mapping[str, Any], key: str) -> str:
     """What to write in the recipe so that a row with this key is read."""
     form = next((name for name in ("messages", "text") if name in item), None)
     if form is None:
-        return f"Rows of another form: name it in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
-    if form == "text" and key in (*MEDIA, *MEDIA.values()):
-        return "A row of 'text' has no media; write it as 'messages'."
+        return f"Name their form in the entry, {{path: ..., format: ...}}; there are {', '.join(FORMATS)}."
+    if form == "text" and key in (*MEDIA, *MEDIA.values(), FILE):
+        return "A row of 'text' has no media; write it as 'messages', or name a format that keeps them."
     return f"Columns that a row may have besides are skipped where the entry names its format: {{path: ..., format: {form}}}."
 
 

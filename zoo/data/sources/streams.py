@@ -21,7 +21,7 @@ from zoo.data.sources.identity import digest_of
 from zoo.data.sources.lines import SEPARATORS, load_line, locate, next_line, reading
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row
-from zoo.data.sources.tables import form_of, held_out, kind_of, plain_item
+from zoo.data.sources.tables import class_names, form_of, held_out, kind_of, plain_item, with_names
 from zoo.errors import UserError
 from zoo.files import expanded
 
@@ -92,7 +92,7 @@ class DatasetReader:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset.with_format("arrow") if hasattr(dataset, "with_format") else dataset
         self.first = copy.deepcopy(self.dataset.state_dict())
-        self.number = 0
+        self.number, self.names = 0, class_names(dataset)
         self.start(None)
 
     def start(self, state: Any) -> None:
@@ -109,9 +109,9 @@ class DatasetReader:
         item = next(self.rows)
         self.number += 1
         if not hasattr(item, "to_pylist"):
-            return Item(self.number, item)
+            return Item(self.number, with_names(item, self.names))
         try:
-            return Item(self.number, plain_item(item, ""))
+            return Item(self.number, with_names(plain_item(item, ""), self.names))
         except RowError as error:
             return Item(self.number, error)
 

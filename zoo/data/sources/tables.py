@@ -20,7 +20,17 @@ from zoo.config.entries import DataEntry
 from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
-from zoo.data.sources.lines import is_bundled, json_object, load_line, locate, numbered_items
+from zoo.data.sources.formats.labelled_media import Asked, kind_of_file
+from zoo.data.sources.lines import (
+    METADATA,
+    ROW_FILES,
+    MediaFolder,
+    is_bundled,
+    json_object,
+    load_line,
+    locate,
+    numbered_items,
+)
 from zoo.data.sources.objects import SUFFIX, ObjectRows, as_dicts
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row, make_row, read_rows
@@ -104,6 +114,10 @@ def open_table(
         path = expanded(entry.path)
         objects = ObjectRows(path, name)
         return Table(len(objects), objects, name, access(path.parent), form_of(entry), keep)
+    if kind == "media":
+        folder = expanded(entry.path)
+        items = MediaFolder(folder, entry.split, f"{key}={entry}")
+        return Table(len(items), items, name, access(folder), form_of(entry), keep)
     if kind in ("parquet", "disk"):
         from zoo.data.sources.hub import load_local
 
@@ -120,7 +134,9 @@ def open_table(
 
 def form_of(entry: DataEntry) -> Form:
     """What an entry says of the form of its rows."""
-    return Form(entry.format, entry.columns, bool(entry.literal_tags))
+    return Form(
+        entry.format, entry.columns, bool(entry.literal_tags), Asked(entry.prompt, tuple(entry.classes or ()))
+    )
 
 
 def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]:
@@ -137,18 +153,31 @@ def held_out(share: float, seed: int, evaluation: bool) -> Callable[[int], bool]
 
 
 def kind_of(path: str) -> str:
-    """What a path holds: tar, parquet, disk (a folder of `save_to_disk`), objects or lines (JSONL, a bundled set, or nothing)."""
+    """What a path holds: tar, parquet, disk (a folder of `save_to_disk`), media (a folder of these), objects or lines (JSONL, a bundled set, or nothing)."""
     place = expanded(path)
     if os.path.isdir(place):
         if is_energon(place):
             return "tar"
         if (place / "dataset_dict.json").is_file() or (place / "dataset_info.json").is_file():
             return "disk"
-        found = {file.suffix for file in place.rglob("*") if file.suffix in (".parquet", ".tar")}
-        return found.pop().removeprefix(".") if len(found) == 1 else "lines"
+        return _kind_of_files(place)
     if place.name.endswith(SUFFIX):
         return "objects"
     return {".tar": "tar", ".parquet": "parquet"}.get(place.suffix, "lines")
+
+
+def _kind_of_files(folder: Path) -> str:
+    """What the files of a folder are: parquet, tar, media (with metadata or in folders of classes), else lines."""
+    kinds: set[str] = set()
+    for file in folder.rglob("*"):
+        if file.suffix in (".parquet", ".tar"):
+            kinds.add(file.suffix.removeprefix("."))
+        elif file.suffix in ROW_FILES and file.stem != METADATA:
+            kinds.add("lines")
+        elif kind_of_file(file.name):
+            kinds.add("media")
+    chosen = kinds & {"parquet", "tar"} or kinds
+    return chosen.pop() if len(chosen) == 1 else "lines"
 
 
 def check_entry(entry: DataEntry, key: str) -> None:
@@ -193,6 +222,29 @@ def plain_item(table: Any, source: str) -> Mapping[str, Any]:
     return item
 
 
+def class_names(dataset: Any) -> dict[str, list[str]]:
+    """Column -> the names of its classes, of the columns of a datasets.Dataset that hold numbers of classes."""
+    features = getattr(dataset, "features", None) or {}
+    inner = {column: getattr(feature, "feature", feature) for column, feature in features.items()}
+    return {
+        column: list(names) for column, feature in inner.items() if (names := getattr(feature, "names", None))
+    }
+
+
+def with_names(item: Mapping[str, Any], names: Mapping[str, list[str]]) -> Mapping[str, Any]:
+    """A row of a data set with names of classes in the place of their numbers; -1 is no class."""
+    if not names:
+        return item
+    row = dict(item)
+    for column, known in names.items():
+        value = row.get(column)
+        if isinstance(value, list):
+            row[column] = [known[number] for number in value if number is not None and number >= 0]
+        elif isinstance(value, int):
+            row[column] = known[value] if value >= 0 else None
+    return row
+
+
 # ---------------------------------------------------------------- objects and data sets
 
 
@@ -220,10 +272,10 @@ def _of_dataset(
     dataset: Any, name: str, access: Access, form: Form, keep: Callable[[int], bool] | None
 ) -> Table:
     """A datasets.Dataset: media come as they are stored, not decoded."""
-    stored = dataset.with_format("arrow")
+    stored, names = dataset.with_format("arrow"), class_names(dataset)
 
     def read(place: int) -> Mapping[str, Any]:
-        return plain_item(stored[place : place + 1], f"{name}:{place + 1}")
+        return with_names(plain_item(stored[place : place + 1], f"{name}:{place + 1}"), names)
 
     return Table(len(dataset), read, name, access, form, keep)
 

@@ -23,6 +23,8 @@ from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
 from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
+from zoo.data.sources.formats.labelled_media import LABELLED
+from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.lines import BUNDLED, is_bundled
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet, open_rows
@@ -94,6 +96,25 @@ def look_at_data(given: str) -> FoundData:
     given = f"{given}:train" if given in BUNDLED else given
     hub = is_hub_id(given) and not is_bundled(given) and not Path(given).suffix
     entry: dict[str, Any] = {"hub": given} if hub else {"path": given}
+    try:
+        found = _look(entry)
+    except UserError as error:
+        try:
+            found = _look({**entry, "split": "train"})
+        except UserError:
+            raise error from None
+    if not found.rows:  # of the formats that have to be named, the one that reads most rows
+        named = [_look({**found.entry, "format": form}) for form in (*LABELLED, *SET_FORMATS)]
+        best = max(named, key=lambda one: len(one.rows))
+        found = best if best.rows else found
+    if not found.rows:
+        why = f", the first: {found.bad[0]}" if found.bad else ""
+        raise UserError(f"data={given}: none of its rows can be used{why}")
+    return found
+
+
+def _look(entry: dict[str, Any]) -> FoundData:
+    """The first rows of an entry."""
     bad: list[RowError] = []
     every = sorted({kind for family in families().values() for kind in family.modalities})
     rows = open_rows([DataEntry(**entry)], DataConfig(outside_root=True, urls=True), every, bad.append)
@@ -105,10 +126,7 @@ def look_at_data(given: str) -> FoundData:
             good.append(rows.row(SampleId(number)))
         except RowError as error:
             bad.append(error)
-    if not good:
-        why = f", the first: {bad[0]}" if bad else ""
-        raise UserError(f"data={given}: none of its rows can be used{why}")
-    return FoundData(entry, good, len(rows) + len(bad), bad, is_bundled(given))
+    return FoundData(entry, good, len(rows) + len(bad), bad, is_bundled(entry.get("path", "")))
 
 
 def look_at_model(given: str, data: FoundData) -> FoundModel:
@@ -158,7 +176,15 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
     base = model.adapters if adapters and model.adapters else model.recipe
     overrides = [f"model.init={json.dumps(model.init)}"]
     recipe = load_recipe(base, overrides if model.init != "random" else [f"size={_tiny(base)}"])
-    measured = _measure(recipe, data) if model.init == "random" or model.place else Measured()
+    measured = Measured()
+    if model.init == "random" or model.place:
+        try:
+            measured = _measure(recipe, data)
+        except UserError:  # templates of speech recognition have no room for a question
+            if data.entry.get("format") not in LABELLED:
+                raise
+            data = _look({**data.entry, "prompt": ""})
+            measured = _measure(recipe, data)
     title = about(base)["description"]
     lines = [
         f"# Written by `zoo init`. It trains with: zoo train recipe={out}",
@@ -187,13 +213,13 @@ def draft(data: FoundData, model: FoundModel, adapters: bool, out: Path) -> str:
 
 
 def _data_lines(data: FoundData, measured: Measured) -> list[str]:
-    key, value = next(iter(data.entry.items()))
+    (key, value), *others = data.entry.items()
     share = 0.05 if data.total >= 400 else 0.1 if data.total >= 200 else 0.2
     lines = ["data:", "  train:", f"    # {data}"]
     if data.bundled:
         lines.append(f"    - {value}")
     else:
-        lines.append(f"    - {key}: {_yaml(value)}")
+        lines += [f"    - {key}: {_yaml(value)}", *(f"      {name}: {_yaml(one)}" for name, one in others)]
         held_out = f"held_out: {share}  # share of the rows that are not trained on, for evaluation"
         lines.append(f"      {held_out}" if data.total >= 50 else f"      # {held_out}")
     bad = [*data.bad, *measured.bad]
@@ -258,6 +284,11 @@ def _measure(recipe: Recipe, data: FoundData) -> Measured:
     for number, row in enumerate(data.rows):
         try:
             found = source.measure(SampleId(number))
+            if (
+                found is None and not lengths
+            ):  # as of compressed sound: what is wrong with a row shows when it is encoded
+                sample = source.sample(SampleId(number))
+                lengths += [(sample.length, bool(row.media))] if sample is not None else []
         except RowError as error:
             if not (data.bundled and error.cause == "modality"):  # those are skipped
                 bad.append(error)

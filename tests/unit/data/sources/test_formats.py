@@ -332,7 +332,7 @@ def test_captions(folder: Path) -> None:
         ({"messages": [], "id": 3}, "names its format: {path: ..., format: messages}"),
         ({"messages": [], "images": [], "image_id": 3}, "format: messages}"),
         ({"text": "x", "url": "y"}, "names its format: {path: ..., format: text}"),
-        ({"text": "x", "image": "a.png"}, "has no media; write it as 'messages'"),
+        ({"text": "x", "image": "a.png"}, "no question; name its format: {path: ..., format: captions}"),
         (
             {"prompt": "a", "reply": "b"},
             "{path: ..., format: ...}; there are messages, conversations, text, ",

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from support import templates
+from support.tiny_qwen3_asr import write_tiny_qwen3_asr
 
 from zoo.cli.recipes import init
 from zoo.config.compose import load_recipe, save_recipe
@@ -147,3 +149,38 @@ def test_a_terminal_is_asked_until_the_answer_is_right(
     assert [question.split()[0] for question in questions] == ["rows", "rows", "model", "file", "file"]
     assert load_recipe("./new.yaml").data.train[0]["path"] == mixed
     assert "can't be used: " in capsys.readouterr().out and (tmp_path / "there.yaml").read_text() == "mine"
+
+
+def folder_of_classes(folder: Path) -> Path:
+    for name in ("red", "blue"):
+        for split in ("train", "test"):
+            (folder / split / name).mkdir(parents=True)
+            Image.new("RGB", (64, 64), name).save(folder / split / name / "0.png")
+    return folder
+
+
+def test_rows_without_a_question_are_found(tmp_path: Path) -> None:
+    """The recipe names their format, and a split."""
+    classes = look_at_data(str(folder_of_classes(tmp_path / "classes")))
+    assert classes.entry == {"path": str(tmp_path / "classes"), "split": "train", "format": "classes"}
+    assert classes.kinds == {"image": 2}
+    captions = tmp_path / "metadata.csv"
+    captions.write_text("file_name,text\nclasses/train/red/0.png,all red\n")
+    data = look_at_data(str(captions))
+    assert data.entry == {"path": str(captions), "format": "captions"}
+    recipe = written(draft(data, look_at_model("tiny", data), False, Path("my.yaml")), tmp_path)
+    assert recipe.data.train == [data.entry]
+
+
+def test_speech_for_a_model_that_is_asked_nothing(tmp_path: Path) -> None:
+    sound = Path(__file__).parents[4] / "zoo" / "data" / "digits"
+    name = str(
+        next(file for file in sorted(sound.rglob("*")) if file.suffix in (".flac", ".ogg", ".wav", ".opus"))
+    )
+    path = write(tmp_path / "speech.jsonl", [{"audio": name, "sentence": "one"}] * 3)
+    data = look_at_data(path)
+    assert data.entry["format"] == "transcripts" and data.rows[0].task == "speech"
+    weights = write_tiny_qwen3_asr(tmp_path / "weights")
+    (weights / "chat_template.jinja").write_text(templates.QWEN3_ASR)
+    text = draft(data, look_at_model(str(weights), data), False, Path("my.yaml"))
+    assert written(text, tmp_path).data.train == [{**data.entry, "prompt": ""}]

@@ -17,6 +17,7 @@ from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
 from zoo.data.sources.formats.conversations import from_conversations, with_system
 from zoo.data.sources.formats.grounding import with_objects
+from zoo.data.sources.formats.labelled_media import LABELLED, OWN, Asked, format_of
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.formats.turns import own_messages
 from zoo.data.sources.formats.user_formats import find_format
@@ -48,6 +49,9 @@ BY_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("cauldron", ("images", "texts")),
 )
 PREFERENCE = "preference"
+_QUESTIONS = {keys[0] for name, keys in BY_KEYS if name != "text"} | {*SET_FORMATS["cord_v2"].columns} - {
+    "image"
+}
 OPTIONAL = (
     "images",
     "videos",
@@ -75,11 +79,13 @@ class Form:
         name: their format; None: found by their keys.
         columns: zoo's name of a column -> the name that the source has for it.
         literal_tags: whether tags of media in its texts, beyond the row's media, are text.
+        asked: what it says of rows without a question.
     """
 
     name: str | None = None
     columns: Mapping[str, str] | None = None
     literal_tags: bool = False
+    asked: Asked = OWN
 
 
 class OwnItem(NamedTuple):
@@ -123,6 +129,7 @@ FORMATS: dict[str, Format] = {
     "question_answer": instructions.from_question_answer,
     PREFERENCE: instructions.from_preference,
     **SET_FORMATS,
+    **LABELLED,
 }
 
 
@@ -145,7 +152,9 @@ def to_own(item: Mapping[str, Any], form: Form, source: str) -> OwnItem:
     else:
         row = _parsed(without_nulls(row), form.columns, source)
     found = name or detect(row, source)
-    if name is not None or form.columns or found not in ("messages", "text"):
+    if found in LABELLED:
+        row = LABELLED[found](row, source, form.asked)
+    elif name is not None or form.columns or found not in ("messages", "text"):
         row = FORMATS[found](row, source)
     elif found == "messages":  # a column too many is refused
         row = _own(row, source)
@@ -224,6 +233,10 @@ def detect(item: Item, source: str) -> str:
             f"the row has both {' and '.join(' with '.join(map(repr, keys)) for keys in fitting.values())}; name the one to "
             f"read: {{path: ..., format: {' or '.join(fitting)}}}."
         )
+        raise RowError(source, "format", text)
+    if set(fitting) <= {"text"} and (labelled := format_of(item)) is not None:
+        keys = ", ".join(sorted(there))
+        text = f"the row has {keys} and no question; name its format: {{path: ..., format: {labelled}}}."
         raise RowError(source, "format", text)
     if fitting:
         return next(iter(fitting))

@@ -1,4 +1,4 @@
-"""Formats of published sets whose rows have a form of their own: LLaVA-Instruct, The Cauldron, CORD v2, images with captions.
+"""Formats of published sets whose rows have a form of their own: LLaVA-Instruct, The Cauldron, CORD v2.
 
 Rows of The Cauldron are found by their columns. Rows of the other sets are recognised by them, and the entry is asked to name
 the format.
@@ -17,8 +17,6 @@ from zoo.data.sources.formats.instructions import with_marks
 from zoo.data.sources.references import shown
 
 IMAGE = "<image>"
-CAPTION_PROMPT = "<image>Describe the image."
-CAPTION_NAMES = ("caption", "text", "txt")
 RECEIPT_PROMPT = "<image>Give the contents of this receipt as JSON."
 
 
@@ -36,18 +34,6 @@ class SetFormat:
 
     def __call__(self, item: dict[str, Any], source: str) -> dict[str, Any]:
         return self.convert(item, source)
-
-
-def from_captions(item: dict[str, Any], source: str) -> dict[str, Any]:
-    """An image with its caption, as WebDataset tars of image-text pairs have them: `caption`, `text` or `txt`."""
-    images = item.get("images")
-    image = item.get("image", images[0] if isinstance(images, list) and images else None)
-    caption = next((item[name] for name in CAPTION_NAMES if item.get(name) is not None), None)
-    if image is None or not isinstance(caption, str):
-        seen = ", ".join(sorted(key for key, value in item.items() if value is not None)) or "nothing"
-        text = f"the row has {seen}; rows of captions have an image and one of {', '.join(CAPTION_NAMES)}."
-        raise RowError(source, "bad_row", text)
-    return _exchange(CAPTION_PROMPT, caption, images=[image], kind="caption")
 
 
 def from_cord_v2(item: dict[str, Any], source: str) -> dict[str, Any]:
@@ -127,6 +113,5 @@ def _exchange(question: str, answer: str, **media: Any) -> dict[str, Any]:
 SET_FORMATS = {
     "cord_v2": SetFormat(from_cord_v2, ("image", "ground_truth")),
     "llava_instruct": SetFormat(from_llava_instruct, ("id", "conversations")),
-    "captions": SetFormat(from_captions, ("image", "caption")),
     "cauldron": SetFormat(from_cauldron, ("images", "texts")),
 }
