@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zoo.config.compose import is_saved_recipe
 from zoo.config.entries import FORMS, DataEntry, parse_entry
 from zoo.config.files import read_recipe
 from zoo.config.layers.layer import Layer, escaped, merge_into, nested
@@ -77,9 +78,24 @@ def settings_of(place: Place) -> RunSettings:
     """
     if place.kind == "run":
         config = place.folder / "config.yaml"
-        folder = place.folder.parent.parent
-        return _of_tree(read_recipe(str(config)).tree, f"the run {folder}") if config.is_file() else NONE
-    return _with_rows(_of_file(place.files / FILE, place), place) if (place.files / FILE).is_file() else NONE
+        return _of_config(config, place.folder.parent.parent) if config.is_file() else NONE
+    around = _run_around(place)
+    if not (place.files / FILE).is_file():  # an earlier zoo wrote no such file
+        return around
+    return replace(_of_file(place.files / FILE, place), entries=around.entries, rows=around.rows)
+
+
+def _run_around(place: Place) -> RunSettings:
+    """Those of the run in whose folder an export lies."""
+    folder = place.folder.absolute().parent
+    config = folder / "config.yaml"
+    if place.kind != "hf" or not (folder / "checkpoints").is_dir():
+        return NONE
+    return _of_config(config, folder) if config.is_file() and is_saved_recipe(config) else NONE
+
+
+def _of_config(config: Path, run: Path) -> RunSettings:
+    return _of_tree(read_recipe(str(config)).tree, f"the run {run}")
 
 
 def settings_of_recipe(recipe: Recipe) -> RunSettings:
@@ -155,15 +171,6 @@ def _of_file(path: Path, place: Place) -> RunSettings:
     entry = parse_entry({"path": ".", **{name: form[name] for name in FORM if name in form}}, str(path))
     values = {key: value for key, value in values.items() if key in taken}
     return RunSettings(f"the run that wrote {place.folder}", values, _common((entry,), FORM))
-
-
-def _with_rows(settings: RunSettings, place: Place) -> RunSettings:
-    """The same with the rows of the run in whose folder an export lies."""
-    config = place.folder.parent / "config.yaml"
-    if place.kind != "hf" or not (config.is_file() and (config.parent / "checkpoints").is_dir()):
-        return settings
-    run = _of_tree(read_recipe(str(config)).tree, settings.origin)
-    return RunSettings(settings.origin, settings.values, settings.form, run.entries, run.rows)
 
 
 def source_of(entry: DataEntry) -> tuple[Any, ...]:

@@ -156,6 +156,13 @@ def test_rows_in_the_columns_of_the_run_are_read_by_them(
     assert "columns" not in capsys.readouterr().err
 
 
+def test_an_export_of_an_earlier_zoo_has_its_run_around_it(weights: Path, tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", weights, **{"data.labels": "all", "data.eval": [str(jsonl(tmp_path))]})
+    (run / "export").symlink_to(weights)
+    with asked(run / "export", None) as recipe:
+        assert recipe.data.labels == "all" and len(read(recipe)) == COUNT
+
+
 def test_every_setting_of_data_is_kept_or_named(weights: Path) -> None:
     names = [item for item in DataConfig.__dataclass_fields__]
     assert sorted([*KEPT, *NOT_KEPT]) == sorted(names)
