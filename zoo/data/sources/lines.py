@@ -173,7 +173,7 @@ class MediaFolder:
             source = f"{path}:{number}"
             try:
                 row = load_line(line, source) if isinstance(line, bytes) else json_object(line, source)
-                name = row.get(FILE)
+                name = str(row.get(FILE) or "")
                 kind = kind_of_file(name)
                 if kind is None:
                     text = f"{FILE} is {shown(repr(name))}; an image or a sound is wanted."
