@@ -55,6 +55,22 @@ def test_no_spike_is_looked_for_early_or_where_it_is_switched_off() -> None:
     assert after(noisy(200), replace(TRAIN, spike=0.0)).check(50.0, 1.0) is None
 
 
+def test_the_rule_of_a_recipe_that_names_none() -> None:
+    """After 100 good steps, more than 10 spreads of the last 128 ones and more than a nat above their median."""
+    plain = TrainConfig()
+    assert after([2.0] * 99, plain).check(50.0, 1.0) is None
+    steady = after([2.0] * 100, plain)
+    assert steady.check(2.99, 1.0) is None and steady.check(3.02, 1.0) is not None
+    restless = [2.0 + 0.1 * (number % 3 - 1) for number in range(126)]  # spread 0.14826
+    assert after(restless, plain).check(3.47, 1.0) is None
+    assert after(restless, plain).check(3.50, 1.0) is not None
+    risen = after([*[2.0] * 200, *[2.9] * 65], plain)  # the median of the last 128 is the new one
+    assert risen.check(3.8, 1.0) is None
+    almost = after([*[2.0] * 200, *[2.9] * 63], plain)
+    assert almost.check(3.8, 1.0) is not None
+    assert BadStepDetector(plain).limit == 20 and BadStepDetector(plain).span == 80
+
+
 def test_bad_steps_do_not_move_the_median() -> None:
     detector = after(noisy(60))
     for _ in range(100):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_logging
 
-from zoo.engine.train.step_metrics import expert_shares
+from zoo.engine.train import step_metrics
+from zoo.engine.train.step_metrics import Counts, expert_shares
 from zoo.nn.decoder.experts.router import track_layers
 
 
@@ -39,3 +40,21 @@ def test_balance_is_a_mean_over_all_layers_with_experts(layers: int, freq: Any, 
     world: Any = SimpleNamespace(size=1, dp_size=1, pp_size=1, device=torch.device("cpu"))
     found = expert_shares(config, world, micro_batches)
     assert found == {"moe_load_balancing_loss": pytest.approx(1.25)}
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("known", [True, False], ids=["known", "exchanged"])
+def test_the_loss_scale_undoes_the_means_of_schedule_and_replicas(
+    replicas: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The schedule divides by micro-batches, DDP by replicas: a label counts 1 / N on every rank, N being of all replicas."""
+    groups = SimpleNamespace(dp=None)
+    world: Any = SimpleNamespace(dp_size=replicas, device=torch.device("cpu"), groups=groups)
+    monkeypatch.setattr(step_metrics.dist, "all_reduce", lambda total, group: total.mul_(replicas))
+    for batches, weight in ((1, 6.0), (3, 6.0), (3, 2.5)):
+        counts = Counts(10, 12, weight, batches, weight * replicas if known else None)
+        assert float(counts.loss_scale(world)) / (batches * replicas) == pytest.approx(
+            1 / (weight * replicas)
+        )
+    empty = Counts(10, 12, 0.0, 2, 0.0 if known else None)
+    assert float(empty.loss_scale(world)) == 2 * replicas  # finite, of no label
