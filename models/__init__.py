@@ -14,6 +14,7 @@ def family(
     model: str = "",
     step: str = "",
     processor: str = "",
+    mtp: tuple[str, int] = ModelFamily.mtp,
     **inner: str,
 ) -> ModelFamily:
     """The family of a package here, whose parts lie where those of all families lie.
@@ -26,6 +27,7 @@ def family(
         parts: what `model.freeze` accepts.
         proved: kinds of parallelism that tests/distributed/test_matrix.py holds to one rank's gradients.
         model, step, processor: `module:attribute` of a part that is not the family's own.
+        mtp: where the number of MTP layers stands (`ModelFamily.mtp`).
         inner: parts within others by name (`ModelFamily.inner`): prefixes of their parameters' names.
     """
     name = package.rpartition(".")[2]
@@ -41,4 +43,5 @@ def family(
         step=step or f"{package}.step:{prefix}Step",
         bridge=f"zoo.bridges.{name}:BRIDGE",
         processor=processor or f"{package}.processor:build_processor",
+        mtp=mtp,
     )

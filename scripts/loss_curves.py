@@ -36,7 +36,6 @@ FORMS = {
 # The optimizer and schedule of every tiny size here; some of their recipes use Muon, which has no such state.
 ADAMW = (
     "train.optimizer=adamw",
-    "train.matrix_lr_scale=1",
     "train.lr=1.2e-3",
     "train.min_lr=2e-5",
     "train.warmup_steps=40",

@@ -43,6 +43,10 @@ class ModelFamily:
     ] = ()  # of tp, sp, pp, vpp, cp, ep, etp, dp: what a test holds to one rank's gradients
     inner: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Parts within others, which include them unless a recipe names them: name -> prefixes of their parameters' names."""
+    mtp: tuple[str, int] = (
+        "mtp_num_hidden_layers",
+        0,
+    )  # key of the language model's config that has the number of MTP layers, and the number of one without the key
 
     @property
     def all_parts(self) -> tuple[str, ...]:

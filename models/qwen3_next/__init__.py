@@ -12,4 +12,5 @@ FAMILY = family(
     model="zoo.nn.vision_language:LanguageModel",
     step="zoo.steps:PackedStep",
     processor="zoo.data.processors.text:TextProcessor.build",
+    mtp=("num_nextn_predict_layers", 1),
 )

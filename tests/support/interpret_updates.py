@@ -45,7 +45,6 @@ def updated(here: Any, fused: bool) -> tuple[list[list[Tensor]], int]:
             "engine.precision=bf16",
             f"run.dir={folder}",
             "train.optimizer=adamw",
-            "train.matrix_lr_scale=1",
             "train.lr=1e-3",
             "train.exp_avg_dtype=fp8",
             "train.exp_avg_sq_dtype=fp8",

@@ -15,7 +15,6 @@ import torch
 # For tests of AdamW's state with a tiny size whose recipe uses Muon; its other keys follow.
 ADAMW = (
     "train.optimizer=adamw",
-    "train.matrix_lr_scale=1",
     "train.lr=1.2e-3",
     "train.min_lr=2e-5",
     "train.warmup_steps=40",

@@ -43,7 +43,12 @@ ROOMS = {
 }
 # Rooms within a room, in the same way; single files that lie beside them are named too.
 INNER = {
-    "config": {"layers": "", "checks": "layers schema derived devices gpus locate"},
+    "config": {
+        "layers": "",
+        "facts": "layers entries",
+        "recipes": "layers files",
+        "checks": "layers facts schema derived devices gpus locate",
+    },
     "bridge": {"mapping": "errors", "files": "errors parallel"},
     "bench": {"training": "options"},
     "engine": {

@@ -143,6 +143,8 @@ def _keys_of(name: str, prefix: str, classes: Mapping[str, ast.ClassDef]) -> Ite
     for node in classes[name].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
+        if node.target.id.startswith("_"):  # no key
+            continue
         key, kinds = (
             f"{prefix}{node.target.id}",
             {getattr(one, "id", "") for one in ast.walk(node.annotation)},

@@ -22,6 +22,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.devices import gpu_count
 from zoo.config.files import hardware_layers, read_recipe, read_size, root_recipes, size_names
 from zoo.config.layers.keys import shown_value
@@ -125,7 +126,20 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     named = " ".join(
         [Path(root.origin).stem, *(f"{k}={v}" for k, v in stamps.items() if v and k != "recipe")]
     )
-    return Resolved(to_values(tree), why, to_values(base), named, taken)
+    users = own if is_shipped(root) or root.tree.get("resolved") else [root, *own]
+    origins = _set_by([layer for layer in users if not is_shipped(layer)])
+    recipe = to_values(tree).marked(frozenset(origins))
+    refuse_without_effect(recipe, origins)
+    return Resolved(recipe, why, to_values(base), named, taken)
+
+
+def _set_by(layers: Sequence[Layer]) -> dict[str, str]:
+    """The keys that some layers set, each with the file of the last one that does; "" for overrides."""
+    origins: dict[str, str] = {}
+    for layer in layers:
+        origins |= {key: layer.origin for key, _ in leaves_of(Recipe, _tree_of(layer))}
+        origins |= {edit.key: layer.origin for edit in layer.edits}
+    return origins
 
 
 def about(name_or_path: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""What follows from a recipe: the language model's config, data-parallel replicas, alignment of samples, run folder."""
+"""What follows from a recipe: data-parallel replicas, alignment of samples, run folder."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from math import lcm
 from pathlib import Path
-from typing import Any
 
+from zoo.config.facts.architecture import num_experts
 from zoo.config.schema import Recipe
 from zoo.files import expanded
 
@@ -17,28 +16,14 @@ TEACHER = (
 STAGED = 2  # checkpoints that run.stage holds at most: one that is copied, and one that is written or waits
 
 
-def text_config(arch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's part of a Hugging Face config: where it lies differs between families."""
-    thinker = arch.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        arch = thinker
-    text = arch.get("text_config")
-    return text if isinstance(text, Mapping) else arch
-
-
-def num_experts(arch: Mapping[str, Any]) -> int:
-    """Experts of a mixture-of-experts layer; 0 for a dense model, also where its config has such a key.
-
-    transformers has a model type of its own for each decoder with experts, "moe" in its name or "_next" at its end, and
-    passes over the key in the config of a dense one.
-    """
-    text = text_config(arch)
-    kind = str(text.get("model_type") or arch.get("model_type") or "moe")
-    if "moe" not in kind and not kind.endswith("_next"):
-        return 0
+def random_base(recipe: Recipe) -> str:
+    """A sentence where adapters are trained on random weights; "" elsewhere."""
+    if not recipe.lora.rank or recipe.model.init != "random":
+        return ""
     return (
-        text.get("num_experts") or text.get("n_routed_experts") or text.get("num_local_experts") or 0
-    )  # the last as transformers saves some
+        f"lora.rank={recipe.lora.rank} with model.init=random: the weights under the adapters are random and stay so; name weights "
+        "with model.init=<folder, run or hub id>, or train them with lora.rank=0"
+    )
 
 
 def teacher_on_disk(recipe: Recipe) -> bool:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import Any
 
 from zoo.config.layers.keys import number, outside, shown_value
 from zoo.errors import ConfigError
+from zoo.files import expanded
 
 MEDIA_KEYS = ("video_fps", "max_frames", "min_pixels", "max_pixels", "video_max_pixels")
 AUTO = "auto"  # an entry of data.eval: the held-out rows of data.train
+BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
 FORMS = (
     "messages", "conversations", "text", "alpaca", "query_response", "prompt_completion", "question_answer", "preference",
     "cord_v2", "llava_instruct", "captions", "cauldron",
@@ -146,6 +149,34 @@ def parse_entry(value: Any, key: str) -> DataEntry:
     entry = DataEntry(**value)
     _check(entry, key)
     return entry
+
+
+def is_bundled(entry: str | DataEntry) -> bool:
+    """Whether an entry, or its path, names a bundled set; a file of that name comes first."""
+    path = entry.path if isinstance(entry, DataEntry) else entry
+    name, _, split = (path or "").partition(":")
+    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(path or ""))
+
+
+def only_bundled(train: list[DataEntry]) -> bool:
+    """Whether nothing but bundled sets is trained on."""
+    return all(map(is_bundled, train))
+
+
+def held_out_entries(train: list[DataEntry]) -> list[DataEntry]:
+    """The entries that `auto` in data.eval stands for: the held-out rows of these of data.train.
+
+    They are those of entries with `held_out`, and where nothing but bundled sets is trained on, their held-out split.
+    """
+    found: list[DataEntry] = []
+    for entry in train if only_bundled(train) else [entry for entry in train if not is_bundled(entry)]:
+        entry = replace(entry, weight=None, epochs=None)
+        if entry.held_out is None and is_bundled(entry):
+            entry = replace(entry, path=f"{str(entry.path).partition(':')[0]}:heldout")
+        elif entry.held_out is None:
+            continue
+        found += [] if entry in found else [entry]
+    return found
 
 
 def entries_of(data: Any, key: str) -> list[Any]:

@@ -12,7 +12,8 @@ from itertools import product
 
 from zoo.config.checks.engine import not_captured
 from zoo.config.checks.layout import check_layout
-from zoo.config.derived import data_parallel, num_experts, stage_layers, text_config
+from zoo.config.derived import data_parallel, stage_layers
+from zoo.config.facts.architecture import num_experts, text_config
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError
 from zoo.planner.activations import Row

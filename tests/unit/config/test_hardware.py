@@ -59,7 +59,7 @@ def test_what_is_given_is_not_planned(tmp_path: Path) -> None:
     assert load_recipe(NAME, ["hardware=8xh100"]).parallel.plan == every
     given = ["hardware=8xh100", "parallel.tp=2", "train.global_batch=4", "engine.recompute=full"]
     assert load_recipe(NAME, given).parallel.plan == ["pp", "cp", "ep", "memory", "offload", "graphs"]
-    given = ["hardware=8xh100", "parallel.stage_layers=[1,3]", "train.exp_avg_sq_dtype=bf16"]
+    given = ["hardware=8xh100", "parallel.pp=2", "parallel.stage_layers=[1,3]", "train.exp_avg_sq_dtype=bf16"]
     assert load_recipe(NAME, given).parallel.plan == [
         "tp",
         "cp",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zoo.config.compose import about, load_recipe
-from zoo.config.derived import text_config
+from zoo.config.facts.architecture import text_config
 from zoo.config.files import read_recipe, recipe_names, size_names
 from zoo.config.validate import validate
 from zoo.registry import get_family

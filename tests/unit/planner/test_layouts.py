@@ -278,15 +278,19 @@ def test_a_host_without_room_for_samples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("key", "value", "said"),
     [
-        ("parallel.tp=3", "parallel sizes that are given (tp=3, "),
-        ("train.micro_batch=2", "train.micro_batch=2 with packing.mode=thd"),
+        ("parallel.tp", 3, "parallel sizes that are given (tp=3, "),
+        ("train.micro_batch", 2, "train.micro_batch=2 with packing.mode=thd"),
     ],
 )
-def test_a_recipe_that_no_layout_could_fix_is_refused_as_such(given: str, said: str) -> None:
+def test_a_recipe_that_no_layout_could_fix_is_refused_as_such(key: str, value: int, said: str) -> None:
+    recipe, ranks = resolved("qwen3_vl_sft", "4b", "8xh200")
+    planned = [name for name in recipe.parallel.plan if f"parallel.{name}" != key]
+    given = recipe.replace({key: value, "parallel.plan": planned})
+    cost = model("qwen3_vl_sft", "4b")
     with pytest.raises(ConfigError) as caught:
-        chosen_for("qwen3_vl_sft", "4b", "8xh200", given)
+        choose_layout(cost, given, ranks, typical_row(given, cost.cost))
     assert str(caught.value).startswith(said)
 
 

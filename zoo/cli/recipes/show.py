@@ -43,6 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     name, overrides = split_recipe(rest, "zoo show recipe=NAME")
 
     from zoo.config.compose import resolve
+    from zoo.config.derived import random_base
 
     resolved = resolve(name, overrides)
     values = asdict(resolved.recipe)
@@ -57,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(found, indent=2))
         return 0
     print(f"# size {resolved.recipe.size or '-'}: {resolved.size_why}")
-    if resolved.taken:
-        print(f"# {resolved.taken}")
+    for line in filter(None, (resolved.taken, random_base(resolved.recipe))):
+        print(f"# {line}")
     print("\n".join([*_changes(values, asdict(resolved.base), resolved.base_name), *_differences(values)]))
     print(_documented(values))
     return 0
@@ -77,9 +78,10 @@ def _schema_entries() -> list[dict[str, Any]]:
 
     return [
         {
-            **entry._asdict(),
+            **{name: value for name, value in entry._asdict().items() if name != "off"},
             "bounds": None if entry.bounds is None else asdict(entry.bounds),
             "choices": entry.choices or None,
+            "when": entry.needs or None,
         }
         for entry in keys(Recipe).values()
     ]
@@ -97,6 +99,8 @@ def _schema() -> str:
             lines.append(f"{'':<22} one of: {', '.join(entry.choices)}")
         if entry.bounds is not None:
             lines.append(f"{'':<22} {entry.bounds}")
+        if entry.needs:
+            lines.append(f"{'':<22} {entry.needs}")
     return "\n".join([f"{'key':<22} {'type':<16} {'default':<20} meaning", *lines])
 
 

@@ -10,7 +10,7 @@ import ast
 import inspect
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -62,16 +62,56 @@ def _short(bound: float) -> str:
     return f"{bound:,.0f}" if bound == int(bound) else f"{bound:g}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class When:
+    """When a key has an effect: what a recipe must have, and how a user gives it that."""
+
+    lacks: str  # what a recipe is in which the key has none: "without adapters"
+    do: str  # what to do: "set lora.rank"
+    keys: tuple[str, ...] = ()  # keys that decide; a message shows their values
+    holds: Callable[[Any], bool]  # whether a recipe has it; true where that is not known yet
+
+
+ALWAYS = When(lacks="", do="", holds=lambda recipe: True)
+
+
 def number(
-    default: Any, least: float | None = None, most: float | None = None, **strict: float | None
+    default: Any,
+    least: float | None = None,
+    most: float | None = None,
+    *,
+    when: When | tuple[When, ...] | None = None,
+    off: Any = None,
+    **strict: float | None,
 ) -> Any:
-    """A field that holds a number within `Bounds`."""
-    return field(default=default, metadata={"bounds": Bounds(least=least, most=most, **strict)})
+    """A field that holds a number within `Bounds`; for `when` and `off` see `setting`."""
+    bounds = Bounds(least=least, most=most, **strict)
+    return setting(default, when=when, off=off, bounds=bounds)
 
 
-def choice(default: str | None, *choices: str) -> Any:
-    """A field that holds one of a few texts."""
-    return field(default=default, metadata={"choices": choices})
+def choice(
+    default: str | None, *choices: str, when: When | tuple[When, ...] | None = None, off: Any = None
+) -> Any:
+    """A field that holds one of a few texts; for `when` and `off` see `setting`."""
+    return setting(default, when=when, off=off, choices=choices)
+
+
+def setting(
+    default: Any, *, when: When | tuple[When, ...] | None = None, off: Any = None, **metadata: Any
+) -> Any:
+    """A field of a schema.
+
+    Args:
+        default: its value, or a function that makes it.
+        when: when the key has an effect, all of several; every key of a recipe states it, `ALWAYS` or the fitting one of
+            `zoo.config.facts.conditions`.
+        off: a value, beside an empty default, that asks for nothing, and so may stand where the key has no effect.
+        metadata: `bounds` or `choices`.
+    """
+    known = {"when": (when,) if isinstance(when, When) else when, "off": off, **metadata}
+    if callable(default):
+        return field(default_factory=default, metadata=known)
+    return field(default=default, metadata=known)
 
 
 def outside(held: Any) -> Iterator[tuple[str, Any, Bounds]]:
@@ -92,6 +132,18 @@ class Key(NamedTuple):
     doc: str  # the comment behind the field
     bounds: Bounds | None = None  # of a number, or of each in a mapping to numbers
     choices: tuple[str, ...] = ()  # all texts that it takes; empty: any
+    when: tuple[When, ...] | None = None  # when it has an effect; None: not stated
+    off: Any = None  # a value that asks for nothing
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for something, so that it matters if the key has no effect."""
+        empty = value is None or (not value and not self.default)
+        return not empty and (self.off is None or value != self.off)
+
+    @property
+    def needs(self) -> str:
+        """What a recipe must have for the key to have an effect, in words; "" for nothing."""
+        return "; ".join(f"no effect {when.lacks}" for when in self.when or () if when.lacks)
 
     @property
     def wanted(self) -> str:
@@ -167,7 +219,8 @@ def _keys_of(cls: Any, prefix: str) -> list[Key]:
             default = item.default_factory() if callable(item.default_factory) else item.default
             name, limits = f"{prefix}{item.name}", item.metadata
             doc, choices = docs.get(item.name, ""), limits.get("choices", ())
-            found.append(Key(name, str(item.type), default, doc, limits.get("bounds"), choices))
+            when, off = limits.get("when"), limits.get("off")
+            found.append(Key(name, str(item.type), default, doc, limits.get("bounds"), choices, when, off))
     return found
 
 

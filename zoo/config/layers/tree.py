@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -168,6 +169,23 @@ def replaced[S](values: S, changes: Mapping[str, Any]) -> S:
     result = to_values(tree)
     assert isinstance(result, type(values))
     return result
+
+
+def changed_keys(values: Any, changes: Mapping[str, Any]) -> frozenset[str]:
+    """The keys that `changes`, as `replaced` takes them, name; of a whole section as a dataclass those that differ."""
+    found: set[str] = set()
+    before = values_of(values)
+    for key, value in changes.items():
+        layer = layer_of([(key, _plain(value))])
+        leaves = leaves_of(type(values), layer.tree)
+        found |= {name for name, new in leaves if not is_dataclass(value) or new != before[name]}
+        found |= {edit.key for edit in layer.edits}
+    return frozenset(found)
+
+
+def values_of(values: Any) -> dict[str, Any]:
+    """Every key of a dataclass of dataclasses with its value."""
+    return {key: attrgetter(key)(values) for key in keys(type(values))}
 
 
 def _plain(value: Any) -> Any:

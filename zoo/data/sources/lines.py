@@ -14,13 +14,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from zoo.config.entries import BUNDLED, is_bundled
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.labelled_media import FILE, kind_of_file
 from zoo.data.sources.references import shown
 from zoo.errors import LONGEST, UserError, file_error, printable
 from zoo.files import expanded, why_no_file
 
-BUNDLED = {"digits": ("train", "heldout")}  # set -> splits; package zoo.data.<set>
 HUB_ID = re.compile(r"[\w.-]+/[\w-]+")  # without a file's ending
 METADATA = "metadata"  # the name, without its ending, of a file that describes the media of a folder
 ROW_FILES = (".jsonl", ".json", ".csv", ".tsv")
@@ -206,12 +206,6 @@ def next_line(file: BinaryIO) -> tuple[bytes, int]:
         part = file.readline(limit)
         size += len(part)
     return line, size
-
-
-def is_bundled(spec: str) -> bool:
-    """Whether a `data` entry names a bundled set; a file of that name comes first."""
-    name, _, split = spec.partition(":")
-    return split in BUNDLED.get(name, ()) and not os.path.isfile(expanded(spec))
 
 
 def locate(spec: str, key: str = "data") -> Path:

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from zoo.config.entries import MEDIA_KEYS, DataEntry, MediaLimits
+from zoo.config.entries import MEDIA_KEYS, DataEntry, MediaLimits, is_bundled
 from zoo.config.schema import DataConfig
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import PREFERENCE
-from zoo.data.sources.lines import is_bundled
 from zoo.data.sources.mixture import Mixture, Part, SampleId
 from zoo.data.sources.references import Access
 from zoo.data.sources.rows import Row

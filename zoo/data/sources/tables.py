@@ -16,7 +16,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from zoo.config.entries import DataEntry
+from zoo.config.entries import DataEntry, is_bundled
 from zoo.data.errors import RowError
 from zoo.data.sources.energon import is_energon, read_energon
 from zoo.data.sources.formats.choose import Form
@@ -25,7 +25,6 @@ from zoo.data.sources.lines import (
     METADATA,
     ROW_FILES,
     MediaFolder,
-    is_bundled,
     json_object,
     load_line,
     locate,

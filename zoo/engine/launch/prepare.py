@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.compose import is_saved_recipe
 from zoo.config.devices import cores, gpu_count
 from zoo.config.entries import parse_entry
@@ -36,6 +37,7 @@ def prepare(
             be one.
         UserError: a file of data.train or data.eval does not exist.
     """
+    refuse_without_effect(recipe)
     join_slurm()
     ranks = world_size(recipe)
     _check_machine(recipe)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.derived import data_parallel
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
@@ -79,6 +80,7 @@ class OpenModel:
         Raises:
             UserError: the recipe cannot run on these ranks, another engine is open, or the weights do not fit.
         """
+        refuse_without_effect(recipe)
         with untouched():
             import_core()
             if beside is None and not dist.is_initialized():

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
 from zoo.config.devices import gpu_count, gpu_memory
 from zoo.config.hub import asking_the_hub
@@ -100,6 +101,7 @@ def plan(
     Raises:
         ConfigError: the recipe does not fit that many ranks, or the architecture is not known here.
     """
+    refuse_without_effect(recipe)
     recipe = with_architecture(recipe)
     model = model_of(recipe)
     shares = {name: share for name, share in (("labels", labels), ("media", media)) if share is not None}

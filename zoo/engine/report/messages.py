@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.config.derived import random_base
 from zoo.config.entries import parse_entry
 from zoo.config.resume import HELD, Change
 from zoo.config.schema import Recipe
@@ -48,10 +49,11 @@ def at_start(
     if eval_rows is not None:
         evaluates = f"evaluates on {eval_rows} of {', '.join(_names(with_defaults(recipe.data).eval))}"
     warm_up = recipe.train.warmup_steps
+    below = f" | {warning}" if (warning := random_base(recipe)) else ""
     within = f", all within the warm-up of {warm_up}" if warm_up > total_steps else ""
     return (
         f"{parameters / 1e6:.2f} M parameters on this rank{share} | trains on {trains} of "
-        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {total_steps} steps{within}"
+        f"{', '.join(_names(recipe.data.train))}, {evaluates} | {total_steps} steps{within}{below}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from zoo.config.compose import about, load_recipe
 from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
-from zoo.config.entries import DataEntry
+from zoo.config.entries import BUNDLED, DataEntry, is_bundled
 from zoo.config.files import read_recipe, read_size, recipe_names, root_recipes, size_names
 from zoo.config.hub import asking_the_hub
 from zoo.config.layers.layer import escaped
@@ -25,7 +25,6 @@ from zoo.data.errors import RowError
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.labelled_media import LABELLED
 from zoo.data.sources.formats.published_sets import SET_FORMATS
-from zoo.data.sources.lines import BUNDLED, is_bundled
 from zoo.data.sources.mixture import SampleId
 from zoo.data.sources.row_set import RowSet, open_rows
 from zoo.data.sources.rows import Row

@@ -114,6 +114,8 @@ def test_training_goes_on_as_if_nothing_had_been_moved(engine: Any) -> None:
 
 def test_what_an_engine_refuses(engine: Any) -> None:
     batch = text_batch()
+    with pytest.raises(UserError, match=r"^lora.alpha=9.0: it has no effect without adapters"):
+        zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY).replace({"lora.alpha": 9}))
     with pytest.raises(UserError, match="parallel state is in use"):
         zoo.Engine.open(zoo.load_recipe("qwen3_vl_sft", TINY))
     with pytest.raises(UserError, match=r"lora\.rank is 0"):

@@ -1,0 +1,32 @@
+"""Keys that a user has set and that have no effect under the resolved recipe are refused. When a key has one, the schema states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import attrgetter
+
+from zoo.config.layers.keys import When, keys, shown_value
+from zoo.config.schema import Recipe
+from zoo.errors import ConfigError
+
+
+def refuse_without_effect(recipe: Recipe, origins: Mapping[str, str] | None = None) -> None:
+    """ConfigError for a key that the user has set, to a value that asks for something, and that has no effect.
+
+    Args:
+        origins: file by key, for messages; "" for an override. Default: `recipe.set_by_user` without files.
+    """
+    known = keys(Recipe)
+    for key, origin in (origins or dict.fromkeys(recipe.set_by_user, "")).items():
+        value = attrgetter(key)(recipe)
+        lacking = next((when for when in known[key].when or () if not when.holds(recipe)), None)
+        if lacking is not None and known[key].asks(value):
+            where = f"{origin}: " if origin else ""
+            raise ConfigError(
+                f"{where}{key}={shown_value(value)}: {_why(recipe, lacking)}, or leave {key} out"
+            )
+
+
+def _why(recipe: Recipe, lacking: When) -> str:
+    deciding = ", ".join(f"{key}={shown_value(attrgetter(key)(recipe))}" for key in lacking.keys)
+    return f"it has no effect {lacking.lacks}{f' ({deciding})' if deciding else ''}; {lacking.do}"

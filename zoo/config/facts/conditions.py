@@ -1,0 +1,258 @@
+"""When keys of a recipe have an effect: the conditions that the schema states beside its keys.
+
+A condition holds where a recipe does not tell yet: an architecture that is not known here, parallel sizes that will be planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.config.entries import AUTO, held_out_entries, only_bundled, parse_entry
+from zoo.config.facts.architecture import num_experts, text_config
+from zoo.config.layers.keys import When
+from zoo.registry import families
+
+REFERENCED = ("dpo", "ipo", "kto")  # losses that compare with a reference model
+
+
+def _one_of(key: str, *values: Any, lacks: str) -> When:
+    """The condition that a key has one of some values."""
+    section, _, name = key.partition(".")
+    return When(
+        lacks=lacks,
+        do=f"set {key} to {' or '.join(filter(None, (', '.join(values[:-1]), values[-1])))}",
+        keys=(key,),
+        holds=lambda recipe: getattr(getattr(recipe, section), name) in values,
+    )
+
+
+def _size(name: str, planned: str, lacks: str) -> When:
+    """The condition that a parallel size is above 1, or will be planned."""
+    return When(
+        lacks=lacks,
+        do=f"set parallel.{name}=2 or more",
+        keys=(f"parallel.{name}",),
+        holds=lambda recipe: getattr(recipe.parallel, name) > 1 or planned in recipe.parallel.plan,
+    )
+
+
+def _takes(kind: str, of_which: str) -> When:
+    """The condition that the family takes a kind of media."""
+    return When(
+        lacks=f"in a family that takes no {of_which}",
+        do=f"train a family that takes {of_which}",
+        keys=("model.family",),
+        holds=lambda recipe: kind in _modalities(recipe),
+    )
+
+
+def _modalities(recipe: Any) -> tuple[str, ...]:
+    family = families().get(recipe.model.family)
+    return ("text", "image", "video", "audio") if family is None else family.modalities
+
+
+def _text(recipe: Any) -> Mapping[str, Any]:
+    return text_config(recipe.model.arch)
+
+
+def _has_experts(recipe: Any) -> bool:
+    return not recipe.model.arch or num_experts(recipe.model.arch) > 0
+
+
+def _exchanges_tokens(recipe: Any) -> bool:
+    parallel = recipe.parallel
+    return _has_experts(recipe) and (parallel.ep * parallel.etp > 1 or "ep" in parallel.plan)
+
+
+def _has_mtp(recipe: Any) -> bool:
+    family = families().get(recipe.model.family)
+    return family is None or not recipe.model.arch or bool(_text(recipe).get(*family.mtp))
+
+
+def _has_linear_attention(recipe: Any) -> bool:
+    text = _text(recipe)
+    heads = "linear_num_value_heads" in text  # configs of some models leave out layer_types
+    return not recipe.model.arch or heads or "linear_attention" in (text.get("layer_types") or ())
+
+
+def _train_entries(recipe: Any) -> list[Any]:
+    return [parse_entry(spec, "data.train") for spec in recipe.data.train]
+
+
+def _has_held_out(recipe: Any) -> bool:
+    return any(spec != AUTO or held_out_entries(_train_entries(recipe)) for spec in recipe.data.eval)
+
+
+def _augments(recipe: Any) -> bool:
+    data = recipe.data
+    bundled = data.bundled.get("augment") if only_bundled(_train_entries(recipe)) else 0
+    return bool(bundled if data.augment is None else data.augment)
+
+
+ADAPTERS = When(
+    lacks="without adapters",
+    do="set lora.rank",
+    keys=("lora.rank",),
+    holds=lambda recipe: recipe.lora.rank > 0,
+)
+DENSE_ADAPTERS = When(
+    lacks="on adapters of experts",
+    do="name linears outside of experts in lora.targets",
+    keys=("lora.targets",),
+    holds=lambda recipe: not all(name.startswith("experts.") for name in recipe.lora.targets),
+)
+WEIGHTS = When(
+    lacks="on random weights",
+    do="name weights with model.init",
+    keys=("model.init",),
+    holds=lambda recipe: recipe.model.init != "random",
+)
+EXPERTS = When(lacks="in a model without experts", do="train a model that has experts", holds=_has_experts)
+EXPERT_EXCHANGE = When(
+    lacks="where no tokens go to experts of other ranks",
+    do="set parallel.ep=2 or more for a model with experts",
+    keys=("parallel.ep", "parallel.etp"),
+    holds=_exchanges_tokens,
+)
+MTP = When(
+    lacks="in a model without layers for multi-token prediction",
+    do="train a model that has them",
+    holds=_has_mtp,
+)
+LINEAR_ATTENTION = When(
+    lacks="in a model without linear attention", do="train a model that has it", holds=_has_linear_attention
+)
+
+NLL = _one_of("train.loss", "nll", lacks="under a loss of preferences")
+PREFERENCES = _one_of(
+    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", lacks="under a loss that weighs no preferences"
+)
+REFERENCE = _one_of("train.loss", *REFERENCED, lacks="under a loss without a reference model")
+SMOOTHED = _one_of("train.loss", "dpo", "simpo", lacks="under a loss without label smoothing")
+SIMPO = _one_of("train.loss", "simpo", lacks="under another loss")
+KTO = _one_of("train.loss", "kto", lacks="under another loss")
+REWARD = _one_of("train.loss", "reward", lacks="under another loss")
+PAIRS_OR_LABELS = _one_of(
+    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
+)
+DROPOUT_KEPT = When(
+    lacks="under a loss of preferences, which leaves dropout out",
+    do="set lora.keep_dropout=true",
+    keys=("train.loss", "lora.keep_dropout"),
+    holds=lambda recipe: recipe.train.loss == "nll" or recipe.lora.keep_dropout,
+)
+TEACHER = When(
+    lacks="without a teacher",
+    do="set distill.teacher",
+    keys=("distill.teacher",),
+    holds=lambda recipe: recipe.distill.teacher is not None,
+)
+NO_TEACHER = When(
+    lacks="beside a teacher",
+    do="leave distill.teacher out",
+    keys=("distill.teacher",),
+    holds=lambda recipe: recipe.distill.teacher is None,
+)
+
+MUON = _one_of("train.optimizer", "muon", lacks="under another optimizer")
+FALLING_RATE = _one_of("train.schedule", "cosine", "linear", "wsd", lacks="under a constant rate")
+WSD = _one_of("train.schedule", "wsd", lacks="under another schedule")
+STOPS = _one_of("train.on_bad_step", "stop", lacks="where bad steps are skipped")
+SKIPS = _one_of("train.on_bad_step", "skip", lacks="where bad steps stop the run")
+SPIKES = When(
+    lacks="where no spikes are looked for",
+    do="set train.spike above 0",
+    keys=("train.spike",),
+    holds=lambda recipe: recipe.train.spike > 0,
+)
+
+HELD_OUT = When(
+    lacks="without rows to evaluate on",
+    do="give data.eval=FILE, or held_out: 0.05 in an entry of data.train",
+    keys=("data.eval",),
+    holds=_has_held_out,
+)
+EVALUATION = When(
+    lacks="without an evaluation",
+    do="give data.eval=FILE, or held_out: 0.05 in an entry of data.train, and not train.eval_rows=0",
+    keys=("data.eval", "train.eval_rows"),
+    holds=lambda recipe: recipe.train.eval_rows != 0 and _has_held_out(recipe),
+)
+ANSWERS = When(
+    lacks="on a model that scores answers and gives none",
+    do="set another train.loss",
+    keys=("train.loss",),
+    holds=lambda recipe: recipe.train.loss != "reward",
+)
+PREDICTIONS = When(
+    lacks="where no answers are shown",
+    do="set log.predictions above 0",
+    keys=("log.predictions",),
+    holds=lambda recipe: recipe.log.predictions > 0,
+)
+EARLY_STOP = When(
+    lacks="without early stopping",
+    do="set train.early_stop=loss, say",
+    keys=("train.early_stop",),
+    holds=lambda recipe: recipe.train.early_stop is not None,
+)
+
+PACKED = _one_of("packing.mode", "thd", lacks="on rows that are not packed")
+PADDED = _one_of(
+    "packing.mode", "none", lacks="on packed rows, which count as 1 and are as wide as packing.budget"
+)
+MEDIA = When(
+    lacks="in a family that takes text alone",
+    do="train a family that takes media",
+    keys=("model.family",),
+    holds=lambda recipe: _modalities(recipe) != ("text",),
+)
+IMAGES = _takes("image", "images")
+VIDEOS = _takes("video", "videos")
+WORKERS = When(
+    lacks="without processes that decode media",
+    do="leave data.workers open, or set it above 0",
+    keys=("data.workers",),
+    holds=lambda recipe: recipe.data.workers != 0,
+)
+ENCODING = When(
+    lacks="where workers make no samples",
+    do="set data.encode_in_workers=true",
+    keys=("data.encode_in_workers",),
+    holds=lambda recipe: recipe.data.encode_in_workers is not False,
+)
+AUGMENTED = When(
+    lacks="without random changes to media",
+    do="set data.augment above 0",
+    keys=("data.augment",),
+    holds=_augments,
+)
+ONLY_BUNDLED = When(
+    lacks="where other rows than bundled ones are trained on",
+    do="set data.augment, data.augment_variants or data.blank_answers themselves",
+    keys=("data.train",),
+    holds=lambda recipe: only_bundled(_train_entries(recipe)),
+)
+
+TENSOR_PARALLEL = _size("tp", "tp", "without tensor parallelism")
+PIPELINE = _size("pp", "pp", "without pipeline stages")
+CONTEXT_PARALLEL = _size("cp", "cp", "without context parallelism")
+FP8 = When(
+    lacks="without FP8",
+    do="set engine.fp8=true",
+    keys=("engine.fp8",),
+    holds=lambda recipe: recipe.engine.fp8,
+)
+NO_GRAPHS = When(
+    lacks="under CUDA graphs",
+    do="set engine.cuda_graphs=false",
+    keys=("engine.cuda_graphs",),
+    holds=lambda recipe: not recipe.engine.cuda_graphs,
+)
+OPEN_RANKS = When(
+    lacks="where nproc says how many ranks are started",
+    do="leave nproc out",
+    keys=("nproc",),
+    holds=lambda recipe: recipe.nproc is None,
+)
