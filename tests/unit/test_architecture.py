@@ -46,7 +46,7 @@ INNER = {
     "config": {
         "layers": "",
         "facts": "layers entries",
-        "recipes": "layers files",
+        "recipes": "layers files hub locate",
         "checks": "layers facts schema derived devices gpus locate",
     },
     "bridge": {"mapping": "errors", "files": "errors parallel"},

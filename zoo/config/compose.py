@@ -6,8 +6,8 @@ What is said later wins::
 
 The user's own file is a YAML that names a `base:` recipe: it is overrides kept in a file, so an overlay does not
 undo what it says. A file without `base:` is itself the recipe. A hardware overlay may leave keys to be planned
-(`parallel.plan`); what the user's file or an override sets is not. With `model.init` a Hugging Face folder, the
-architecture is that of the folder, and no size is chosen unless `size=` is given. Where it is a zoo run instead, and no
+(`parallel.plan`); what the user's file or an override sets is not. With `model.init` a Hugging Face folder or a hub id, the
+architecture is that of its config.json, and no size is chosen unless `size=` is given. Where it is a zoo run instead, and no
 `size=` is given, the sizes in which that run trained are taken with its architecture (`OF_A_RUN`).
 """
 
@@ -28,8 +28,9 @@ from zoo.config.files import hardware_layers, read_recipe, read_size, root_recip
 from zoo.config.layers.keys import shown_value
 from zoo.config.layers.layer import Layer, escaped, override_layer
 from zoo.config.layers.tree import apply, deepest, leaves_of, schema_tree, set_key, to_values
-from zoo.config.locate import STATE, Place, look, read_arch
+from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
 from zoo.config.recipes.chain import base_chain, is_shipped, recipe_name, refuse_file_keys, without_file_keys
+from zoo.config.recipes.published import KnownArch, arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.errors import ConfigError, UserError, printable
 from zoo.files import read_object, write_atomically
@@ -95,11 +96,15 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     chain = base_chain(name_or_path, typed)
     root, own = chain[0], [*chain[1:], typed]
     layers, stamps, sized = [without_file_keys(root)], {}, True
+    init = _last([root, *own], "model.init")
     if root.tree.get("resolved"):
         _refuse_overlays(own, root.origin)
+        known = _last(own, "model.init") is None and is_hub_id(str(init))  # its architecture is in the file
+        weights = None if known else _weights(init)
         why = f"as resolved in {root.origin}"
     else:
-        choice = _choose_overlays(root, own)
+        weights = _weights(init)
+        choice = _choose_overlays(root, own, weights)
         layers += _overlays(choice, adapters=bool(_last([root, *own], "lora.rank")))
         stamps = {
             "recipe": recipe_name(name_or_path, chain, typed),
@@ -110,7 +115,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = ()) -> Resolved:
     tree = schema_tree(Recipe)
     for layer in layers:
         apply(tree, layer)
-    _take_arch_of_init(tree, own)
+    _take_arch(tree, weights)
     taken = _take_sizes_of_run(tree, root, own, sized)
     base = deepcopy(tree)
     for layer in own:
@@ -164,7 +169,7 @@ def recipe_for_weights(
     typed = override_layer(overrides)
     if settings is not None:
         apply(tree, settings)
-    _take_arch_of_init(tree, [typed])
+    _take_arch(tree, _weights(_last([typed], "model.init") or init))
     apply(tree, typed)
     return to_values(tree)
 
@@ -200,15 +205,15 @@ class _Choice:
     why: str
 
 
-def _choose_overlays(root: Layer, own: Sequence[Layer]) -> _Choice:
+def _choose_overlays(root: Layer, own: Sequence[Layer], weights: KnownArch | None) -> _Choice:
     layers = [root, *own]
     family = str(_last(layers, "model.family") or Recipe().model.family)
     hardware, size = _last(layers, "hardware") or ("auto" if gpu_count() else None), _last(layers, "size")
     published = _last(layers, "published_size")
     if size is not None:
         why = "given"
-    elif _hf_config(_last(layers, "model.init")) is not None:
-        why = "architecture of model.init"
+    elif weights is not None:
+        why = weights.source
     elif published is None and _last(layers, "model.arch"):
         why = "architecture given in model.arch"
     elif gpu_count():
@@ -277,11 +282,20 @@ def _tree_of(layer: Layer) -> Mapping[str, Any]:
     return without_file_keys(layer).tree
 
 
-def _take_arch_of_init(tree: DictConfig, own: Sequence[Layer]) -> None:
-    """Put the config of a Hugging Face folder in the place of the size's architecture."""
-    arch = _hf_config(_last(own, "model.init") or tree.model.init)
-    if arch is not None:
-        tree.model.arch = escaped(arch)  # a text of somebody's config.json is no reference
+def _weights(init: Any) -> KnownArch | None:
+    """The architecture of the weights that model.init names, here or on the hub; None where it names none."""
+    if (arch := _hf_config(init)) is not None:
+        return KnownArch(arch, "architecture of model.init")
+    if not (isinstance(init, str) and is_hub_id(init)):
+        return None
+    hub = arch_of_hub(init, "model.init")
+    return hub._replace(source=f"architecture of model.init: {hub.source}")
+
+
+def _take_arch(tree: DictConfig, weights: KnownArch | None) -> None:
+    """Put the config of weights in the place of the size's architecture; nothing where it is read with the weights."""
+    if weights is not None:
+        tree.model.arch = escaped(weights.arch or {})  # a text of somebody's config.json is no reference
 
 
 def _take_sizes_of_run(tree: DictConfig, root: Layer, own: Sequence[Layer], sized: bool) -> str:

@@ -16,9 +16,9 @@ from typing import Any
 from zoo.config.checks.effects import refuse_without_effect
 from zoo.config.derived import STAGED, saves_at_once, stage_folder, teacher_on_disk
 from zoo.config.devices import gpu_count, gpu_memory
-from zoo.config.hub import asking_the_hub
 from zoo.config.locate import is_hub_id, locate, read_arch
 from zoo.config.memory import host_memory, limits
+from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import Recipe
 from zoo.config.validate import validate
 from zoo.engine.distributed.process_state import untouched
@@ -328,12 +328,10 @@ def as_planned(recipe: Recipe) -> Recipe | None:
     init = recipe.model.init
     if init == "random" or not is_hub_id(init):
         return recipe if recipe.model.arch else None
-    from huggingface_hub import hf_hub_download
-
     try:
-        with asking_the_hub():
-            file = hf_hub_download(init, "config.json")
-        arch = read_arch(Path(file).parent, f"model.init={init}")
-    except Exception:  # the same error is reported when the weights are loaded
+        arch = arch_of_hub(init, "model.init").arch
+    except ConfigError:  # the same error is reported when the weights are loaded
+        return None
+    if arch is None:
         return None
     return replace(recipe, model=replace(recipe.model, arch=arch))

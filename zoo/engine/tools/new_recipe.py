@@ -16,9 +16,9 @@ from zoo.config.derived import alignment
 from zoo.config.devices import gpu_count, gpu_memory, gpu_name
 from zoo.config.entries import BUNDLED, DataEntry, is_bundled
 from zoo.config.files import read_recipe, read_size, recipe_names, root_recipes, size_names
-from zoo.config.hub import asking_the_hub
 from zoo.config.layers.layer import escaped
 from zoo.config.locate import STATE, Place, is_hub_id, look, read_arch
+from zoo.config.recipes.published import arch_of_hub
 from zoo.config.schema import DataConfig, Recipe
 from zoo.config.validate import validate
 from zoo.data.errors import RowError
@@ -40,7 +40,6 @@ _FULL_TUNING = (
     9  # bytes that training all weights takes, for each byte of weights in bf16: gradients, AdamW's state
 )
 _OPEN_BUDGET = 10**8  # tokens, so that no row is refused while it is measured
-_PUBLISHED = re.compile(r"[\w.-]+/[\w.-]*\w")  # hub ids in the first line of a size's file
 _PLAIN = re.compile(r"[A-Za-z./~][\w./~-]*", re.ASCII)  # what YAML reads as a text without quotes
 
 
@@ -349,24 +348,11 @@ def _kind(recipe: str) -> str | None:
 
 
 def _arch_of_hub(given: str) -> dict[str, Any]:
-    """The architecture of a hub id: of the size that was published under it, else of its config.json."""
-    for family in families():
-        for name in size_names(family):
-            layer = read_size(family, name)
-            head = Path(layer.origin).read_text(encoding="utf-8").partition("\n")[0]
-            if given in _PUBLISHED.findall(head):
-                arch: dict[str, Any] = layer.tree["model"]["arch"]
-                return arch
-    from huggingface_hub import hf_hub_download
-
-    with asking_the_hub() as unreachable:
-        try:
-            return read_arch(Path(hf_hub_download(given, "config.json")).parent, f"model={given}")
-        except Exception as error:
-            why = unreachable or type(error).__name__
-            raise UserError(
-                f"model={given}: its config.json is neither here nor to be had from the hub ({why}); give a folder"
-            ) from error
+    """The architecture of a hub id; UserError where it is not known."""
+    known = arch_of_hub(given, "model")
+    if known.arch is None:
+        raise UserError(f"model={given}: no published size, and {known.source}; give a folder")
+    return known.arch
 
 
 def _saved_family(place: Place | None) -> str | None:
