@@ -214,8 +214,8 @@ class LoraConfig:
 
     rank: int = number(0, 0, 10**5, when=ALWAYS)  # width of the adapters; 0: none, the model's own weights are trained
     alpha: float = number(32.0, above=0, most=1e6, when=given.ADAPTERS)  # an adapter's output is multiplied by alpha / rank
-    dropout: float = number(0.0, 0, below=1, when=(given.ADAPTERS, given.DENSE_ADAPTERS, given.DROPOUT_KEPT))  # dropout of an adapter's input; experts have none, and losses of preferences leave it out
-    keep_dropout: bool = setting(False, when=(given.ADAPTERS, given.PAIRS_OR_LABELS))  # losses of preferences keep dropout in the policy's pass, which the reference has none in
+    dropout: float = number(0.0, 0, below=1, when=(given.ADAPTERS, given.DENSE_ADAPTERS))  # dropout of an adapter's input; experts have none, and losses of preferences leave it out
+    keep_dropout: bool = setting(False, when=(given.ADAPTERS, given.PAIRS_OR_LABELS, given.DROPOUT))  # losses of preferences keep dropout in the policy's pass, which the reference has none in
     targets: list[str] = setting(lambda: ["all-linear"], when=given.ADAPTERS)  # names or regular expressions of linears; all-linear: all but experts (experts.gate_up_proj, ...)
     parts: list[str] = setting(lambda: ["language"], when=given.ADAPTERS)  # parts of the model that targets are in
     base_dtype: str = choice("model", "model", "fp8", when=given.ADAPTERS, off="model")  # how the decoder's frozen matrices are held: model (as engine.precision says) | fp8 (8 bits, 128 values of a row share a scale); made dense for each product

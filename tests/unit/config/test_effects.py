@@ -34,7 +34,7 @@ SIDES: dict[str, tuple[list[str], list[str]]] = {
     "KTO": (["train.loss=kto"], ["train.loss=dpo"]),
     "REWARD": (["train.loss=reward"], ["train.loss=kto"]),
     "PAIRS_OR_LABELS": (["train.loss=dpo"], ["train.loss=nll"]),
-    "DROPOUT_KEPT": ([], ["lora.rank=8", "train.loss=orpo"]),
+    "DROPOUT": (["lora.dropout=0.5"], ["lora.dropout=0"]),
     "TEACHER": (["distill.teacher=somewhere"], []),
     "NO_TEACHER": ([], ["distill.teacher=somewhere"]),
     "MUON": (["train.optimizer=muon"], ["train.optimizer=adamw"]),

@@ -136,11 +136,11 @@ REWARD = _one_of("train.loss", "reward", lacks="under another loss")
 PAIRS_OR_LABELS = _one_of(
     "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
 )
-DROPOUT_KEPT = When(
-    lacks="under a loss of preferences, which leaves dropout out",
-    do="set lora.keep_dropout=true",
-    keys=("train.loss", "lora.keep_dropout"),
-    holds=lambda recipe: recipe.train.loss == "nll" or recipe.lora.keep_dropout,
+DROPOUT = When(
+    lacks="without dropout",
+    do="set lora.dropout above 0",
+    keys=("lora.dropout",),
+    holds=lambda recipe: recipe.lora.dropout > 0,
 )
 TEACHER = When(
     lacks="without a teacher",
