@@ -185,7 +185,8 @@ def changed_keys(values: Any, changes: Mapping[str, Any]) -> frozenset[str]:
 
 def values_of(values: Any) -> dict[str, Any]:
     """Every key of a dataclass of dataclasses with its value."""
-    return {key: attrgetter(key)(values) for key in keys(type(values))}
+    schema: type = type(values)
+    return {key: attrgetter(key)(values) for key in keys(schema)}
 
 
 def _plain(value: Any) -> Any:
