@@ -134,7 +134,14 @@ SIMPO = _one_of("train.loss", "simpo", lacks="under another loss")
 KTO = _one_of("train.loss", "kto", lacks="under another loss")
 REWARD = _one_of("train.loss", "reward", lacks="under another loss")
 PAIRS_OR_LABELS = _one_of(
-    "train.loss", "dpo", "ipo", "simpo", "orpo", "kto", "reward", lacks="under a loss that keeps dropout anyway"
+    "train.loss",
+    "dpo",
+    "ipo",
+    "simpo",
+    "orpo",
+    "kto",
+    "reward",
+    lacks="under a loss that keeps dropout anyway",
 )
 DROPOUT = When(
     lacks="without dropout",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import inspect
 import io
+import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
 from zoo.errors import printable
@@ -226,18 +228,24 @@ def _keys_of(cls: Any, prefix: str) -> list[Key]:
 
 def _comments(cls: type) -> dict[str, str]:
     """The comment on each field's line, by field name."""
-    source = inspect.getsource(cls)
+    classes, comments = _parsed(sys.modules[cls.__module__])
+    return {
+        node.target.id: comments[node.end_lineno]
+        for node in classes[cls.__name__].body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and node.end_lineno in comments
+    }
+
+
+@cache
+def _parsed(module: ModuleType) -> tuple[dict[str, ast.ClassDef], dict[int, str]]:
+    """The classes of a module by name, and its comments by line: parsing takes longer than all else of reading a schema."""
+    source = inspect.getsource(module)
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    return {
-        node.target.id: comments[node.end_lineno]
-        for node in body.body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and node.end_lineno in comments
-    }
+    classes = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)}
+    return classes, comments
