@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.answers import TURNS
+from zoo.data.processors.boxes import Coordinates
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import MARKERS, load_processor
 from zoo.data.sources.rows import Row
@@ -38,6 +40,7 @@ class Gemma3Processor(Processor):
     """`Processor` around `transformers.Gemma3Processor`."""
 
     modalities = ("text", "image")
+    coordinates = Coordinates(y_first=True)  # as Gemini's, by the bounding boxes of Google's documentation
 
     def __init__(self, hf: Any) -> None:
         known = hf.tokenizer.get_vocab()
@@ -54,11 +57,11 @@ class Gemma3Processor(Processor):
         """Ids of the tokens of images and around them."""
         return frozenset(self.token_ids.values())
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
         """All images as one sample's; pan and scan as the image processor's settings say, which transformers' calls leave off."""
-        if "images" not in media:
+        if not row.images:
             return {}
-        return {"images": [media["images"]], "images_kwargs": dict(self._pan_and_scan)}
+        return {"images": [media.arguments["images"]], "images_kwargs": dict(self._pan_and_scan)}
 
     @property
     def _pan_and_scan(self) -> dict[str, Any]:

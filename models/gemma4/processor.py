@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.boxes import Coordinates
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import MARKERS, load_processor
 from zoo.data.sources.rows import Row
@@ -38,6 +40,7 @@ class Gemma4Processor(Processor):
     """`Processor` around `transformers.Gemma4Processor`."""
 
     modalities = ("text", "image")
+    coordinates = Coordinates(y_first=True)  # as Gemini's, by the bounding boxes of Google's documentation
 
     def __init__(self, hf: Any) -> None:
         known = hf.tokenizer.get_vocab()
@@ -54,9 +57,9 @@ class Gemma4Processor(Processor):
         """Ids of the tokens of images and around them."""
         return frozenset(self.token_ids.values())
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
         """All images as one sample's."""
-        return {"images": [media["images"]]} if "images" in media else {}
+        return {"images": [media.arguments["images"]]} if row.images else {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tower's tensors; see the module's docstring."""

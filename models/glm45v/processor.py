@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.sizes import Headers
+from zoo.data.media.media_files import LoadedMedia
+from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors import vision
 from zoo.data.processors.answers import ChatMarkers
 from zoo.data.processors.processor import Sketch
@@ -31,7 +32,6 @@ AROUND = {  # config key -> the token
     "video_start_token_id": "<|begin_of_video|>",
     "video_end_token_id": "<|end_of_video|>",
 }
-Grid = tuple[int, int, int]  # time, height and width in patches
 # For the processor without published files: least and most tokens of a whole video, and how turns are written.
 TINY_VIDEO_TOKENS = (1, 4096)
 TINY_TEMPLATE = """\
@@ -84,11 +84,11 @@ class GLM45VProcessor(vision.PatchProcessor):
         super().__init__(hf, media | ids, MARKERS)
         self._counted = hf.image_processor.temporal_patch_size  # times that an image's pixels count
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Frames are taken as they are; their times follow from their rate."""
-        return (
-            {"videos_kwargs": vision.frames_as_they_are(self.hf, media["videos"], fps)} if row.videos else {}
-        )
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+        """Frames are taken as they are; their times follow from their pace."""
+        if not row.videos:
+            return {}
+        return {"videos_kwargs": vision.frames_as_they_are(self.hf, media.arguments["videos"], media.paces)}
 
     def pixel_options(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
         """Sizes of images and of videos."""
@@ -103,7 +103,7 @@ class GLM45VProcessor(vision.PatchProcessor):
         """The most pixels of an image, and of all frames of a video."""
         area = self.hf.image_processor.patch_size**2
         return (
-            max((h * w * area for _, h, w in self._image_grids(headers, pixels)), default=0),
+            max((h * w * area for _, h, w in self.image_grids(headers, pixels)), default=0),
             max(
                 (t * self._counted * h * w * area for t, h, w in self.video_grids(headers, pixels)), default=0
             ),
@@ -134,17 +134,16 @@ class GLM45VProcessor(vision.PatchProcessor):
 
     def sketch(self, row: Row, text: str, headers: Headers, pixels: PixelLimits) -> Sketch | None:
         """One token for each image and each temporal patch, with the times as transformers writes them."""
-        images, videos = self._image_grids(headers, pixels), self.video_grids(headers, pixels)
-        merge, fps = (
-            self.hf.video_processor.merge_size,
-            headers.fps or 1.0,
-        )  # without a rate there is no video
+        images, videos = self.image_grids(headers, pixels), self.video_grids(headers, pixels)
+        merge = self.hf.video_processor.merge_size
         # Grids of one token a frame, of which transformers makes its text.
         small = {
             "video_grid_thw": [torch.tensor((time, merge, merge)) for time, *_ in videos],
             "video_metadata": [
-                SimpleNamespace(fps=fps, timestamps=[place / fps for place in range(count)])
-                for count, *_ in headers.videos
+                SimpleNamespace(
+                    fps=pace.fps, timestamps=[at / pace.fps for at in vision.frame_places(clip.frames, pace)]
+                )
+                for clip, pace in zip(headers.videos, headers.paces, strict=True)
             ],
         }
         written = [self.hf.replace_video_token(small, index) for index in range(len(videos))]
@@ -152,16 +151,26 @@ class GLM45VProcessor(vision.PatchProcessor):
         rows = vision.grid_rows([*images, *videos])
         return Sketch(text, sum(count // merge**2 - 1 for count in rows), {"vision": rows})
 
-    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
-        """(time, height, width) in patches of each video."""
-        limits = vision.pixel_limits(self.frame_size, None, pixels.video_most)
-        return [self._resized(size, limits) for size in headers.videos]
-
-    def _image_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
-        """(1, height, width) in patches of each image."""
+    def usual_image(self, size: Sequence[int], pixels: PixelLimits) -> tuple[int, int]:
+        """(height, width) of a resized image without settings of its own."""
         pixels = self._as_counted(pixels)
         limits = vision.pixel_limits(self.hf.image_processor.size, pixels.least, pixels.most)
-        return [self._resized((self._counted, *size), limits) for size in headers.images]
+        return self._resized((self._counted, *size), limits)
+
+    def usual_video(self, clip: ClipSize, pixels: PixelLimits) -> tuple[int, int]:
+        """(height, width) of the resized frames of a video, whose limits are those of all frames together."""
+        return self._resized(clip, vision.pixel_limits(self.frame_size, None, pixels.video_most))
+
+    def image_limits(self, least: int | None, most: int | None) -> tuple[int, int]:
+        """Least and most pixels of an image, each counted once."""
+        counted = self._as_counted(PixelLimits(least, most))
+        low, high = vision.pixel_limits(self.hf.image_processor.size, counted.least, counted.most).values()
+        return -(-low // self._counted), high // self._counted
+
+    def frame_limits(self, clip: ClipSize, most: int | None) -> tuple[int, int]:
+        """Least and most pixels of a frame: a share of those of all frames together."""
+        limits = vision.pixel_limits(self.frame_size, None, most)
+        return vision.limits_of_each(limits, clip.frames, self.hf.video_processor.temporal_patch_size)
 
     def _as_counted(self, pixels: PixelLimits) -> PixelLimits:
         """Limits of an image's pixels as transformers' processor counts them."""
@@ -170,8 +179,8 @@ class GLM45VProcessor(vision.PatchProcessor):
         )
         return replace(pixels, least=least, most=most)
 
-    def _resized(self, size: Sequence[int], limits: Mapping[str, int]) -> Grid:
-        """(time, height, width) in patches of so many frames, of (height, width) pixels."""
+    def _resized(self, size: Sequence[int], limits: Mapping[str, int]) -> tuple[int, int]:
+        """(height, width) of so many frames, of (height, width) pixels, once resized."""
         from transformers.models.glm4v.image_processing_glm4v import smart_resize
 
         images = self.hf.image_processor
@@ -179,7 +188,7 @@ class GLM45VProcessor(vision.PatchProcessor):
         height, width = smart_resize(
             *size, together, patch * images.merge_size, limits["shortest_edge"], limits["longest_edge"]
         )
-        return -(-size[0] // together), height // patch, width // patch
+        return int(height), int(width)
 
 
 def _pictures(features: Mapping[str, Any], pixels: str, grids: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import MARKERS, load_processor
@@ -51,9 +52,9 @@ class InternVLProcessor(Processor):
         """Ids of the placeholder and of the tokens around it."""
         return frozenset(self.hf.image_token_ids)
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
         """Frames are taken as they are."""
-        return {"videos_kwargs": {"do_sample_frames": False}} if "videos" in media else {}
+        return {"videos_kwargs": {"do_sample_frames": False}} if row.videos else {}
 
     def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """As transformers' processor, which takes videos of one length in a text: others go in one by one."""

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors.answers import ChatMarkers
+from zoo.data.processors.boxes import Coordinates
 from zoo.data.processors.processor import Processor, Sketch, as_tensor
 from zoo.data.processors.vision import load_processor
 from zoo.data.sources.rows import Row
@@ -45,6 +47,7 @@ class LlavaProcessor(Processor):
     """`Processor` around transformers' processor of the variant."""
 
     modalities: tuple[str, ...] = ("text", "image", "video")  # OneVision's; the others take no videos
+    coordinates = Coordinates("shares")  # as in the sets of referring expressions that LLaVA was trained on
 
     def __init__(self, hf: Any, config: LlavaConfig) -> None:
         super().__init__(hf, find_markers(partial(hf.apply_chat_template, tokenize=False), hf.tokenizer))
@@ -73,14 +76,14 @@ class LlavaProcessor(Processor):
             for message in super().messages(row)
         ]
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
         """For OneVision: all images as one sample's, of which it cuts one that is alone; videos of unequal length apart."""
         options: dict[str, Any] = {}
-        if self.config.has_video and "images" in media:
-            options["images"] = [media["images"]]
-        if "videos" in media:
+        if self.config.has_video and row.images:
+            options["images"] = [media.arguments["images"]]
+        if row.videos:
             options["videos_kwargs"] = {"do_sample_frames": False}  # which were taken as the run says
-        if len({len(video) for video in media.get("videos", ())}) > 1:
+        if len({len(video) for video in media.arguments.get("videos", ())}) > 1:
             options["return_tensors"] = None
         return options
 

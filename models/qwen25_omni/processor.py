@@ -9,6 +9,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.processors import sound, vision
+from zoo.data.processors.boxes import Coordinates
 from zoo.models.qwen25_omni.config import audio_tokens
 
 
@@ -34,6 +35,8 @@ def build_processor(arch_config: Any, source: str | None = None) -> Qwen25OmniPr
 
 class Qwen25OmniProcessor(sound.OmniProcessor):
     """`Processor` around transformers' Qwen2_5OmniProcessor."""
+
+    coordinates = Coordinates("pixels")  # of the resized image, as Qwen2.5-VL's
 
     def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
         """Sound is padded to the row's longest, and by so much more that no frame's window reaches over the end.

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
+from zoo.data.processors.boxes import Coordinates
 from zoo.data.processors.processor import Sketch, as_tensor
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
@@ -56,10 +58,12 @@ class Qwen25VLProcessor(vision.PatchProcessor):
         ids = {key: hf.tokenizer.convert_tokens_to_ids(token) for key, token in TOKENS.items()}
         super().__init__(hf, ids)
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Frames are taken as they are; the seconds between them follow from their rate."""
-        videos = media.get("videos")
-        return {"videos_kwargs": vision.frames_as_they_are(self.hf, videos, fps)} if videos else {}
+    coordinates = Coordinates("pixels")  # of the resized image (Qwen2.5-VL's report, 2.1.1)
+
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+        """Frames are taken as they are; the seconds between them follow from their pace."""
+        videos = media.arguments.get("videos")
+        return {"videos_kwargs": vision.frames_as_they_are(self.hf, videos, media.paces)} if videos else {}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vision tower's tensors, and the clock of the videos."""
@@ -79,7 +83,7 @@ class Qwen25VLProcessor(vision.PatchProcessor):
         """The template's text: a token for each medium."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        grids = [*vision.image_grids(self.hf, headers.images, pixels), *self.video_grids(headers, pixels)]
+        grids = [*self.image_grids(headers, pixels), *self.video_grids(headers, pixels)]
         merged = self.hf.image_processor.merge_size**2
         tokens = sum(time * height * width // merged for time, height, width in grids)
         return Sketch(text, tokens - len(grids), {"vision": vision.grid_rows(grids)})

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import sound
 from zoo.data.processors.processor import Processor, Sketch
@@ -52,9 +53,9 @@ class Qwen3ASRProcessor(Processor):
         super().__init__(hf, MARKERS)
         self.n_window = n_window
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
         """The processor wants to be told that there is no sound."""
-        return {} if "audio" in media else {"audio": None}
+        return {} if "audio" in media.arguments else {"audio": None}
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tower's tensors by name."""

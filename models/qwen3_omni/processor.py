@@ -49,6 +49,8 @@ class Qwen3OmniProcessor(sound.OmniProcessor):
 
     def incomparable(self, sample: Sample) -> str | None:
         """Clips under a chunk beside longer ones: transformers pads them to the longest, which its encoder sees."""
+        if (reason := super().incomparable(sample)) is not None:
+            return reason
         lengths = sample.media.get("feature_lens")
         if lengths is None or len(lengths.clamp(max=2 * self.n_window).unique()) == 1:
             return None

@@ -40,3 +40,7 @@ class RowError(UserError):
 def corrupt_media(place: object, what: str, reason: str) -> RowError:
     """The error of a medium that can't be used: `what` it should be, where it stands, and why."""
     return RowError("", "corrupt_media", f"{what} {place} can't be used: {reason}.")
+
+
+class NoSoundTrackError(RowError):
+    """A file, or a list of frames, has no audio track."""

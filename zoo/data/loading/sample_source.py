@@ -33,6 +33,7 @@ from zoo.data.processors.processor import Processor
 from zoo.data.sample import Sample, Taught
 from zoo.data.sources import identity
 from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.references import is_url
 from zoo.data.sources.row_set import RowSet, check_modalities, open_rows
 from zoo.data.sources.rows import Row
 from zoo.errors import UserError
@@ -369,8 +370,7 @@ def _is_for_workers(row: Row) -> bool:
     """Whether an encoding worker is to encode it: it has media, which need not be downloaded."""
     rows = [one for one in (row, row.rejected) if isinstance(one, Row)]
     media = [medium for one in rows for medium in (*one.images, *one.videos, *one.audios)]
-    far = any(isinstance(medium, str) and medium.startswith(("http://", "https://")) for medium in media)
-    return bool(media) and not far
+    return bool(media) and not any(map(is_url, media))
 
 
 def _pixel_keys(rows: RowSet, data: DataConfig) -> list[str]:

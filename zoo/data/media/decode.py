@@ -22,10 +22,11 @@ import av.error
 import numpy as np
 from PIL import Image
 
-from zoo.data.errors import RowError, corrupt_media
+from zoo.data.errors import NoSoundTrackError, RowError, corrupt_media
 from zoo.data.media.images import IMAGE_TYPES, MAX_PIXELS, rgb_of
+from zoo.data.media.sampling import WHOLE, Clip, frames_taken
 from zoo.data.media.sound_files import channels_of, levels, read_wave, resampler_to
-from zoo.data.sources.references import Blob, Picture, Sound, missing_text
+from zoo.data.sources.references import Blob, Frames, Picture, Sound, missing_text
 from zoo.files import why_no_file
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ MAX_VIDEO_MB = 8192  # of the frames kept of one video, in MiB
 MAX_SOUND_SECONDS = 4 * 3600  # of one sound: 0.9 GB at 16 kHz
 MIN_SOUND_SECONDS = 0.02  # of one sound: less gives no frame of a spectrogram
 SMALL_FRAME = 256 * 256  # pixels; starting threads takes longer than decoding a clip of such frames
-MIN_FRAMES = 2  # a vision tower's temporal patch: shorter videos are held on their last frame
 SOUND_BLOCK = 2**14  # samples that are resampled in one call
 JUMP = 2.0  # seconds that a key frame must lie ahead before the decoder jumps to it
 CONTAINERS = (
@@ -43,7 +43,7 @@ CONTAINERS = (
     "wav,w64,aiff,au,caf,flac,mp3,aac,ac3,eac3,amr,wv,tta,ape,mpc,opus,webp_pipe,y4m,yuv4mpegpipe,dv,mxf"
 )  # demuxers of FFmpeg: no playlist, no list of other files
 
-type Source = str | Path | Blob | Picture | Sound
+type Source = str | Path | Blob | Picture | Sound | Frames
 
 
 def load_image(source: Source) -> Image.Image:
@@ -67,9 +67,9 @@ def load_image(source: Source) -> Image.Image:
         raise corrupt_media(place, "image", _reason(error, place)) from error
 
 
-def load_video(source: Source, fps: float, max_frames: int) -> tuple[Tensor, float]:
+def load_video(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[Tensor, float]:
     """`video_frames` as (T, 3, H, W)."""
-    return as_frames(*video_frames(source, fps, max_frames))
+    return as_frames(*video_frames(source, fps, max_frames, clip))
 
 
 def as_frames(frames: np.ndarray, fps: float) -> tuple[Tensor, float]:
@@ -79,16 +79,18 @@ def as_frames(frames: np.ndarray, fps: float) -> tuple[Tensor, float]:
     return torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous(), fps
 
 
-def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarray, float]:
+def video_frames(source: Source, fps: float, max_frames: int, clip: Clip = WHOLE) -> tuple[np.ndarray, float]:
     """Frames of a video's first picture track, sampled at a steady rate.
 
-    Sample i is the frame nearest to i / rate seconds after the first one; round(duration * fps) samples are taken, at
+    Sample i is the frame nearest to i / rate seconds after the clip's start; round(duration * fps) samples are taken, at
     least MIN_FRAMES (the last frame is held), and where that is more than `max_frames`, `max_frames` samples
-    evenly over the whole video, at the lower rate that is given back.
+    evenly over the whole clip, at the lower rate that is given back.
 
     Args:
+        source: a file, or the frames of a video, which stand at the rate `fps`.
         fps: samples per second of video.
         max_frames: most samples taken, at least MIN_FRAMES.
+        clip: the part that is taken.
 
     Returns:
         (T, H, W, 3) uint8 RGB frames, and the rate they stand at, in Hz.
@@ -96,6 +98,8 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
     Raises:
         RowError: no such file, no picture track, no frame that can be decoded, or more pixels than MAX_VIDEO_MB holds.
     """
+    if isinstance(source, Frames):
+        return _listed_frames(source, fps, max_frames, clip)
     place = _existing(source)
     with _opened(place, "video") as container:
         if not container.streams.video:
@@ -104,17 +108,36 @@ def video_frames(source: Source, fps: float, max_frames: int) -> tuple[np.ndarra
         if stream.width * stream.height <= SMALL_FRAME:
             stream.codec_context.thread_count = 1
         duration, keys = _timeline(container)
-        count = max(round(duration * fps), MIN_FRAMES)
-        if count > max(max_frames, MIN_FRAMES):
-            count = max(max_frames, MIN_FRAMES)
-            fps = count / duration
+        count, fps = frames_taken(duration, fps, max_frames, clip)
         _check_size(place, count, stream.width, stream.height)
         container.seek(0)
         frames = _Frames(count, place)
-        _nearest(container, [index / fps for index in range(count)], keys, frames)
+        _nearest(container, [clip.start + index / fps for index in range(count)], keys, frames)
     if frames.pixels is None:
         raise corrupt_media(place, "video", "no frame of it can be decoded")
     return frames.pixels, fps
+
+
+def _listed_frames(video: Frames, fps: float, max_frames: int, clip: Clip) -> tuple[np.ndarray, float]:
+    """The same of a video as a list of its frames."""
+    last = len(video.images) - 1
+    count, rate = frames_taken(len(video.images) / fps, fps, max_frames, clip)
+    images: dict[int, Image.Image] = {}
+    pixels: np.ndarray | None = None
+    for place in range(count):
+        number = min(round((clip.start + place / rate) * fps), last)
+        if number not in images:
+            images = {number: load_image(video.images[number])}
+        image = images[number]
+        if pixels is None:
+            _check_size(video, count, image.width, image.height)
+            pixels = np.empty((count, image.height, image.width, 3), np.uint8)
+        if image.size != (pixels.shape[2], pixels.shape[1]):
+            size = f"frame {number} has {image.width} x {image.height} pixels, those before {pixels.shape[2]} x {pixels.shape[1]}"
+            raise corrupt_media(video, "video", f"{size}; make them one size")
+        pixels[place] = np.asarray(image)
+    assert pixels is not None
+    return pixels, rate
 
 
 def load_audio(source: Source, rate: int = 16000) -> np.ndarray:
@@ -158,7 +181,7 @@ def _decoded_sound(place: Path | Blob, rate: int) -> np.ndarray:
     """Sound through FFmpeg, resampled."""
     with _opened(place, "audio") as container:
         if not container.streams.audio:
-            raise corrupt_media(place, "audio", "it has no audio track")
+            raise NoSoundTrackError(*corrupt_media(place, "audio", "it has no audio track").args)
         resampler = resampler_to(rate)
         parts: list[np.ndarray] = []
         left = MAX_SOUND_SECONDS * rate
@@ -242,6 +265,8 @@ def _too_long() -> str:
 def _existing(source: Source) -> Path | Blob:
     if isinstance(source, Blob):
         return source
+    if isinstance(source, Frames):
+        raise NoSoundTrackError(*corrupt_media(source, "audio", "a list of frames has no audio track").args)
     path = Path(str(source))
     if why_no_file(path) is not None:
         raise RowError("", "missing_file", missing_text(path))
@@ -283,7 +308,7 @@ def _opened(place: Path | Blob, what: str) -> Iterator[Any]:
         raise corrupt_media(place, what, text) from error
 
 
-def _check_size(place: Path | Blob, count: int, width: int, height: int) -> None:
+def _check_size(place: object, count: int, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
         raise corrupt_media(place, "video", f"its frames have {width} x {height} pixels; scale it down")
     if count * width * height * 3 > MAX_VIDEO_MB * 2**20:

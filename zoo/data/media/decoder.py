@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zoo.data.errors import RowError
 from zoo.data.media.decode import load_audio, load_image, load_video
+from zoo.data.media.sampling import WHOLE, Clip
 from zoo.data.media.sizes import ImageSize, VideoSize, image_size, sound_samples, video_size
 from zoo.data.sources.references import Medium, opened
 from zoo.data.sources.rows import Row
@@ -34,7 +35,9 @@ class Decoder(Protocol):
     def image(self, medium: Medium, row: Row) -> Image.Image:
         """See `zoo.data.media.decode.load_image`."""
 
-    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+    def video(
+        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
+    ) -> tuple[Tensor, float]:
         """See `zoo.data.media.decode.load_video`."""
 
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
@@ -66,9 +69,11 @@ class Here:
         """An RGB picture."""
         return load_image(opened(medium, row.root))
 
-    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+    def video(
+        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
+    ) -> tuple[Tensor, float]:
         """(T, 3, H, W) uint8, and their rate in Hz."""
-        return load_video(opened(medium, row.root), fps, max_frames)
+        return load_video(opened(medium, row.root), fps, max_frames, clip)
 
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """(N,) float32 at 16 kHz."""

@@ -29,7 +29,8 @@ from PIL import Image
 from zoo.data.errors import RowError
 from zoo.data.media import decode, sizes
 from zoo.data.media.decoding_process import HEAD
-from zoo.data.sources.references import Medium, opened, shown
+from zoo.data.media.sampling import WHOLE, Clip, how_taken
+from zoo.data.sources.references import Medium, bare, is_url, opened, settings_of_medium, shown
 from zoo.errors import UserError
 from zoo.subprocesses import module_command
 
@@ -68,9 +69,11 @@ class Workers:
         """An RGB picture."""
         return Image.fromarray(self._result(row, "image", medium))
 
-    def video(self, medium: Medium, row: Row, fps: float, max_frames: int) -> tuple[Tensor, float]:
+    def video(
+        self, medium: Medium, row: Row, fps: float, max_frames: int, clip: Clip = WHOLE
+    ) -> tuple[Tensor, float]:
         """(T, 3, H, W) uint8, and their rate in Hz."""
-        return decode.as_frames(*self._result(row, "video", medium, fps, max_frames))
+        return decode.as_frames(*self._result(row, "video", medium, fps, max_frames, clip))
 
     def audio(self, medium: Medium, row: Row) -> np.ndarray:
         """(N,) float32 at 16 kHz."""
@@ -108,10 +111,10 @@ class Workers:
             heard = [*row.audios, *(row.videos if row.use_audio_in_video else ())]
             how = (row.limits.video_fps, row.limits.max_frames) if row.limits else (fps, max_frames)
             jobs: list[tuple[Any, ...]] = [("image", medium) for medium in row.images]
-            jobs += [("video", medium, *how) for medium in row.videos]
+            jobs += [("video", one, *how_taken(settings_of_medium(one), *how)) for one in row.videos]
             for kind, medium, *taken in [*jobs, *(("audio", medium) for medium in heard)]:
-                if not (isinstance(medium, str) and medium.startswith(("http://", "https://"))):
-                    yield Job(row.source, kind, medium, tuple(taken)), row
+                if not is_url(medium):
+                    yield Job(row.source, kind, bare(medium), tuple(taken)), row
 
     def close(self) -> None:
         """End all workers; more are started when they are needed."""
@@ -123,7 +126,7 @@ class Workers:
 
     def _result(self, row: Row, kind: str, medium: Medium, *how: Any) -> Any:
         with self._lock:
-            return self._asked(row, Job(row.source, kind, medium, how))
+            return self._asked(row, Job(row.source, kind, bare(medium), how))
 
     def _asked(self, row: Row, job: Job) -> Any:
         if job not in self._done and job not in self._busy:

@@ -15,9 +15,11 @@ import numpy as np
 from PIL import Image
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.decode import MIN_FRAMES, container_of
+from zoo.data.media.decode import container_of
 from zoo.data.media.images import IMAGE_TYPES
-from zoo.data.sources.references import Blob, Picture, Sound
+from zoo.data.media.sampling import Pace, frames_taken, how_taken
+from zoo.data.sources.formats.media_settings import MediaSettings
+from zoo.data.sources.references import Blob, Frames, Picture, Sound
 
 ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
 SOUND_RATE = 16_000  # Hz that sound is resampled to
@@ -67,7 +69,7 @@ class ImageSize(NamedTuple):
 class VideoSize(NamedTuple):
     """Length and pixels of a video."""
 
-    seconds: float
+    seconds: float  # of a list of frames how many there are: their rate is not its own
     height: int
     width: int
 
@@ -87,39 +89,58 @@ class Headers:
     Attributes:
         images: the size of each image.
         videos: the frames that are taken of each video.
-        fps: rate of the frames, in Hz; None without videos.
+        paces: when the frames of each video are shown.
         sounds: samples at SOUND_RATE of each sound, in the order in which they are heard.
+        image_settings: of each image, its own or None.
+        video_settings: of each video.
+        capped: whether limits of pixels hold for images and videos with settings of their own as well: they are being made
+            smaller until they fit.
     """
 
     images: tuple[ImageSize, ...] = ()
     videos: tuple[ClipSize, ...] = ()
-    fps: float | None = None
+    paces: tuple[Pace, ...] = ()
     sounds: tuple[int, ...] = ()
+    image_settings: tuple[MediaSettings | None, ...] = ()
+    video_settings: tuple[MediaSettings | None, ...] = ()
+    capped: bool = False
+
+    def sized_images(self) -> list[tuple[ImageSize, MediaSettings | None]]:
+        """Each image with the settings that set its pixels, or None."""
+        return _with_settings(self.images, self.image_settings)
+
+    def sized_videos(self) -> list[tuple[ClipSize, MediaSettings | None]]:
+        """Each video with the settings that set its pixels, or None."""
+        return _with_settings(self.videos, self.video_settings)
 
 
-def headers_of(
-    images: Sequence[ImageSize],
-    videos: Sequence[VideoSize],
-    sounds: Sequence[int],
-    fps: float,
-    max_frames: int,
-) -> Headers:
-    """Headers of a row's media, with the frames that are taken of its videos.
+def _with_settings[T](
+    sizes: Sequence[T], settings: Sequence[MediaSettings | None]
+) -> list[tuple[T, MediaSettings | None]]:
+    own = settings or (None,) * len(sizes)
+    return [
+        (size, given if given and given.pixel_keys else None) for size, given in zip(sizes, own, strict=True)
+    ]
+
+
+def clip_of(
+    size: VideoSize, settings: MediaSettings | None, fps: float, max_frames: int, *, frames: bool = False
+) -> tuple[ClipSize, Pace]:
+    """The frames that are taken of a video, and when they are shown.
 
     Args:
-        images: the size of each.
-        videos: the size of each.
-        sounds: samples of each.
+        size: of the video.
+        settings: its own, or None.
         fps: frames taken per second of video.
-        max_frames: most frames taken of one video.
+        max_frames: most frames taken.
+        frames: whether it is a list of frames, which stand at that rate.
+
+    Raises:
+        RowError: the part that is taken begins behind the video's end.
     """
-    # All videos of a row stand at the lowest rate that any of these videos is thinned to.
-    rate = min((_taken(video.seconds, fps, max_frames)[1] for video in videos), default=None)
-    clips = [
-        ClipSize(_taken(video.seconds, rate or fps, max_frames)[0], video.height, video.width)
-        for video in videos
-    ]
-    return Headers(tuple(images), tuple(clips), rate, tuple(sounds))
+    fps, max_frames, clip = how_taken(settings, fps, max_frames)
+    count, rate = frames_taken(size.seconds / fps if frames else size.seconds, fps, max_frames, clip)
+    return ClipSize(count, size.height, size.width), Pace(rate, clip.start)
 
 
 def image_size(source: Any) -> ImageSize | None:
@@ -178,6 +199,9 @@ def _upright(image: Any) -> ImageSize:
 
 def video_size(source: Any) -> VideoSize | None:
     """The size of a video; None where its header does not hold it (outside of mp4 and mov)."""
+    if isinstance(source, Frames):
+        first = image_size(source.images[0])
+        return None if first is None else VideoSize(len(source.images), *first)
     if not isinstance(source, str | Path | Blob):
         return None
     try:
@@ -208,9 +232,3 @@ def sound_samples(source: Any) -> int | None:
 
 def _file(source: str | Path | Blob) -> Any:
     return io.BytesIO(source.data) if isinstance(source, Blob) else str(source)
-
-
-def _taken(seconds: float, fps: float, max_frames: int) -> tuple[int, float]:
-    """Frames taken of a video and their rate, as `zoo.data.media.decode` takes them."""
-    count, most = max(round(seconds * fps), MIN_FRAMES), max(max_frames, MIN_FRAMES)
-    return (most, most / seconds) if count > most else (count, fps)

@@ -1,19 +1,17 @@
-"""A row as a chat template takes it: contents in parts, tool calls and tools; and boxes as text, once images are known."""
+"""A row as a chat template takes it: contents in parts, tool calls and tools."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import replace
 from inspect import signature
 from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.processors.labels import EMPTY_THOUGHT, text_begins
-from zoo.data.sources.formats.grounding import BOX, written
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
-from zoo.data.sources.rows import Message, Row
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 
 THOUGHT = re.compile(r"\s*(?:<think>)?(?P<thought>.*?)</think>\s*(?P<rest>.*)", re.DOTALL)
@@ -189,22 +187,6 @@ def call_begins(body: str, content: str, names: Sequence[str]) -> int:
         found = EMPTY_THOUGHT.match(body)
         return found.end() if found else 0
     return text_begins(body, content)
-
-
-def with_boxes(row: Row, sizes: Sequence[tuple[float, float]]) -> Row:
-    """The row with its boxes in the place of `<bbox>`, as thousandths of (height, width) of the images."""
-    if not row.boxes:
-        return row
-    left = iter(row.boxes)
-    messages = []
-    for role, content in row.messages:
-        head, *rest = content.split(BOX)
-        for piece in rest:
-            image, pixels = next(left)
-            height, width = sizes[image]
-            head += written(list(pixels), width, height) + piece
-        messages.append(Message(role, head))
-    return replace(row, messages=tuple(messages), boxes=())
 
 
 def _parts(content: str) -> str | list[dict[str, str]]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.sizes import ClipSize, Headers, ImageSize
+from zoo.data.media.sizes import Fit, Headers
+from zoo.data.processors.labels import Span
+from zoo.data.sources.rows import Row
 
 
 class Overlong(NamedTuple):
@@ -14,6 +17,45 @@ class Overlong(NamedTuple):
 
     budget: int
     shrink: bool  # its images and videos are made smaller until it fits; else `Fit` says how it would fit
+
+
+class Written(NamedTuple):
+    """A row's text as the chat template writes it."""
+
+    row: Row  # its boxes written
+    text: str
+    answers: list[Span]  # where the answers stand in it, where turns begin with plain text
+    headers: Headers
+
+
+def find_fit(processor: Any, written: Written, pixels: PixelLimits, overlong: Overlong | None) -> Fit | None:
+    """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps.
+
+    Args:
+        processor: a `zoo.data.processors.processor.Processor`.
+        written: its row's text.
+        pixels: the limits that the sample has.
+        overlong: what becomes of it.
+    """
+    row, text, headers = written.row, written.text, written.headers
+    if overlong is None or not processor.pixels_of_token or not (headers.images or headers.videos):
+        return None
+    sketch = processor.sketch(row, text, headers, pixels)
+    if sketch is None or (length := processor.sketch_length(sketch)) <= overlong.budget:
+        return None
+    # For what placeholders add: their text stays the same.
+    room = overlong.budget - (length - sketch.further)
+    if overlong.shrink:
+        headers = replace(headers, capped=True)
+
+    def fits(limits: PixelLimits) -> bool:
+        found = processor.sketch(row, text, headers, limits)
+        return found is not None and found.further <= room
+
+    least = processor.least_pixels(pixels) if overlong.shrink else (1, 1)
+    most = processor.most_pixels(written.headers, pixels)
+    limits = largest_fit(fits, pixels, processor.pixels_of_token, most, least)
+    return None if limits is None else Fit(limits, length, overlong.shrink)
 
 
 def largest_fit(
@@ -53,10 +95,3 @@ def largest_fit(
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(limits(middle)) else (good, middle)
     return limits(good)
-
-
-def headers_of_media(media: Mapping[str, list], fps: float | None) -> Headers:
-    """What the headers of decoded media would say."""
-    images = tuple(ImageSize(image.height, image.width) for image in media.get("images", ()))
-    videos = tuple(ClipSize(len(frames), *frames.shape[-2:]) for frames in media.get("videos", ()))
-    return Headers(images, videos, fps, tuple(map(len, media.get("audio", ()))))

@@ -8,6 +8,7 @@ tokens are as many as the media give. Whatever goes wrong is a `RowError` of tha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +21,19 @@ from zoo.config.entries import PixelLimits
 from zoo.config.memory import ran_out
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import HERE, Decoder
-from zoo.data.media.sizes import Fit, Headers, SampleSize
+from zoo.data.media.media_files import (
+    LoadedMedia,
+    headers_of_media,
+    headers_of_row,
+    load_media,
+    refuse_pixel_keys,
+)
+from zoo.data.media.sizes import Headers, SampleSize
 from zoo.data.processors import labels as label_spans
 from zoo.data.processors import plain_turns
 from zoo.data.processors.answers import AnswerFinder, ChatMarkers
 from zoo.data.processors.augment import Augment, augmented
+from zoo.data.processors.boxes import THOUSANDTHS, Coordinates, Size, with_boxes
 from zoo.data.processors.chat import (
     SpecialTokens,
     chat_messages,
@@ -33,12 +42,10 @@ from zoo.data.processors.chat import (
     check_tools,
     tools_of,
     wants_thoughts,
-    with_boxes,
     with_thoughts,
 )
-from zoo.data.processors.fitting import Overlong, headers_of_media, largest_fit
+from zoo.data.processors.fitting import Overlong, Written, find_fit
 from zoo.data.processors.labels import Span
-from zoo.data.processors.media_files import headers_of_row, load_media
 from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError, UserError
@@ -66,6 +73,7 @@ class Processor:
     """
 
     modalities: tuple[str, ...] = ("text", "image", "video", "audio")  # what rows may hold
+    coordinates: Coordinates = THOUSANDTHS  # how boxes are written
     pixels_of_token = 0  # pixels of an image that one token stands for; 0: there are no limits of pixels
 
     def __init__(self, hf: Any, markers: ChatMarkers) -> None:
@@ -141,27 +149,26 @@ class Processor:
         self.special.check(row, self.media_ids)
         if row.text is not None:
             return self._plain_text(row, row.text)
+        if not self.pixels_of_token:
+            refuse_pixel_keys(row, type(self.hf).__name__)
         try:
-            media, fps = load_media(row, video_fps, max_frames, decoder)
+            media = load_media(row, video_fps, max_frames, decoder)
         except RowError as error:
             raise error.at(row.source) from error
-        row = with_boxes(row, [image.size[::-1] for image in media.get("images", ())])
+        files = [image.size[::-1] for image in media.arguments.get("images", ())]
         if augment is not None and augment.strength:
-            media = augmented(media, augment)
+            media.arguments = augmented(media.arguments, augment)
         try:
-            text, answers = self._text(row)
-            sizes = headers_of_media(media, fps)
-            fit = self._fit(row, text, sizes, pixels, overlong) if overlong and overlong.shrink else None
-            options = self.call_options(row, media, fps)
-            for name, values in self.pixel_options(pixels if fit is None else fit.pixels).items():
-                if name.removesuffix("_kwargs") in media:
-                    options[name] = {**options.get(name, {}), **values}
-            arguments = {**media, "return_tensors": "pt", **options}
-            features = self.call_hf(text, arguments)
+            written = self._written(row, files, headers_of_media(media, row), pixels)
+            fit = find_fit(self, written, pixels, overlong) if overlong and overlong.shrink else None
+            if fit is not None:
+                written = self._written(row, files, replace(written.headers, capped=True), fit.pixels)
+            arguments = self._arguments(written, media, pixels if fit is None else fit.pixels)
+            features = self.call_hf(written.text, arguments)
             input_ids = as_tensor(features["input_ids"][0], torch.int64)
             tensors = self.media_tensors(features)
             if overlong and not overlong.shrink and len(input_ids) > overlong.budget:
-                fit = self._fit(row, text, sizes, pixels, overlong)
+                fit = find_fit(self, written, pixels, overlong)
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # whatever a processor raises, it is about this row
@@ -170,11 +177,12 @@ class Processor:
             said = " ".join(str(error).split()).rstrip(".")
             reason = f"{type(self.hf).__name__} refuses the row: {type(error).__name__}: {said}."
             raise RowError(row.source, "processor_error", reason) from error
+        row = written.row
         self._check_placeholders(row, input_ids, tensors)
         if self._header:
             spans = self._answers.spans(row, input_ids)
         else:
-            spans = self._plain_spans(row, text, answers, input_ids)
+            spans = self._plain_spans(row, written.text, written.answers, input_ids)
         chosen = label_spans.choose(spans, row.answer_weights, labels, len(input_ids), row.weight)
         targets, weights = label_spans.labelled(input_ids, chosen, self.media_ids)
         sample = Sample(input_ids, targets, tensors, row.kind, row.source, weights, fit)
@@ -211,28 +219,26 @@ class Processor:
         self.special.check(row, self.media_ids)
         if row.text is not None:
             return self.size(self._plain_text(row, row.text)[0])
+        if not self.pixels_of_token:
+            refuse_pixel_keys(row, type(self.hf).__name__)
         try:
             headers = headers_of_row(row, video_fps, max_frames, decoder)
             if headers is None:
                 return None
-            row = with_boxes(row, headers.images)
-            text = self._text(row)[0]
-            sketch = self.sketch(row, text, headers, pixels)
-            if sketch is None:
-                return None
-            length = self._length(sketch)
-            fit = self._fit(row, text, headers, pixels, overlong)
+            written = self._written(row, headers.images, headers, pixels)
+            fit = find_fit(self, written, pixels, overlong)
             if fit is not None and fit.done:
-                sketch = self.sketch(row, text, headers, fit.pixels)
-                assert sketch is not None
-                length = self._length(sketch)
+                headers, pixels = replace(headers, capped=True), fit.pixels
+                written = self._written(row, headers.images, headers, pixels)
+            sketch = self.sketch(written.row, written.text, headers, pixels)
+            length = 0 if sketch is None else self.sketch_length(sketch)
         except RowError as error:
             raise error.at(row.source) from error
         except Exception as error:  # encoding names the cause
             if ran_out(error):
                 raise
             return None
-        return SampleSize(length, sketch.rows, fit)
+        return None if sketch is None else SampleSize(length, sketch.rows, fit)
 
     def size(self, sample: Sample) -> SampleSize:
         """The size of an encoded sample."""
@@ -282,8 +288,8 @@ class Processor:
         """The row as the chat template takes it."""
         return chat_messages(row)
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Further arguments of the HF processor's call, or other ones than `media`; `fps` is that of the videos, in Hz."""
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+        """Further arguments of the HF processor's call, or other ones than `media.arguments`."""
         return {}
 
     def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -298,6 +304,14 @@ class Processor:
     def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
         """The same as attributes of the HF processor's parts, for files that say what `pixels` say in a call."""
         return self.pixel_options(pixels)
+
+    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> dict[str, Any]:
+        """Arguments of the HF processor's call for images and videos of which some have settings of their own: resized, and not to be again."""
+        return {}
+
+    def image_sizes(self, headers: Headers, pixels: PixelLimits) -> Sequence[Size]:
+        """(height, width) of a row's images as the towers read them, where `coordinates` are in pixels."""
+        return ()
 
     def least_pixels(self, pixels: PixelLimits) -> tuple[int, int]:
         """The fewest pixels of an image, and of a video as its limit counts, which data.overlong=shrink keeps to."""
@@ -348,30 +362,24 @@ class Processor:
 
     # ---------------------------------------------------------------- inside
 
-    def _length(self, sketch: Sketch) -> int:
+    def sketch_length(self, sketch: Sketch) -> int:
+        """Tokens of the sample of a sketch."""
         return len(self.tokenizer(sketch.text)["input_ids"]) + sketch.further
 
-    def _fit(
-        self, row: Row, text: str, headers: Headers, pixels: PixelLimits, overlong: Overlong | None
-    ) -> Fit | None:
-        """How a sample over the budget fits it; None where it is not over it, or where no limit of pixels helps."""
-        if overlong is None or not self.pixels_of_token or not (headers.images or headers.videos):
-            return None
-        sketch = self.sketch(row, text, headers, pixels)
-        if sketch is None or (length := self._length(sketch)) <= overlong.budget:
-            return None
-        room = overlong.budget - (
-            length - sketch.further
-        )  # for what placeholders add: their text stays the same
+    def _written(self, row: Row, files: Sequence[Size], headers: Headers, pixels: PixelLimits) -> Written:
+        """The row under limits of pixels, which boxes may follow; `files` are the sizes of its images in their files."""
+        row = with_boxes(row, self.coordinates, files, lambda: self.image_sizes(headers, pixels))
+        return Written(row, *self._text(row), headers)
 
-        def fits(limits: PixelLimits) -> bool:
-            found = self.sketch(row, text, headers, limits)
-            return found is not None and found.further <= room
-
-        least = self.least_pixels(pixels) if overlong.shrink else (1, 1)
-        most = self.most_pixels(headers, pixels)
-        limits = largest_fit(fits, pixels, self.pixels_of_token, most, least)
-        return None if limits is None else Fit(limits, length, overlong.shrink)
+    def _arguments(self, written: Written, media: LoadedMedia, pixels: PixelLimits) -> dict[str, Any]:
+        """The arguments of the HF processor's call beside the text."""
+        options = self.call_options(written.row, media)
+        own = self.own_sizes(media.arguments, written.headers, pixels)
+        further = self.pixel_options(pixels) | {f"{kind}_kwargs": {"do_resize": False} for kind in own}
+        for name, values in further.items():
+            if name.removesuffix("_kwargs") in media.arguments:
+                options[name] = {**options.get(name, {}), **values}
+        return {**media.arguments, "return_tensors": "pt", **options, **own}
 
     def _text(self, row: Row) -> tuple[str, list[Span]]:
         """What the chat template writes, and, where turns begin with plain text, where the answers stand in it."""

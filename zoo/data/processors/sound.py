@@ -7,7 +7,8 @@ video_second_per_grid (n,) float32, seconds of a temporal patch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.data.errors import RowError
+from zoo.data.media.media_files import LoadedMedia
 from zoo.data.media.sizes import Headers
 from zoo.data.processors import vision
 from zoo.data.processors.processor import Sketch, as_tensor
+from zoo.data.sample import Sample
 from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError
 
@@ -114,20 +117,26 @@ class OmniProcessor(vision.PatchProcessor):
         parts = vision.tiny_parts(geometry)
         return getattr(transformers, kind)(video_processor=video, feature_extractor=hears, **parts)
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Arguments of the HF call that must agree with the architecture and with how the frames were taken."""
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+        """Arguments of the HF call that must agree with the architecture and with how the frames were taken.
+
+        `fps` and `use_audio_in_video` are lists, one for each video, where these differ; `call_hf` takes such a row apart.
+        """
         options: dict[str, Any] = {}
         if row.videos:
+            rates = [pace.fps for pace in media.paces]
+            heard = [row.use_audio_in_video and place not in media.silent for place in range(len(row.videos))]
+            apart = len(set(rates)) > 1 or len(set(heard)) > 1
             options["videos_kwargs"] = {
-                "fps": fps,
+                "fps": rates if apart else rates[0],
                 "do_sample_frames": False,
-                "use_audio_in_video": row.use_audio_in_video,
+                "use_audio_in_video": heard if apart else heard[0],
                 **self.clock,
             }
             if self.video_size is not None:
                 options["videos_kwargs"]["size"] = dict(self.video_size)
-        if "audio" in media:
-            options["audio_kwargs"] = self.audio_options(media["audio"])
+        if "audio" in media.arguments:
+            options["audio_kwargs"] = self.audio_options(media.arguments["audio"])
         return options
 
     def stored_limits(self, pixels: PixelLimits) -> dict[str, dict[str, Any]]:
@@ -136,6 +145,44 @@ class OmniProcessor(vision.PatchProcessor):
         if self.video_size is None and "images_kwargs" in found:
             found = {"videos_kwargs": found["images_kwargs"], **found}
         return found
+
+    def call_hf(self, text: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """As transformers' processor, which takes one rate for all videos of a call, and hears all of them or none."""
+        if not isinstance(arguments.get("videos_kwargs", {}).get("fps"), list):
+            return super().call_hf(text, arguments)
+        return joined_pieces([self.hf(**piece) for piece in self._pieces(text, arguments)])
+
+    def _pieces(self, text: str, arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Arguments of a call for each piece of the text that ends with a medium, and for what is left."""
+        tokens = self.hf.tokenizer
+        kinds = {tokens.image_token: "images", tokens.video_token: "videos", tokens.audio_token: "audio"}
+        ends = (tokens.vision_eos_token, tokens.audio_eos_token)
+        marks, behind = ("|".join(map(re.escape, some)) for some in (kinds, ends))
+        media = {kind: iter(arguments.get(kind, ())) for kind in kinds.values()}
+        shared = {
+            name: value
+            for name, value in arguments.items()
+            if name not in media and not name.endswith("_kwargs")
+        }
+        videos = arguments["videos_kwargs"]
+        each = zip(videos["fps"], videos["use_audio_in_video"], strict=True)
+        begin = 0
+        for match in re.finditer(f"({marks})(?:{behind})?", text):
+            kind = kinds[match[1]]
+            piece: dict[str, Any] = {**shared, "text": text[begin : match.end()], kind: [next(media[kind])]}
+            if kind == "images" and "images_kwargs" in arguments:
+                piece["images_kwargs"] = arguments["images_kwargs"]
+            if kind == "videos":
+                rate, is_heard = next(each)
+                piece["videos_kwargs"] = {**videos, "fps": rate, "use_audio_in_video": is_heard}
+                if is_heard:
+                    piece["audio"] = [next(media["audio"])]
+            if "audio" in piece:
+                piece["audio_kwargs"] = self.audio_options(piece["audio"])
+            yield piece
+            begin = match.end()
+        if text[begin:]:
+            yield {**shared, "text": text[begin:]}
 
     def audio_options(self, sounds: Sequence[Any]) -> dict[str, Any]:
         """Further arguments of the HF call for a row's sounds, each (samples,)."""
@@ -169,10 +216,7 @@ class OmniProcessor(vision.PatchProcessor):
         """The template's text: a token for each medium, and two more around the sound of a video that is heard."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        grids = [
-            *vision.image_grids(self.hf, headers.images, pixels),
-            *self.video_grids(headers, pixels),
-        ]
+        grids = [*self.image_grids(headers, pixels), *self.video_grids(headers, pixels)]
         frames = self.mel_frames(headers.sounds)
         heard = [self.audio_tokens(count) for count in frames]
         merged = self.hf.image_processor.merge_size**2
@@ -181,9 +225,38 @@ class OmniProcessor(vision.PatchProcessor):
         further = tokens - len(grids) - (len(heard) - tracks) + 2 * tracks
         return Sketch(text, further, {"vision": vision.grid_rows(grids), "audio": frames})
 
+    def incomparable(self, sample: Sample) -> str | None:
+        """Videos of which some are heard: transformers' model takes all as heard, or none."""
+        starts = (self.token_ids["vision_start_token_id"], self.token_ids["audio_start_token_id"])
+        if mixes_silent_videos(sample, *starts):
+            return "silent videos beside videos with sound, which transformers' model does not tell apart"
+        return None
+
     def mel_frames(self, samples: Sequence[int]) -> list[int]:
         """Mel frames of a row's sounds with so many samples."""
         return mel_frames(samples, self.hf.feature_extractor.hop_length)
+
+
+def joined_pieces(pieces: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """What transformers' processor makes of a text cut behind its media, put together again.
+
+    A medium ends with a token of its own, so the pieces have the tokens of the whole.
+    """
+    found: dict[str, Tensor] = {}
+    for name in dict.fromkeys(name for piece in pieces for name in piece):
+        parts = [torch.as_tensor(piece[name]) for piece in pieces if name in piece]
+        if name in ("input_features", "feature_attention_mask"):  # (n, mel, frames) and (n, frames)
+            longest = max(part.shape[-1] for part in parts)
+            parts = [torch.nn.functional.pad(part, (0, longest - part.shape[-1])) for part in parts]
+        found[name] = torch.cat(parts, dim=int(name in ("input_ids", "attention_mask")))
+    return found
+
+
+def mixes_silent_videos(sample: Sample, vision_start: int, audio_start: int) -> bool:
+    """Whether a sample has videos with their sound beside others without."""
+    ids, grids = sample.input_ids, sample.media.get("video_grid_thw")
+    heard = int(((ids[:-1] == vision_start) & (ids[1:] == audio_start)).sum())
+    return grids is not None and 0 < heard < len(grids)
 
 
 def _video_size(hf: Any) -> dict[str, int] | None:

@@ -6,21 +6,22 @@ in the middle of its frames. Media tensors are those of `zoo.data.processors.vis
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from zoo.config.entries import PixelLimits
-from zoo.data.media.sizes import Headers
+from zoo.data.media.media_files import LoadedMedia
+from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.processor import Sketch
 from zoo.data.processors.vision import (
     PatchProcessor,
     config_field,
+    frame_places,
     frames_as_they_are,
     grid_rows,
-    image_grids,
+    limits_of_each,
     load_processor,
     pixel_limits,
     tiny_parts,
@@ -58,14 +59,16 @@ class TimestampedProcessor(PatchProcessor):
             return cls(_make(geometry))
         return cls(load_processor(source, KIND, wanted_geometry(geometry)))
 
-    def call_options(self, row: Row, media: Mapping[str, list], fps: float | None) -> dict[str, Any]:
-        """Frames are taken as they are; their times follow from their rate."""
-        return {"videos_kwargs": frames_as_they_are(self.hf, media["videos"], fps)} if row.videos else {}
+    def call_options(self, row: Row, media: LoadedMedia) -> dict[str, Any]:
+        """Frames are taken as they are; their times follow from their pace."""
+        if not row.videos:
+            return {}
+        return {"videos_kwargs": frames_as_they_are(self.hf, media.arguments["videos"], media.paces)}
 
     def most_pixels(self, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
         """The most pixels of an image, and of all frames of a video."""
         area, together = self.hf.image_processor.patch_size**2, self.hf.video_processor.temporal_patch_size
-        images = image_grids(self.hf, headers.images, pixels)
+        images = self.image_grids(headers, pixels)
         return (
             max((height * width * area for _, height, width in images), default=0),
             max((t * together * h * w * area for t, h, w in self.video_grids(headers, pixels)), default=0),
@@ -75,12 +78,12 @@ class TimestampedProcessor(PatchProcessor):
         """One token for each image and each temporal patch, behind the timestamps as transformers writes them."""
         if headers.videos and self.hf.video_processor.cap_pixels_per_frame:
             return None
-        images = image_grids(self.hf, headers.images, pixels)
+        images = self.image_grids(headers, pixels)
         videos = self.video_grids(headers, pixels)
         merge = self.hf.video_processor.merge_size
         times = [
-            SimpleNamespace(fps=headers.fps, frames_indices=list(range(count)))
-            for count, *_ in headers.videos
+            SimpleNamespace(fps=pace.fps, frames_indices=frame_places(clip.frames, pace))
+            for clip, pace in zip(headers.videos, headers.paces, strict=True)
         ]
         # Grids of one token each, of which transformers makes its text.
         small = {
@@ -92,19 +95,20 @@ class TimestampedProcessor(PatchProcessor):
         rows = grid_rows([*images, *videos])
         return Sketch(text, sum(count // merge**2 - 1 for count in rows), {"vision": rows})
 
-    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
-        """(time, height, width) in patches of each video."""
+    def usual_video(self, clip: ClipSize, pixels: PixelLimits) -> tuple[int, int]:
+        """(height, width) of the resized frames of a video, whose limits are those of all frames together."""
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
         videos = self.hf.video_processor
-        patch, together = videos.patch_size, videos.temporal_patch_size
         bounds = pixel_limits(self.frame_size, None, pixels.video_most)
-        limits = (together, patch * videos.merge_size, bounds["shortest_edge"], bounds["longest_edge"])
-        grids = []
-        for count, *size in headers.videos:
-            height, width = smart_resize(count, *size, *limits)
-            grids.append((-(-count // together), height // patch, width // patch))
-        return grids
+        units = (videos.temporal_patch_size, videos.patch_size * videos.merge_size)
+        height, width = smart_resize(*clip, *units, bounds["shortest_edge"], bounds["longest_edge"])
+        return int(height), int(width)
+
+    def frame_limits(self, clip: ClipSize, most: int | None) -> tuple[int, int]:
+        """Least and most pixels of a frame: a share of those of all frames together."""
+        together = self.hf.video_processor.temporal_patch_size
+        return limits_of_each(pixel_limits(self.frame_size, None, most), clip.frames, together)
 
 
 def _make(geometry: dict[str, int]) -> Any:

@@ -11,19 +11,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zoo.config.entries import PixelLimits
 from zoo.config.locate import check_side_files
-from zoo.data.media.sizes import Headers
+from zoo.data.media.sampling import Pace
+from zoo.data.media.sizes import ClipSize, Headers
 from zoo.data.processors.answers import CHATML, ChatMarkers
+from zoo.data.processors.boxes import Size
 from zoo.data.processors.processor import Processor, as_tensor
+from zoo.data.sources.formats.media_settings import MediaSettings
 from zoo.data.tokenizer import ROOT as TINY_TOKENIZER
 from zoo.errors import ConfigError, printable
 
 MARKERS = CHATML
+type Grid = tuple[int, int, int]  # time, height and width in patches
 PARTS = ("image_processor", "video_processor")
+LEAST_TOKENS, MOST_TOKENS = (
+    4,
+    16384,
+)  # between which qwen-vl-utils keeps an image or frame whose pixels a row gives
 TINY_IMAGE_TOKENS = (1, 512)  # least and most tokens of an image, for the processor without published files
 
 
@@ -167,42 +176,47 @@ def pixel_options(pixels: PixelLimits, images: Any, videos: Any) -> dict[str, di
     return options
 
 
-def image_grids(hf: Any, sizes: Sequence[tuple[int, int]], pixels: PixelLimits) -> list[tuple[int, int, int]]:
-    """(1, height, width) in patches of images of (height, width) pixels."""
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
-
-    images = hf.image_processor
-    limits = pixel_limits(images.size, pixels.least, pixels.most).values()
-    resized = [smart_resize(*size, images.patch_size * images.merge_size, *limits) for size in sizes]
-    return [(1, height // images.patch_size, width // images.patch_size) for height, width in resized]
-
-
-def frame_grids(
-    hf: Any, videos: Sequence[Sequence[int]], limits: Mapping[str, int]
-) -> list[tuple[int, int, int]]:
-    """(time, height, width) in patches of videos of (frames, height, width) pixels, where `limits` are those of a frame."""
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
-
-    made, patch = hf.video_processor, hf.video_processor.patch_size
-    grids = []
-    for count, *size in videos:
-        height, width = smart_resize(
-            *size, patch * made.merge_size, limits["shortest_edge"], limits["longest_edge"]
-        )
-        grids.append((-(-count // made.temporal_patch_size), height // patch, width // patch))
-    return grids
-
-
-def frames_as_they_are(hf: Any, videos: Sequence[Any], fps: float | None) -> dict[str, Any]:
-    """`videos_kwargs` of a call whose frames are all taken; when each was shown follows from their rate."""
-    times = [
-        {"total_num_frames": len(frames), "fps": fps, "frames_indices": list(range(len(frames)))}
-        for frames in videos
-    ]
-    options = {"do_sample_frames": False, "video_metadata": times}
+def frames_as_they_are(hf: Any, videos: Sequence[Any], paces: Sequence[Pace]) -> dict[str, Any]:
+    """`videos_kwargs` of a call whose frames are all taken; when each was shown follows from their pace."""
+    options = {
+        "do_sample_frames": False,
+        "video_metadata": [
+            {
+                "total_num_frames": len(frames),
+                "fps": pace.fps,
+                "frames_indices": frame_places(len(frames), pace),
+            }
+            for frames, pace in zip(videos, paces, strict=True)
+        ],
+    }
     if getattr(hf.video_processor, "cap_pixels_per_frame", False) is None:
         options["cap_pixels_per_frame"] = False  # what it does today (without a warning that it may change)
     return options
+
+
+def limits_of_each(limits: Mapping[str, int], frames: int, together: int) -> tuple[int, int]:
+    """Least and most pixels of a frame, where `limits` are those of all frames, filled up to temporal patches of `together`."""
+    count = -(-frames // together) * together
+    return -(-limits["shortest_edge"] // count), limits["longest_edge"] // count
+
+
+def frame_places(count: int, pace: Pace) -> list[float]:
+    """The places of a clip's frames in its video, counted at the clip's rate."""
+    return [pace.start * pace.fps + place for place in range(count)] if pace.start else list(range(count))
+
+
+def resized(pixels: Tensor, size: Sequence[int], resample: Any) -> Tensor:
+    """(..., 3, H, W) uint8 at another (height, width), as transformers' image and video processors resize."""
+    from torchvision.transforms.v2 import functional as tvf
+    from transformers.image_utils import pil_torch_interpolation_mapping
+
+    mode = pil_torch_interpolation_mapping.get(resample, resample)
+    return tvf.resize(pixels, list(size), interpolation=mode, antialias=True)
+
+
+def _capped(low: int, high: int, cap: int | None) -> tuple[int, int]:
+    high = high if cap is None else min(high, cap)
+    return min(low, high), high
 
 
 class PatchProcessor(Processor):
@@ -243,13 +257,114 @@ class PatchProcessor(Processor):
         area = self.hf.image_processor.patch_size**2
         image, video = (
             max((height * width * area for _, height, width in grids), default=0)
-            for grids in (image_grids(self.hf, headers.images, pixels), self.video_grids(headers, pixels))
+            for grids in (self.image_grids(headers, pixels), self.video_grids(headers, pixels))
         )
         return image, video
 
-    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[tuple[int, int, int]]:
-        """(time, height, width) in patches of each video, whose limits are those of a frame."""
-        return frame_grids(self.hf, headers.videos, pixel_limits(self.frame_size, None, pixels.video_most))
+    def image_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
+        """(1, height, width) in patches of each image."""
+        sizes = [
+            self.usual_image(size, pixels)
+            if own is None
+            else self._own_size(size, own, self._limits_of_image(own, headers, pixels), headers.capped)
+            for size, own in headers.sized_images()
+        ]
+        patch = self.hf.image_processor.patch_size
+        return [(1, height // patch, width // patch) for height, width in sizes]
+
+    def video_grids(self, headers: Headers, pixels: PixelLimits) -> list[Grid]:
+        """(time, height, width) in patches of each video."""
+        patch, together = self.hf.video_processor.patch_size, self.hf.video_processor.temporal_patch_size
+        grids = []
+        for clip, own in headers.sized_videos():
+            count, *size = clip
+            if own is None:
+                height, width = self.usual_video(clip, pixels)
+            else:
+                limits = self._limits_of_frame(clip, own, headers, pixels)
+                height, width = self._own_size(size, own, limits, headers.capped)
+            grids.append((-(-count // together), height // patch, width // patch))
+        return grids
+
+    def own_sizes(self, media: Mapping[str, list], headers: Headers, pixels: PixelLimits) -> dict[str, Any]:
+        """Images and videos, all resized where some have settings of their own, which a call has no arguments for."""
+        found: dict[str, Any] = {}
+        if any(own for _, own in headers.sized_images()):
+            made = self.hf.image_processor
+            images = [torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in media["images"]]
+            found["images"] = [
+                resized(image, (height * made.patch_size, width * made.patch_size), made.resample)
+                for image, (_, height, width) in zip(images, self.image_grids(headers, pixels), strict=True)
+            ]
+        if any(own for _, own in headers.sized_videos()):
+            made = self.hf.video_processor
+            found["videos"] = [
+                resized(frames, (height * made.patch_size, width * made.patch_size), made.resample)
+                for frames, (_, height, width) in zip(
+                    media["videos"], self.video_grids(headers, pixels), strict=True
+                )
+            ]
+        return found
+
+    def image_sizes(self, headers: Headers, pixels: PixelLimits) -> list[Size]:
+        """(height, width) of a row's images as the tower reads them."""
+        patch = self.hf.image_processor.patch_size
+        return [(height * patch, width * patch) for _, height, width in self.image_grids(headers, pixels)]
+
+    def usual_image(self, size: Sequence[int], pixels: PixelLimits) -> tuple[int, int]:
+        """(height, width) of a resized image without settings of its own."""
+        return self._fitted(size, *self.image_limits(pixels.least, pixels.most))
+
+    def usual_video(self, clip: ClipSize, pixels: PixelLimits) -> tuple[int, int]:
+        """(height, width) of the resized frames of a video without settings of its own; here its limits are those of a frame."""
+        return self._fitted(clip[1:], *self.frame_limits(clip, pixels.video_most))
+
+    def image_limits(self, least: int | None, most: int | None) -> tuple[int, int]:
+        """Least and most pixels of an image, under those that are given."""
+        low, high = pixel_limits(self.hf.image_processor.size, least, most).values()
+        return low, high
+
+    def _limits_of_image(self, own: MediaSettings, headers: Headers, pixels: PixelLimits) -> tuple[int, int]:
+        """Least and most pixels of an image with settings of its own."""
+        limits = self.image_limits(own.min_pixels or pixels.least, own.max_pixels or pixels.most)
+        return _capped(*limits, pixels.most if headers.capped else None)
+
+    def frame_limits(self, clip: ClipSize, most: int | None) -> tuple[int, int]:
+        """Least and most pixels of a video's frame; `most` is data.video_max_pixels, counted as the family does."""
+        low, high = pixel_limits(self.frame_size, None, most).values()
+        return low, high
+
+    def _limits_of_frame(
+        self, clip: ClipSize, own: MediaSettings, headers: Headers, pixels: PixelLimits
+    ) -> tuple[int, int]:
+        """Least and most pixels of a frame of a video with settings of its own, as qwen-vl-utils reads them."""
+        low, high = self.frame_limits(clip, pixels.video_most)
+        low, high = own.min_pixels or low, own.max_pixels or high
+        if own.total_pixels is not None:
+            patches = -(-clip.frames // self.hf.video_processor.temporal_patch_size)
+            high = min(high, own.total_pixels // patches)
+        high = high if own.min_pixels is None else max(high, low)
+        cap = self.frame_limits(clip, pixels.video_most)[1] if headers.capped else None
+        return _capped(min(low, high), high, cap)
+
+    def _own_size(
+        self, size: Sequence[int], own: MediaSettings, limits: tuple[int, int], capped: bool
+    ) -> tuple[int, int]:
+        """(height, width) of a resized image or frame with settings of its own."""
+        if own.resized_height is None or own.resized_width is None:
+            return self._fitted(size, *limits)
+        least, most = LEAST_TOKENS * self.pixels_of_token, MOST_TOKENS * self.pixels_of_token
+        return self._fitted(
+            (own.resized_height, own.resized_width), *_capped(least, most, limits[1] if capped else None)
+        )
+
+    def _fitted(self, size: Sequence[int], least: int, most: int) -> tuple[int, int]:
+        """(height, width) in whole tokens, within limits of pixels."""
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        images = self.hf.image_processor
+        height, width = smart_resize(*size, images.patch_size * images.merge_size, least, most)
+        return int(height), int(width)
 
     def media_tensors(self, features: Mapping[str, Any]) -> dict[str, Tensor]:
         """The vision tower's tensors."""

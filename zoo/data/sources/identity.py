@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
-from zoo.data.sources.references import Blob, Medium, Picture, Sound, is_url
+from zoo.data.sources.references import Adjusted, Blob, Frames, Medium, Picture, Sound, files_of, is_url
 from zoo.data.sources.rows import Row
 
 FORM = 1  # version of the digests and of their places; digests of other versions can't be compared
@@ -117,7 +117,7 @@ def digest_of(row: Row | RowError) -> str:
 def key_of(row: Row, *tokens: np.ndarray) -> bytes:
     """16 bytes that tell a row from all others, wherever it stands: its content, sizes of its files of media, and its tokens."""
     found = hashlib.blake2b(_content(row), digest_size=16)
-    for medium in (*row.images, *row.videos, *row.audios):
+    for medium in (file for one in (*row.images, *row.videos, *row.audios) for file in files_of(one)):
         if isinstance(medium, Picture):
             found.update(medium.image.tobytes())
         elif isinstance(medium, str) and not is_url(medium) and not medium.startswith("data:"):
@@ -142,7 +142,8 @@ def _content(row: Row) -> bytes:
         media,
     )
     if row.tools or row.calls or row.boxes:  # rows without have the digests that they always had
-        plain += (row.tools, row.calls, tuple(map(tuple, row.boxes)))
+        boxes = tuple(tuple(box) if box.norm else tuple(box[:2]) for box in row.boxes)
+        plain += (row.tools, row.calls, boxes)
     if row.names:
         plain += (row.names,)
     if isinstance(row.rejected, Row):
@@ -158,12 +159,20 @@ def _content(row: Row) -> bytes:
 
 def content_of(medium: Medium) -> Any:
     """What tells a medium from others of a row: a plain value, of a picture all its pixels."""
+    if isinstance(medium, Adjusted):
+        return content_of(medium.medium), medium.settings.given()
+    if isinstance(medium, Frames):
+        return list(map(content_of, medium.images))
     if isinstance(medium, Picture):
         return medium.image.size, medium.image.mode, medium.image.tobytes()
     return _medium(medium)
 
 
 def _medium(medium: Medium) -> Any:
+    if isinstance(medium, Adjusted):
+        return _medium(medium.medium), medium.settings.given()
+    if isinstance(medium, Frames):
+        return list(map(_medium, medium.images))
     if isinstance(medium, Blob):
         return hashlib.blake2b(medium.data, digest_size=8).hexdigest()
     if isinstance(medium, Sound):
@@ -178,7 +187,7 @@ def _medium(medium: Medium) -> Any:
 
 def _bytes(row: Row) -> int:
     """Bytes of the media that were read with the row."""
-    media = (*row.images, *row.videos, *row.audios)
+    media = (file for one in (*row.images, *row.videos, *row.audios) for file in files_of(one))
     return sum(len(one.data) if isinstance(one, Blob) else 0 for one in media)
 
 

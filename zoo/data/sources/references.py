@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 
 from zoo.data.errors import RowError
+from zoo.data.sources.formats.media_settings import MediaSettings, settings_of
 from zoo.files import why_no_file
 
 URL_MB = 64  # most MiB that are downloaded of one URL
 URL_SECONDS = 30.0  # longest time that a download may take
 MAX_RATE = 10_000_000  # samples a second: more is no sound
+MAX_FRAMES = 100_000  # of a video that is a list of these
 SHOWN = 80  # characters of a reference that a message shows
 
 
@@ -63,7 +65,53 @@ class Picture:
         return self.name
 
 
-type Medium = str | Blob | Sound | Picture  # a str is a path, a URL or a data: URI
+@dataclass(frozen=True)
+class Frames:
+    """A video as its frames, which are images, in order."""
+
+    images: tuple[str | Blob | Picture, ...]
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """A medium that is taken in its own way."""
+
+    medium: str | Blob | Sound | Picture | Frames
+    settings: MediaSettings
+
+    def __str__(self) -> str:
+        return str(self.medium)
+
+
+type Medium = str | Blob | Sound | Picture | Frames | Adjusted  # a str is a path, a URL or a data: URI
+
+
+@dataclass(frozen=True)
+class Part:
+    """A medium of a content part, not checked, and the keys beside it."""
+
+    value: Any
+    keys: Mapping[str, Any]
+
+
+def bare(medium: Medium) -> str | Blob | Sound | Picture | Frames:
+    """A medium without its settings."""
+    return medium.medium if isinstance(medium, Adjusted) else medium
+
+
+def settings_of_medium(medium: Medium) -> MediaSettings | None:
+    """How a medium is taken, where that is its own."""
+    return medium.settings if isinstance(medium, Adjusted) else None
+
+
+def files_of(medium: Medium) -> tuple[Medium, ...]:
+    """What a medium is made of: itself, or the frames of a video."""
+    medium = bare(medium)
+    return medium.images if isinstance(medium, Frames) else (medium,)
 
 
 @dataclass(frozen=True)
@@ -90,7 +138,8 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
 
     Args:
         value: a path, an http(s) URL, a data: URI; bytes; {"bytes", "path"} or {"array", "sampling_rate"}, as Hugging Face
-            datasets have them; a PIL image; a 1-D or 2-D array of sound at 16 kHz.
+            datasets have them; a PIL image; a 1-D or 2-D array of sound at 16 kHz; a video as a list of its frames. A mapping may
+            have keys of `zoo.data.sources.formats.media_settings` beside it.
         kind: image, video or audio.
         where: the value's place in the row, for messages ("images[0]").
         access: what is allowed.
@@ -100,10 +149,16 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
         RowError: none of these ("bad_row"), a URL that is not allowed ("url"), a path out of the root ("outside_root"), no
             such file ("missing_file").
     """
-    if isinstance(value, Blob | Sound | Picture):
+    if isinstance(value, Blob | Sound | Picture | Frames | Adjusted):
         return value
+    if isinstance(value, Part):
+        return _adjusted(value.value, value.keys, kind, where, access, source)
     if isinstance(value, Mapping):
-        value = _of_mapping(value, kind, where, source)
+        value, keys = _of_mapping(value, kind, where, source)
+        if keys or isinstance(value, list | tuple):
+            return _adjusted(value, keys, kind, where, access, source)
+    if isinstance(value, list | tuple) and kind == "video":
+        return _frames(value, where, access, source)
     if isinstance(value, Path):
         value = str(value)
     if isinstance(value, str) and value.startswith("file://"):
@@ -134,17 +189,45 @@ def checked(value: Any, kind: str, where: str, access: Access, source: str) -> M
     return value
 
 
+def _adjusted(
+    value: Any, keys: Mapping[str, Any], kind: str, where: str, access: Access, source: str
+) -> Medium:
+    """A medium with the keys beside it."""
+    medium = checked(value, kind, where, access, source)
+    inner, own = bare(medium), settings_of_medium(medium)
+    settings = settings_of(keys, kind, where, source, frames=isinstance(inner, Frames))
+    if own is not None and settings is not None:
+        raise RowError(source, "bad_row", f"{where} has settings within settings; give them once.")
+    return medium if settings is None else Adjusted(inner, settings)
+
+
+def _frames(value: Sequence[Any], where: str, access: Access, source: str) -> Frames:
+    """A video as a list of its frames."""
+    if not value or len(value) > MAX_FRAMES:
+        text = f"{where} is a video of {len(value)} frames; 1 to {MAX_FRAMES} are wanted."
+        raise RowError(source, "bad_row", text)
+    images = [checked(one, "image", f"{where}[{n}]", access, source) for n, one in enumerate(value)]
+    plain = tuple(one for one in images if isinstance(one, str | Blob | Picture))
+    if len(plain) < len(images):
+        text = f"{where} has a frame with settings of its own; give them of the video as a whole."
+        raise RowError(source, "bad_row", text)
+    return Frames(plain, where)
+
+
 def is_url(medium: Medium) -> bool:
-    """Whether a medium would be downloaded."""
-    return isinstance(medium, str) and medium.startswith(("http://", "https://"))
+    """Whether a medium would be downloaded, or part of it."""
+    return any(isinstance(one, str) and one.startswith(("http://", "https://")) for one in files_of(medium))
 
 
-def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture:
-    """The medium at hand: base64 decoded, a URL downloaded, a path under its root.
+def opened(medium: Medium, root: Path) -> Path | Blob | Sound | Picture | Frames:
+    """The medium at hand, without its settings: base64 decoded, a URL downloaded, a path under its root.
 
     Raises:
         RowError: base64 that is none ("corrupt_media"), a URL that gives nothing, too much or too late ("url").
     """
+    medium = bare(medium)
+    if isinstance(medium, Frames):
+        return Frames(tuple(opened(one, root) for one in medium.images), medium.name)  # type: ignore[misc]
     if not isinstance(medium, str):
         return medium
     if medium.startswith("data:"):
@@ -205,18 +288,21 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) -> Any:
-    """An image, a sound or a video that is not decoded, as a Hugging Face dataset holds it."""
-    if value.get("bytes") is not None:
-        data = value["bytes"]
-        if isinstance(data, bytes | bytearray | memoryview):
-            return Blob(bytes(data), f"{where} ({value['path']})" if value.get("path") else where)
-    elif value.get("path"):
-        return value["path"]
-    elif value.get("array") is not None and kind == "audio":
-        rate = value.get("sampling_rate")
+def _of_mapping(value: Mapping[str, Any], kind: str, where: str, source: str) -> tuple[Any, dict[str, Any]]:
+    """An image, a sound or a video that is not decoded, as a Hugging Face dataset holds it, and the keys beside it."""
+    left = {str(key): one for key, one in value.items() if one is not None}
+    data, path = left.pop("bytes", None), left.pop("path", None)
+    named = left.pop(kind, None)
+    if isinstance(data, bytes | bytearray | memoryview):
+        return Blob(bytes(data), f"{where} ({path})" if path else where), left
+    if data is None and (path or named):
+        if path and named:
+            raise RowError(source, "bad_row", f"{where} has both path and {kind}; keep one of them.")
+        return path or named, left
+    if data is None and left.get("array") is not None and kind == "audio":
+        rate, array = left.pop("sampling_rate", None), left.pop("array")
         if isinstance(rate, int) and 0 < rate <= MAX_RATE:
-            return Sound(_samples(value["array"], where, source), rate, where)
+            return Sound(_samples(array, where, source), rate, where), left
     keys = ", ".join(map(str, value))
     text = f"{where} has the keys {keys or '(none)'}; bytes, path, or array and sampling_rate are wanted."
     raise RowError(source, "bad_row", text)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from zoo.config.entries import MediaLimits
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.choose import FORMATS, PREFERENCE, Form, to_own
+from zoo.data.sources.formats.grounding import Placed
 from zoo.data.sources.formats.labelled_media import FILE
 from zoo.data.sources.formats.messages import (
     MAX_WEIGHT,
@@ -56,6 +57,7 @@ class Box(NamedTuple):
 
     image: int  # which of the row's images
     pixels: tuple[float, ...]  # x1, y1, x2, y2 or x, y
+    norm: bool = False  # whether these are shares of width and height
 
 
 @dataclass(frozen=True)
@@ -333,10 +335,10 @@ def _plain_json(value: list[Any], where: str, source: str) -> str:
     return text
 
 
-def _boxes(boxes: list[list[float]], images: int, source: str) -> tuple[Box, ...]:
-    """The boxes whose pixels are written once the images are known."""
-    found = tuple(Box(int(image), tuple(pixels)) for image, *pixels in boxes)
-    wrong = next((box for box in found if box.image >= images), None)
+def _boxes(boxes: list[Placed], images: int, source: str) -> tuple[Box, ...]:
+    """The boxes, which are written once the images are known."""
+    found = tuple(Box(image, tuple(places), norm) for image, places, norm in boxes)
+    wrong = next((box for box in found if box.image >= images and not box.norm), None)
     if wrong is not None:
         text = f"objects.image_id is {wrong.image}, but the row has {images} images; they are counted from 0."
         raise RowError(source, "bad_row", text)

@@ -209,9 +209,10 @@ def _with_media(
         return {"conversations": item, **listed}
     item = json_object(item, source)
     named = [key for pair in MEDIA.items() for key in pair if item.get(key)]
+    rejected = [f"rejected_{key}" for pair in MEDIA.items() for key in pair if item.get(f"rejected_{key}")]
     if not named:
-        return {**item, **listed}
-    for key in named:
+        item = {**item, **listed}
+    for key in (*named, *rejected):
         value = item[key]
         several = isinstance(value, list)
         found = [_member(one, sample, blobs, source) for one in (value if several else [value])]
@@ -247,7 +248,14 @@ def _fields(
 
 
 def _member(name: Any, sample: _Members, blobs: Mapping[str, Blob], source: str) -> Any:
-    """The member that a row names by its file's name or by its extension."""
+    """The member that a row names by its file's name or by its extension; of frames of a video, and of a medium with settings, too."""
+    if isinstance(name, list):
+        return [_member(one, sample, blobs, source) for one in name]
+    if isinstance(name, dict):
+        paths = {key for key in ("path", *MEDIA) if isinstance(name.get(key), str | list)}
+        return {
+            key: _member(one, sample, blobs, source) if key in paths else one for key, one in name.items()
+        }
     if not isinstance(name, str) or name.startswith("data:"):
         return name
     base = name.rpartition("/")[2]

@@ -14,7 +14,7 @@ from typing import Any
 
 from zoo.config.entries import PixelLimits
 from zoo.config.schema import DataConfig
-from zoo.data.media.decode import MIN_FRAMES
+from zoo.data.media.sampling import MIN_FRAMES
 from zoo.data.processors.text import TextOnly
 from zoo.engine.model.run_settings import RunSettings, write_settings
 

@@ -13,7 +13,9 @@ import numpy as np
 
 from zoo.data.errors import RowError
 from zoo.data.media.decoder import HERE
+from zoo.data.media.sampling import MIN_FRAMES, how_taken
 from zoo.data.sources.formats.tags import PLACEHOLDER, plain
+from zoo.data.sources.references import settings_of_medium
 from zoo.data.sources.rows import Row
 from zoo.files import replaced
 
@@ -153,7 +155,8 @@ def _panels(row: Row) -> Iterator[tuple[str, Any]]:
             picture.thumbnail((LARGEST, LARGEST))
             yield "picture", np.asarray(picture)
         for video in row.videos[:PANELS]:
-            frames, _ = HERE.video(video, row, 1.0, FRAMES)
+            fps, _, clip = how_taken(settings_of_medium(video), 1.0, FRAMES)
+            frames, _ = HERE.video(video, row, fps, FRAMES, clip._replace(least=MIN_FRAMES, exactly=None))
             yield "picture", _strip(frames.permute(0, 2, 3, 1).numpy())
             if row.use_audio_in_video:
                 yield "sound", HERE.audio(video, row)

@@ -26,6 +26,7 @@ from zoo.data.loading.sample_source import SampleSource
 from zoo.data.sources.formats.labelled_media import LABELLED
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.mixture import SampleId
+from zoo.data.sources.references import files_of
 from zoo.data.sources.row_set import RowSet, open_rows
 from zoo.data.sources.rows import Row
 from zoo.engine.checkpoint.selection import repaired_source
@@ -226,7 +227,8 @@ def _data_lines(data: FoundData, measured: Measured) -> list[str]:
             f"  on_error: skip  # {len(bad)} of the first rows can't be used; bad_rows.jsonl will list them"
         )
         lines += [f"    # {' '.join(str(error).split())[:160]}" for error in bad[:3]]
-    if any(isinstance(one, str) for row in data.rows for one in (*row.images, *row.videos, *row.audios)):
+    media = (one for row in data.rows for one in (*row.images, *row.videos, *row.audios))
+    if any(isinstance(file, str) for one in media for file in files_of(one)):
         lines.append("  # root: FOLDER  # what media paths are relative to; default: the folder of the file")
     return lines
 

@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from support import tiny_internvl
+from support.every_processor import VISION, build
 from support.tile_rows import draw
-from support.tiny_gemma3 import tiny_config as tiny_gemma3
-from support.tiny_gemma4 import tiny_config as tiny_gemma4
-from support.tiny_llava import tiny_config
 
 from zoo.data.media import sizes
 from zoo.data.media.decode import load_audio, load_image, load_video
@@ -19,16 +16,7 @@ from zoo.data.media.sizes import SampleSize
 from zoo.data.processors.processor import Processor
 from zoo.data.processors.timestamped import TimestampedProcessor
 from zoo.data.sources.rows import Row, RowError, read_rows
-from zoo.models.gemma3.processor import build_processor as build_gemma3
-from zoo.models.gemma4.processor import build_processor as build_gemma4
-from zoo.models.glm45v.processor import build_processor as build_glm45v
-from zoo.models.internvl.processor import build_processor as build_internvl
-from zoo.models.llava.processor import build_processor as build_llava
-from zoo.models.qwen3_omni.processor import build_processor as build_omni
-from zoo.models.qwen25_omni.processor import build_processor as build_qwen25_omni
-from zoo.models.qwen25_vl.processor import build_processor as build_qwen25
 
-VISION = {"vision_config": {"patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}}
 FAMILIES = (
     *("timestamped", "omni", "qwen25_omni", "qwen25_vl", "gemma3"),
     *("llava", "llava_next", "llava_onevision", "internvl"),
@@ -40,21 +28,7 @@ FAMILIES = (
     params=[*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4", "glm45v"))],
 )
 def family(request: pytest.FixtureRequest, arch: dict) -> Processor:
-    if request.param == "timestamped":
-        return TimestampedProcessor.build(VISION)
-    if request.param == "gemma3":
-        return build_gemma3(tiny_gemma3())
-    if request.param == "gemma4":
-        return build_gemma4(tiny_gemma4())
-    if request.param == "qwen25_vl":
-        return build_qwen25(VISION)
-    if request.param == "qwen25_omni":
-        return build_qwen25_omni({**VISION, "audio_config": {"num_mel_bins": 80}})
-    if request.param == "internvl":
-        return build_internvl(tiny_internvl.tiny_config())
-    if request.param == "glm45v":
-        return build_glm45v(VISION)
-    return build_omni(arch) if request.param == "omni" else build_llava(tiny_config(request.param))
+    return build(request.param, arch)
 
 
 def measured(processor: Processor, row: Row, fps: float = 2.0, frames: int = 64) -> SampleSize | None:

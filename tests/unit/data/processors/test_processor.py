@@ -108,14 +108,20 @@ def test_a_cell_of_32_pixels_is_one_token_and_is_not_scaled(processor, rows):
     assert encode(processor, rows["video"]).media["video_grid_thw"].tolist() == [[2, 2, 4]]
 
 
-def test_videos_thinned_to_different_rates_get_one(processor, media, make, tmp_path):
+def test_videos_thinned_to_different_rates_keep_their_own(processor, media, make, tmp_path):
     make.video(tmp_path / "long.mp4", [20 * i for i in range(12)], fps=2)
     make.video(tmp_path / "short.mp4", [20 * i for i in range(6)], fps=2)
     messages = (("user", "<video><video>"), ("assistant", "1"))
     row = Row(messages, videos=("long.mp4", "short.mp4"), root=tmp_path)
     got = encode(processor, row, fps=2.0, max_frames=6).media
-    assert got["video_grid_thw"][:, 0].tolist() == [3, 2]  # 6 frames of 6 s, and 3 of 3 s
-    assert got["video_second_per_grid"].tolist() == [2.0, 2.0]
+    assert got["video_grid_thw"][:, 0].tolist() == [3, 3]  # 6 frames of 6 s, and 6 of 3 s
+    assert got["video_second_per_grid"].tolist() == [2.0, 1.0]
+    for number, name in enumerate(row.videos):
+        alone = replace(row, messages=(("user", "<video>"), ("assistant", "1")), videos=(name,))
+        assert torch.equal(
+            encode(processor, alone, fps=2.0, max_frames=6).media["pixel_values_videos"],
+            got["pixel_values_videos"].chunk(2)[number],
+        )
 
 
 def test_sounds_come_in_the_order_they_are_heard(processor, rows):

@@ -19,7 +19,8 @@ from zoo.config.schema import DataConfig, PackingConfig, Recipe, TrainConfig
 from zoo.data.loading.loader import BatchLoader
 from zoo.data.loading.sample_source import SampleSource
 from zoo.data.processors.processor import Processor
-from zoo.data.sources.references import Blob
+from zoo.data.sources.references import Blob, files_of
+from zoo.data.sources.rows import Row
 from zoo.errors import ConfigError, UserError
 
 BUDGET = 512
@@ -219,6 +220,23 @@ def test_tars_of_samples(processor: Processor, tmp_path: Path) -> None:
     assert source.sample(2) is not None
     with pytest.raises(UserError, match=r"no file .*shard-002.tar"):
         opened(processor, str(tmp_path / "shard-{000..002}.tar"))
+
+
+def test_tars_of_frames_settings_and_rejected_images(processor: Processor, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "<image><video>?"}, {"role": "assistant", "content": "a"}]
+    row = {
+        "messages": turns, "videos": [["1.f0.png", "1.f1.png"]], "images": [{"path": "1.a.png", "max_pixels": 4096}],
+        "rejected_images": ["1.b.png"],
+    }  # fmt: skip
+    members = {f"1.{name}.png": png(number) for number, name in enumerate(("f0", "f1", "a", "b"))}
+    read = opened(
+        processor, tar(tmp_path / "x.tar", {"1.json": json.dumps(row).encode(), **members})
+    ).rows.row(0)
+    assert isinstance(read.rejected, Row)
+    files = [
+        file for medium in (*read.videos, *read.images, *read.rejected.images) for file in files_of(medium)
+    ]
+    assert [isinstance(file, Blob) and file.data for file in files] == [png(number) for number in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from zoo.config.entries import DataEntry
 from zoo.data.sources.identity import digest_of
 from zoo.data.sources.objects import write_objects
 from zoo.data.sources.references import Access
-from zoo.data.sources.rows import Row, RowError, make_row
+from zoo.data.sources.rows import Box, Row, RowError, make_row
 from zoo.data.sources.streams import open_stream
 from zoo.data.sources.tables import open_table
 
@@ -104,7 +104,8 @@ BOXED = [
 
 def test_objects_of_ms_swift() -> None:
     row = made({"messages": BOXED, "objects": OBJECTS})
-    assert [one.content for one in row.messages] == ["Find the sheep.", "Here: [0, 500, 250, 1000]"]
+    assert [one.content for one in row.messages] == ["Find the sheep.", "Here: <bbox>"]
+    assert row.boxes == (Box(0, (0, 0.5, 0.25, 1.2), norm=True),)
     with pytest.raises(RowError, match=r"1 <bbox> in the messages but 2 in objects.bbox; make them equal"):
         made({"messages": BOXED, "objects": {**OBJECTS, "bbox": [[0, 0, 1, 1]] * 2}})
 

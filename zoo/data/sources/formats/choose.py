@@ -16,7 +16,7 @@ from zoo.data.errors import RowError
 from zoo.data.sources.formats import instructions
 from zoo.data.sources.formats.content_parts import from_parts
 from zoo.data.sources.formats.conversations import from_conversations, with_system
-from zoo.data.sources.formats.grounding import with_objects
+from zoo.data.sources.formats.grounding import Placed, with_objects
 from zoo.data.sources.formats.labelled_media import LABELLED, OWN, Asked, format_of
 from zoo.data.sources.formats.published_sets import SET_FORMATS
 from zoo.data.sources.formats.turns import own_messages
@@ -93,7 +93,7 @@ class OwnItem(NamedTuple):
 
     row: Item
     form: str  # the format that it had
-    boxes: list[list[float]]  # [image, x1, y1, ...] for each <bbox>, in pixels
+    boxes: list[Placed]  # for each <bbox>
 
 
 def from_messages(item: Item, source: str) -> Item:

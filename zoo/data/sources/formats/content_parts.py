@@ -11,7 +11,7 @@ from typing import Any
 
 from zoo.data.errors import RowError
 from zoo.data.sources.formats.tags import PLACEHOLDER, take_marks
-from zoo.data.sources.references import shown
+from zoo.data.sources.references import Part, shown
 
 KINDS = ("image", "video", "audio")
 LISTS = {kind: f"{kind}s" for kind in KINDS}
@@ -80,6 +80,7 @@ def _content(
             raise RowError(source, "bad_row", f"{name} is {shown(part)}; {{'type', ...}} is wanted.")
         kind = part.get("type")
         if kind in TEXT_PARTS:
+            _refuse_others(part, ("text",), name, source)
             if not isinstance(part.get("text"), str):
                 raise RowError(source, "bad_row", f"{name} has no 'text' of type string.")
             texts.append(take_marks(part["text"], spare))
@@ -114,14 +115,31 @@ def _spare(item: dict[str, Any], messages: list[Any]) -> dict[str, int]:
 def _medium(
     part: dict[str, Any], kind: str, keys: tuple[str, ...], where: str, source: str, left: deque[Any]
 ) -> Any:
-    value = next((part[key] for key in keys if part.get(key) is not None), None)
-    if isinstance(value, dict) and isinstance(value.get("url"), str):
-        return value["url"]
-    if isinstance(value, dict) and isinstance(value.get("data"), str):
-        return f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
-    if value is not None:
-        return value
-    if not left:
+    given = {str(key): value for key, value in part.items() if value is not None and key != "type"}
+    named = [key for key in keys if key in given]
+    if len(named) > 1:
+        raise RowError(source, "bad_row", f"{where} has both {' and '.join(named)}; keep one of them.")
+    if not named and not left:
         text = f"{where} names no {kind}, and none is left in {LISTS[kind]!r}; give it in {keys[0]!r}."
         raise RowError(source, "placeholder_mismatch", text)
-    return left.popleft()
+    value = given.pop(named[0]) if named else left.popleft()
+    if isinstance(value, dict) and isinstance(value.get("url"), str):
+        _refuse_others(value, ("url", "detail"), f"{where}.{named[0]}" if named else where, source)
+        if value.get("detail") not in (None, "auto", "high"):
+            text = f"{where} has detail={shown(value['detail'])}, which zoo does not read; give min_pixels or max_pixels beside it."
+            raise RowError(source, "bad_row", text)
+        value = value["url"]
+    elif isinstance(value, dict) and isinstance(value.get("data"), str):
+        _refuse_others(value, ("data", "format"), f"{where}.{named[0]}" if named else where, source)
+        value = f"data:{kind}/{value.get('format', 'wav')};base64,{value['data']}"
+    return Part(value, given) if given else value
+
+
+def _refuse_others(part: dict[str, Any], known: tuple[str, ...], where: str, source: str) -> None:
+    """RowError for a key that would change nothing; one with the value None is none."""
+    other = next(
+        (key for key, value in part.items() if value is not None and key not in ("type", *known)), None
+    )
+    if other is not None:
+        text = f"{where} has the key {shown(repr(other))}, which zoo does not read there; known: {', '.join(known)}."
+        raise RowError(source, "bad_row", text)

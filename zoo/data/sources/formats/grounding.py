@@ -1,23 +1,32 @@
 """Boxes of ms-swift's rows: `objects` beside messages with `<ref-object>` and `<bbox>`.
 
-Names go into the text at once. Boxes in pixels are written once the image's size is known, as thousandths of its width and
-height (`zoo.data.processors.grounding`); boxes from 0 to 1 (`"bbox_type": "norm1"`) are written at once.
+Names go into the text at once. Boxes, in pixels of the image or from 0 to 1 (`"bbox_type": "norm1"`), are written by the
+family's convention once the image's size is known (`zoo.data.processors.boxes`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from zoo.data.errors import RowError
 from zoo.data.sources.references import shown
 
 NAME, BOX = "<ref-object>", "<bbox>"
+KEYS = ("ref", "bbox", "bbox_type", "image_id")
 TYPES = ("real", "norm1")
 WANTED = "a list of [x1, y1, x2, y2] is wanted"
 
 
-def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], list[list[float]]]:
-    """The row with the names of its `objects` in the messages, and [image, x1, y1, ...] in pixels for each `<bbox>`.
+class Placed(NamedTuple):
+    """A box or point for a `<bbox>`, as a row has it."""
+
+    image: int  # which of the row's images
+    places: list[float]  # x1, y1, x2, y2 or x, y
+    norm: bool  # whether these are from 0 to 1
+
+
+def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], list[Placed]]:
+    """The row with the names of its `objects` in the messages, and what stands for each `<bbox>`.
 
     Raises:
         RowError: `objects` of another form ("bad_row"), or not as many as placeholders ("placeholder_mismatch").
@@ -28,6 +37,12 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
         return row, []
     if not isinstance(objects, dict):
         text = f"'objects' is {shown(repr(objects))}; {{'ref', 'bbox'}} is wanted."
+        raise RowError(source, "bad_row", text)
+    other = next((key for key, value in objects.items() if value is not None and key not in KEYS), None)
+    if other is not None:
+        text = (
+            f"'objects' has the key {shown(repr(other))}, which zoo does not read; known: {', '.join(KEYS)}."
+        )
         raise RowError(source, "bad_row", text)
     names, boxes = (objects.get(key) or [] for key in ("ref", "bbox"))
     kind = objects.get("bbox_type") or "real"
@@ -49,19 +64,9 @@ def with_objects(item: dict[str, Any], source: str) -> tuple[dict[str, Any], lis
         raise RowError(source, "bad_row", f"'messages' is {seen}; 'objects' are named in a list of messages.")
     messages = [dict(one) if isinstance(one, dict) else one for one in turns]
     _fill(messages, NAME, names, source)
-    if kind == "norm1":
-        _fill(messages, BOX, [written(box, 1.0, 1.0) for box in boxes], source)
-        return {**row, "messages": messages}, []
     _count(messages, BOX, len(boxes), source)
-    placed = [[image, *box] for image, box in zip(images, boxes, strict=True)]
+    placed = [Placed(image, box, kind == "norm1") for image, box in zip(images, boxes, strict=True)]
     return {**row, "messages": messages}, placed
-
-
-def written(box: list[float], width: float, height: float) -> str:
-    """A box or point as text: thousandths of a width and height, within 0 to 1000."""
-    sizes = (width, height) * (len(box) // 2)
-    places = [min(max(round(1000 * at / size), 0), 1000) for at, size in zip(box, sizes, strict=True)]
-    return f"[{', '.join(map(str, places))}]"
 
 
 def _is_box(box: Any) -> bool:
