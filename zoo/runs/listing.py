@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zoo.engine.report.progress_line import clock
-from zoo.engine.tools.status import RunStatus, is_run, read_status
+from zoo.engine.tools.status import RECENT, RunStatus, is_run, read_status
 from zoo.errors import UserError, printable
 
 _DEPTH = 4  # folders within folders
-_COLUMNS = ("run", "state", "step", "loss", "held out", "exact match", "last step", "to go")
+_LOSS = f"loss, mean of {RECENT} steps"  # of fewer, their number stands beside it
+_COLUMNS = ("run", "state", "step", _LOSS, "held-out loss", "exact match", "last step", "to go")
 
 
 def find_runs(folder: str | Path = "runs") -> list[RunStatus]:
@@ -52,9 +53,13 @@ def _row(run: RunStatus) -> tuple[str, ...]:
         printable(run.run_dir),
         printable(run.state),
         f"{run.step:,} of {'?' if run.total_steps is None else f'{run.total_steps:,}'}",
-        "" if run.mean_loss is None else f"{run.mean_loss:.4f}",
+        "" if run.mean_loss is None else f"{run.mean_loss:.4f}{_of_fewer(run)}",
         "" if loss is None else f"{loss:.4f}",
         "" if match is None else f"{match:.1%}",
         "" if run.last_step_age is None else f"{clock(run.last_step_age)} ago",
         "" if run.eta_seconds is None else clock(run.eta_seconds),
     )
+
+
+def _of_fewer(run: RunStatus) -> str:
+    return "" if run.mean_loss_steps == RECENT else f" ({run.mean_loss_steps})"

@@ -112,12 +112,18 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) ->
     return render("zoo.runs", "table.html.jinja", head=head, rows=rows, text=text)
 
 
+def _mean_loss(run: Run) -> str:
+    mean = _digits(run.status.mean_loss)
+    return mean and f"{mean} ({run.status.mean_loss_steps} steps)"
+
+
 def _overview(runs: Sequence[Run]) -> Markup:
     rows: dict[str, Callable[[Run], str]] = {
         "state": lambda run: run.status.state + (f": {run.status.why}" if run.status.why else ""),
         "recipe": lambda run: " ".join(str(run.recipe.get(key) or "") for key in ("recipe", "size")),
         "steps": lambda run: f"{run.status.step:,} of {run.status.total_steps or '?'}",
-        "loss": lambda run: _digits(run.status.mean_loss),
+        "loss of the last step": lambda run: _digits(run.status.loss),
+        "mean loss of the last steps": _mean_loss,
         "held-out loss": lambda run: _digits((run.status.eval or {}).get("loss")),
         "exact match": lambda run: _percent((run.status.eval or {}).get("exact_match")),
         "best exact match": _best,

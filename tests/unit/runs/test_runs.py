@@ -96,6 +96,9 @@ def test_a_page_needs_nothing_else_and_shows_what_the_run_has(tmp_path: Path) ->
     ):
         assert title in page.texts
     assert "qwen3_vl_sft" in shown and "2,000" in shown  # real tokens a second
+    assert "loss of the last step 5.0000 mean loss of the last steps 5.4750 (39 steps)" in " ".join(
+        shown.split()
+    )
 
 
 def test_several_runs_and_the_keys_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +193,9 @@ def test_the_list_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["list", "runs", str(tmp_path / "runs")]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["run", "state", "step"] and len(lines) == 2
+    assert (
+        "loss, mean of 50 steps  held-out loss" in head and "5.4750 (39)" in lines[0]
+    )  # the first of 40 is left out
     assert (
         lines[1].startswith(str(tmp_path / "runs" / "sweep" / "b"))
         and "40 of 100" in lines[1]

@@ -20,7 +20,7 @@ from zoo.engine.watchdog.health import read_health
 from zoo.engine.watchdog.run_lock import held_since
 from zoo.errors import UserError, printable
 
-_RECENT = 50  # steps that speed and loss are taken over
+RECENT = 50  # steps that speed and mean loss are taken over, at most
 _STALLED = 60.0  # seconds without progress of any rank that are worth a word, long before run.hang_timeout
 _LATE = 3  # a rank is silent after so many missing heartbeats
 
@@ -38,7 +38,8 @@ class RunStatus:
     tokens_per_second: float | None = None  # real ones, of all ranks
     eta_seconds: float | None = None  # of a run that runs
     loss: float | None = None  # of the last step
-    mean_loss: float | None = None  # of the last steps, as many as _RECENT
+    mean_loss: float | None = None  # over the last `mean_loss_steps` steps
+    mean_loss_steps: int = 0  # RECENT, or those that there are; a start's first step is left out then
     last_step_age: float | None = None  # seconds since the last step ended
     save_step: int | None = None  # of the newest checkpoint
     save_age: float | None = None  # seconds
@@ -78,7 +79,7 @@ def read_status(path: str | Path) -> RunStatus:
     events, recent = _read(folder)
     last = recent[-1] if recent else {}
     # The first step after a start is not typical: kernels are built, caches are filled.
-    recent = recent[1:] if 1 < len(recent) < _RECENT else recent
+    recent = recent[1:] if 1 < len(recent) < RECENT else recent
     losses = [r["loss"] for r in recent if r["loss"] is not None]  # of a bad step there may be none
     tokens = [r["real_tokens"] for r in recent if "real_tokens" in r]
     health, summary = read_health(folder), read_summary(folder) or {}
@@ -100,6 +101,7 @@ def read_status(path: str | Path) -> RunStatus:
         eta_seconds=(total - step) * seconds if live and seconds and total is not None else None,
         loss=last.get("loss"),
         mean_loss=statistics.mean(losses) if losses else None,
+        mean_loss_steps=len(losses),
         last_step_age=_age(last),
         save_step=step_of(saved) if saved else None,
         save_age=max(0.0, time.time() - written) if saved else None,
@@ -125,7 +127,7 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         else:
             last.pop(record["step"], None)  # a step that was repeated comes last
             last[record["step"]] = record
-            if len(last) > _RECENT:
+            if len(last) > RECENT:
                 del last[next(iter(last))]
     return events, [last[step] for step in sorted(last)]
 
@@ -184,7 +186,7 @@ def _seconds_a_step(recent: list[dict[str, Any]]) -> float | None:
 
 
 def _total(events: list[dict[str, Any]], summary: dict[str, Any]) -> int | None:
-    totals = [r["total_steps"] for r in events if r["event"] in ("start", "resume") and "total_steps" in r]
+    totals = [r["total_steps"] for r in events if "total_steps" in r]
     return totals[-1] if totals else summary.get("total_steps")
 
 
@@ -231,7 +233,9 @@ def _speed(status: RunStatus) -> str:
 def _loss(status: RunStatus) -> str:
     if status.loss is None or status.mean_loss is None:
         return ""
-    return f"{status.loss:.4f}, {status.mean_loss:.4f} over the last steps"
+    return (
+        f"{status.loss:.4f}, {status.mean_loss:.4f} on average over the last {status.mean_loss_steps} steps"
+    )
 
 
 def _match(metrics: dict[str, Any]) -> str:
